@@ -51,7 +51,9 @@ class LongspanArguments:
     eval_max_tokens_per_slot: str = _key("", "rows of a micro-batch on a slot in evaluation")
     eval_cp_comm_type: str = _key("", "communication type of evaluation")
     eval_partition: str = _key("", "partition of evaluation")
-    eval_hierarchical_context_parallel_sizes: list[int] = field(default_factory=list, metadata={"help": "as training's"})
+    eval_hierarchical_context_parallel_sizes: list[int] = field(
+        default_factory=list, metadata={"help": "as training's"}
+    )
     eval_attention_kernel: str = _key("", "attention kernel of evaluation")
     tp: int = _key(1, "tensor-parallel degree")
     pp: int = _key(1, "pipeline stages: 1; a Trainer has no others")

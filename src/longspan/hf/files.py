@@ -41,7 +41,7 @@ class FilesPart:
             group["lr"] = rate
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._prepared:
+        if self._prepared_model is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:

@@ -138,3 +138,7 @@ class OneAccelerator(Accelerator):
     def process_index(self) -> int:
         """The first, of one."""
         return 0
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Leave a model to longspan, unless it is moved to the device by request, as TRL's reward models are."""
+        return super().prepare_model(model, device_placement, evaluation_mode) if device_placement else model

@@ -46,7 +46,9 @@ class StepsPart:
         training = prepared.training
         plan = self._plan(documents, training=training)
         try:
-            return token_log_probs(prepared, plan, documents, self.world, **({"also": facade.head.values} if facade.head.values else {}))
+            return token_log_probs(
+                prepared, plan, documents, self.world, **({"also": facade.head.values} if facade.head.values else {})
+            )
         finally:
             prepared.train(training)
 

@@ -3,34 +3,46 @@
 import inspect
 from typing import Any
 
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 import longspan
+from longspan.comm import World
+from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
+from longspan.hf.memory import prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
+from longspan.hf.refusals import refuse_arguments, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
+
+CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the first is the older name
 
 
 class LongspanMixin(StepsPart, FilesPart):
     """Goes before any Trainer class: `class Mine(LongspanMixin, SFTTrainer)`. To the Trainer all ranks are one process.
 
-    `longspan=` are the LongspanArguments. Raises ConfigError, which names longspan, for arguments that it does not run.
+    `longspan=` are the LongspanArguments. Raises ConfigError, which names longspan, for arguments that it does not run,
+    and ModelError for such models.
     """
+
+    hyperparameter_search = refuse_search
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
         self.longspan = longspan or LongspanArguments()
-        given = _bind(super().__init__, args, keywords)
-        arguments = given.arguments.get("args") or _default_arguments(super().__init__)
+        given = inspect.signature(super().__init__).bind_partial(*args, **keywords)
+        arguments = given.arguments.get("args") or _default_arguments(type(self), given.arguments.get("model"))
+        refuse_arguments(arguments, self.longspan, given.arguments)
         self._one = OneProcess.enter(self.longspan.home)
+        self._open = True
         try:
-            given.arguments["args"] = self._one.arguments(arguments)
+            self._stock_arguments = arguments
+            given.arguments["args"] = _without_checkpointing(self._one.arguments(arguments))
             self._facade = Facade(lambda: self.model, self._token_values)
-            self._references: dict[str, Facade] = {}
-            self._prepared = False
+            self._prepared_model: Any = None
             super().__init__(*given.args, **given.kwargs)
+            refuse_model(self)
             if hasattr(self, "_buffered_inputs"):  # GRPO and RLOO seed each rank apart, and shuffle with it
                 set_seed(self.args.seed)
         except BaseException:
@@ -38,7 +50,7 @@ class LongspanMixin(StepsPart, FilesPart):
             raise
 
     @property
-    def world(self) -> Any:
+    def world(self) -> World:
         """The open World of all ranks."""
         return self._one.world
 
@@ -54,20 +66,21 @@ class LongspanMixin(StepsPart, FilesPart):
 
     def _prepare_once(self) -> None:
         """Prepare the model, and a reference model of TRL, before the first pass or optimizer."""
-        if self._prepared:
+        if self._prepared_model is not None and self._prepared_model is self.model:
             return
-        self._prepared = True
-        self._facade.head = take_fused_head(model_inside(self.model))
+        inside = model_inside(self.model)
+        self._facade.head = take_fused_head(inside)
         self._prepare_model(self.model, self._facade)
         self.model_wrapped = self._facade
+        self._prepared_model = self.model
         reference = getattr(self, "ref_model", None)
-        if reference is not None:
-            facade = Facade(lambda: reference, self._token_values, take_fused_head(model_inside(reference)))
-            self._prepare_model(reference, facade)
+        if isinstance(reference, PreTrainedModel):
+            facade = Facade(lambda: reference, self._token_values, take_fused_head(reference))
+            self._prepare_model(reference, facade, training=False)
             self.ref_model = facade
 
-    def _prepare_model(self, model: Any, facade: Facade) -> None:
-        prepared = longspan.prepare(model, self.world)
+    def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
+        prepared = longspan.prepare(model, self.world, options=prepare_options(self, model, training=training))
         _answer_calls(prepared, facade)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__
@@ -89,16 +102,40 @@ class LongspanMixin(StepsPart, FilesPart):
         self._leave()
 
     def _leave(self) -> None:
-        one, self._one_left = self._one, True
-        one.leave()
+        if self._open:
+            self._open = False
+            self._one.leave()
 
 
-def _bind(init: Any, args: Any, keywords: Any) -> inspect.BoundArguments:
-    return inspect.signature(init).bind_partial(*args, **keywords)
+def _default_arguments(kind: type[Any], model: Any) -> TrainingArguments:
+    """The arguments that a trainer makes for itself where none are given."""
+    stock = next(base for base in kind.__mro__ if "args" in inspect.signature(base.__init__).parameters)
+    hints = inspect.signature(stock.__init__, eval_str=False).parameters["args"].annotation
+    config = next((c for c in _classes(hints, stock) if c is not TrainingArguments), TrainingArguments)
+    if config is TrainingArguments:
+        return TrainingArguments(output_dir="tmp_trainer")
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return config(f"{str(name).rstrip('/').split('/')[-1]}-{config.__name__.removesuffix('Config')}")
 
 
-def _default_arguments(init: Any) -> TrainingArguments:
-    return TrainingArguments(output_dir="tmp_trainer")
+def _classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
+    """The argument classes that an annotation names, by the module of the class that has it."""
+    if isinstance(annotation, str):
+        module = inspect.getmodule(owner)
+        annotation = eval(annotation, vars(module))
+    return [
+        c
+        for c in getattr(annotation, "__args__", (annotation,))
+        if isinstance(c, type) and issubclass(c, TrainingArguments)
+    ]
+
+
+def _without_checkpointing(args: TrainingArguments) -> TrainingArguments:
+    """The arguments with what transformers would checkpoint turned off: `prepare` does it."""
+    for name in CHECKPOINTING:
+        if getattr(args, name, None):
+            setattr(args, name, False)
+    return args
 
 
 def _answer_calls(prepared: Any, facade: Facade) -> None:
@@ -120,6 +157,11 @@ def with_longspan(kind: type[Any]) -> type[Any]:
 
     >>> trainer = with_longspan(SFTTrainer)(model=model, args=args, longspan=LongspanArguments(context_parallel_size=4))
 
-    `longspan=` of its constructor are the LongspanArguments; everything else is as in the given class.
+    `longspan=` of its constructor are the LongspanArguments; everything else is as in the given class. Raises
+    ConfigError for what is no Trainer class.
     """
+    if not (isinstance(kind, type) and issubclass(kind, Trainer)):
+        raise ConfigError(f"with_longspan takes a Trainer class, and got {kind!r}; give the class, not an instance")
+    if issubclass(kind, LongspanMixin):
+        return kind
     return type(f"Longspan{kind.__name__}", (LongspanMixin, kind), {"__doc__": LongspanMixin.__doc__})

@@ -1,0 +1,135 @@
+"""What a longspan trainer does not run, refused by name at construction: settings, models, losses.
+
+Arguments are read as they stand then: `args.fsdp` set after they were made counts, too.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.trainer_utils import SaveStrategy
+
+from longspan.errors import ConfigError, LongspanError, ModelError
+from longspan.hf.arguments import LongspanArguments
+from longspan.model.adapters import model_inside
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_LAYOUT = "the layout is in longspan's own keys (docs/trainer.md)"
+_SETTINGS: dict[str, str] = {
+    "deepspeed": f"DeepSpeed would shard and step on its own; leave it out: {_LAYOUT}",
+    "fsdp": f"parameters are sharded by longspan already; leave it out: {_LAYOUT}",
+    "parallelism_config": f"leave it out: {_LAYOUT}",
+    "torch_compile": "a compiled model would be one whose layers attend locally; leave it out",
+    "auto_find_batch_size": "ranks would try different sizes; max_tokens_per_slot bounds the rows of a pass",
+    "neftune_noise_alpha": "noise would differ with the layout; leave it out",
+    "label_smoothing_factor": "the smoothed loss reads all logits; leave it out",
+    "use_liger_kernel": "it replaces the forward that longspan runs; leave it out",
+    "fp16": "gradients are not scaled; use bf16=True",
+    "fp16_full_eval": "the model would be cast between training and evaluation; leave it out",
+    "bf16_full_eval": "the model would be cast between training and evaluation; leave it out",
+    "entropy_coef": "the gradient of the entropy is not computed; set it to 0",
+    "push_to_hub": "files are pushed by one process; push the saved folder afterwards",
+}
+
+
+def refuse_arguments(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first setting of a trainer's constructor that longspan does not run."""
+    for reason in _reasons(args, arguments, given):
+        raise ConfigError(reason)
+
+
+def _reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> Iterator[str]:
+    for name, why in _SETTINGS.items():
+        if value := getattr(args, name, None):
+            yield f"args.{name} is {value!r}, which a longspan trainer does not run: {why}"
+    if any(part is not None for part in given.get("optimizers") or ()):
+        yield (
+            "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "
+            "class and arguments: optimizer_cls_and_kwargs=(torch.optim.AdamW, {…}), or args.optim"
+        )
+    name = getattr(args.optim, "value", args.optim)
+    if name not in OPTIMIZERS and given.get("optimizer_cls_and_kwargs") is None:
+        yield (
+            f"args.optim is {name!r}, which a longspan trainer does not run over sharded parameters; use one of "
+            f"{', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs=(a class, {{…}}), which is tried first"
+        )
+    if args.accelerator_config is not None and args.accelerator_config.split_batches:
+        yield (
+            "accelerator_config.split_batches is true, which a longspan trainer does not run: a micro-batch is "
+            "per_device_train_batch_size × processes rows; leave it out"
+        )
+    if arguments.pp > 1:
+        yield (
+            f"pp is {arguments.pp}: a longspan trainer runs no pipelines, as a Trainer holds one model on every rank; "
+            "use tp, ep or dp_replicate, or longspan train"
+        )
+    if args.save_strategy != SaveStrategy.NO and getattr(args, "save_on_each_node", False):
+        yield "args.save_on_each_node is true: a longspan trainer writes one folder that all ranks see; leave it out"
+
+
+def refuse_model(trainer: Any) -> None:
+    """Raise ModelError or ConfigError for the model of a trainer that was made, where longspan cannot run it there."""
+    model = model_inside(trainer.model)
+    name = type(model).__name__
+    if getattr(model, "hf_device_map", None):
+        raise ConfigError(
+            f"{name} was loaded with a device_map over {len(set(model.hf_device_map.values()))} devices, and a longspan "
+            "trainer places parameters itself; load it without device_map"
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
+        raise ModelError(
+            f"{name} is quantized, which a longspan trainer does not shard; load it in bfloat16 or float32"
+        )
+    config = getattr(model, "config", None)
+    causal = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is ForCausalLMLoss
+    if not causal or getattr(config, "is_encoder_decoder", False) or not _has_head(model):
+        raise ModelError(
+            f"{name} is no causal language model, which a longspan trainer needs; use an AutoModelForCausalLM"
+        )
+    if getattr(config, "vision_config", None) is not None and hasattr(trainer.processing_class, "image_processor"):
+        raise ModelError(
+            f"{name} with {type(trainer.processing_class).__name__} reads images, which a longspan trainer does not; "
+            "give its tokenizer as processing_class for text, or use longspan train"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            f"output_router_logits of {name} adds the routers' balance loss as transformers computes it, a batch at a "
+            "time; a longspan trainer does not: set it to False in the configuration, or use longspan train"
+        )
+    if not is_cross_entropy(trainer) and (dropped := _dropout(trainer.model)):
+        raise ModelError(
+            f"{dropped} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "
+            "different values; set it to 0"
+        )
+
+
+def is_cross_entropy(trainer: Any) -> bool:
+    """Whether the loss of a trainer is known to be the cross entropy, which takes one pass."""
+    if trainer.compute_loss_func is not None:
+        return False
+    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    return owner is Trainer or getattr(trainer.args, "loss_type", None) == "nll"
+
+
+def refuse_search(*_: Any, **__: Any) -> LongspanError:
+    """Raise ConfigError: a trial would make models and optimizers anew on ranks that are in the middle of a plan."""
+    raise ConfigError(
+        "hyperparameter_search is not run by a longspan trainer: start one process group for each trial, such as one "
+        "torchrun with its own arguments"
+    )
+
+
+def _has_head(model: Any) -> bool:
+    return hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+
+
+def _dropout(model: nn.Module) -> str:
+    """What drops values at random in training, as words; "" if nothing does."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return f"{name or type(module).__name__} drops {module.p:g} of its inputs"
+        if isinstance(share := getattr(module, "attention_dropout", None), float) and share > 0:
+            return f"{name} drops {share:g} of its attention weights"
+    return ""
