@@ -23,9 +23,9 @@ from longspan.train import TokenLogProbs, documents_of
 
 VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 # What trainers pass besides documents, and what means nothing here: nothing is cached, rows are cut by position_ids.
+CUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 IGNORED = (
-    "use_cache", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "logits_to_keep",
-    "num_items_in_batch",
+    *CUTS, "use_cache", "return_dict", "max_length_q", "max_length_k", "logits_to_keep", "num_items_in_batch",
 )  # fmt: skip
 NAMES_TO_READ = "loss, and of a fused head log_probs, entropy, is_top1, mean_logits, log_sum_sq_probs, label_mask"
 
@@ -128,6 +128,11 @@ class Facade:
             raise ConfigError(
                 "output_router_logits asks for the balance loss as transformers computes it, a batch at a time; under "
                 "longspan leave it out: router_aux_loss_coef of the model's configuration is not applied"
+            )
+        if "position_ids" not in batch and (cut := [name for name in CUTS if name in batch]):
+            raise ConfigError(
+                f"a batch has {', '.join(cut)} and no position_ids; longspan cuts packed rows where position_ids begin "
+                "again at 0: let the collator return them (return_position_ids=True)"
             )
         rows = documents_of(
             {"input_ids": input_ids, "labels": labels} | {k: v for k, v in batch.items() if k not in IGNORED}
