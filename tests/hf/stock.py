@@ -288,6 +288,7 @@ def log_errors(expected: list[dict[str, float]], found: list[dict[str, float]]) 
 def sum_in_float64() -> None:
     """Let stock's loss of causal models, and TRL's fused head, keep the precision of float64 models."""
     import trl.trainer.utils as head
+    from transformers import trainer
     from transformers.loss import loss_utils
 
     def causal_loss(
@@ -298,7 +299,7 @@ def sum_in_float64() -> None:
             return F.cross_entropy(scores, ids)
         return F.cross_entropy(scores, ids, reduction="sum") / num_items_in_batch
 
-    loss_utils.LOSS_MAPPING["ForCausalLM"] = causal_loss
+    loss_utils.LOSS_MAPPING["ForCausalLM"] = trainer.ForCausalLMLoss = causal_loss  # compared by identity
     head._ChunkedLogProbFunction = DenseHead
 
 

@@ -24,9 +24,9 @@ from longspan.train import TokenLogProbs, documents_of
 
 VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 # What trainers pass besides documents, and what means nothing here: nothing is cached, rows are cut by position_ids.
+CUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 IGNORED = (
-    "use_cache", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "logits_to_keep",
-    "num_items_in_batch",
+    *CUTS, "use_cache", "return_dict", "max_length_q", "max_length_k", "logits_to_keep", "num_items_in_batch",
 )  # fmt: skip
 NAMES_TO_READ = "loss, and of a fused head log_probs, entropy, is_top1, mean_logits, log_sum_sq_probs, label_mask"
 
@@ -189,6 +189,11 @@ class Facade:
 
 def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
     """The documents of a batch as trainers pass it. Raises DataError for labels that nothing can predict."""
+    if batch.get("position_ids") is None and (cut := [name for name in CUTS if name in batch]):
+        raise ConfigError(
+            f"a batch has {', '.join(cut)} and no position_ids; longspan cuts packed rows where position_ids begin "
+            "again at 0: let the collator return them (return_position_ids=True)"
+        )
     rows = documents_of({name: value for name, value in batch.items() if name not in IGNORED})
     if batch.get("labels") is None:
         return rows
