@@ -294,12 +294,12 @@ def test_the_page_shows_what_is_printed(
     [
         ({"train.activation_checkpointing": "full", "train.memory": "none"}, False),
         ({"train.activation_checkpointing": "none", "parallel.reshard_after_forward": False}, False),
-        ({"train.activation_checkpointing": "selective", "train.memory": "none", "parallel.tp": 2}, True),
+        ({"train.activation_checkpointing": "selective", "train.memory": "none", "parallel.tp": 2}, False),
         ({"train.activation_checkpointing": "full", "train.offload_states": True, "lora.rank": 2}, True),
     ],
 )
 def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: bool, model: str) -> None:
-    """The price of a run with its plan of memory; copies to the host and second exchanges come on top."""
+    """The price of a run with its plan of memory, second exchanges included; copies to the host come on top."""
     given = {"model.path": model, "context.cp_comm_type": "a2a", "context.max_tokens_per_slot": 16384}
     config = load_config(None, given | {"run.machine": "h200", "context.context_parallel_size": 2} | keys)
     gpus = Gpus(machine=Machine(), count=4, bytes=24 << 30, host_bytes=8 << 30, name="H200")
