@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 import longspan
@@ -15,7 +16,7 @@ from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.memory import prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.refusals import refuse_arguments, refuse_model, refuse_search
+from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
 
@@ -36,6 +37,8 @@ class LongspanMixin(StepsPart, FilesPart):
         given = inspect.signature(super().__init__).bind_partial(*args, **keywords)
         arguments = given.arguments.get("args") or _default_arguments(type(self), given.arguments.get("model"))
         refuse_arguments(arguments, self.longspan, given.arguments)
+        if isinstance(given.arguments.get("model"), nn.Module):
+            refuse_kind(given.arguments["model"])
         self._one = OneProcess.enter(self.longspan.home)
         self._open = True
         try:
