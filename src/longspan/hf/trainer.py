@@ -14,13 +14,11 @@ from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
-from longspan.hf.memory import prepare_options
+from longspan.hf.memory import CHECKPOINTING, choose_memory, prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
 from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
-
-CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the first is the older name
 
 
 class LongspanMixin(StepsPart, FilesPart):
@@ -75,6 +73,7 @@ class LongspanMixin(StepsPart, FilesPart):
             return
         inside = model_inside(self.model)
         self._facade.head = take_fused_head(inside)
+        self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)
         self.model_wrapped = self._facade
         self._prepared_model = self.model
@@ -85,7 +84,9 @@ class LongspanMixin(StepsPart, FilesPart):
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
-        prepared = longspan.prepare(model, self.world, options=prepare_options(self, model, training=training))
+        prepared = longspan.prepare(
+            model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
+        )
         _answer_calls(prepared, facade)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__
