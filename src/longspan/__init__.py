@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from longspan.train import MtpLoss as MtpLoss
     from longspan.train import PlanChoice as PlanChoice
     from longspan.train import evaluate as evaluate
+    from longspan.train import gather_documents as gather_documents
     from longspan.train import run_step as run_step
     from longspan.train import token_log_probs as token_log_probs
 

@@ -10,8 +10,8 @@ A case is a function at the top of a module that makes a trainer and may train i
 
     compare(chats, {"context_parallel_size": 2}, ranks=2)
 
-Models are in float64, and stock's sums are too: its loss and TRL's fused head, which sum in float32, are replaced in the
-stock process only, unless `exact=False`.
+Models are in float64, and stock's sums are too: its loss and TRL's fused head, which sum in float32, are replaced in
+the stock process only, unless `exact=False`.
 """
 
 import math
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -100,9 +100,9 @@ def model_of(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.fl
 
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'a:' }}{% generation %}{{ ' ' + m['content'] + ' </s>' }}"
-    "{% endgeneration %}{% else %}{{ 'u: ' + m['content'] + ' ' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'a: ' }}{% generation %}{{ m['content'] + ' </s>' }}"
+    "{% endgeneration %}{{ ' ' }}{% else %}{{ 'u: ' + m['content'] + ' ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a: ' }}{% endif %}"
 )
 WORDS = tuple(f"w{i}" for i in range(VOCABULARY - 5))
 
@@ -192,7 +192,7 @@ class Run:
             "report_to": [],
             "use_cpu": True,
             "bf16": False,
-            "gradient_checkpointing": False,
+            "activation_checkpointing": False,
             "disable_tqdm": True,
             "seed": 1,
         }
@@ -213,6 +213,7 @@ def run_case(
 ) -> Ran:
     """Run a case on this rank."""
     os.environ["CI"] = "1"  # TRL sends nothing about its use
+    disable_progress_bars()
     torch.set_default_dtype(torch.float64 if exact else torch.float32)
     if exact and longspan is None:
         sum_in_float64()
@@ -287,6 +288,7 @@ def log_errors(expected: list[dict[str, float]], found: list[dict[str, float]]) 
 def sum_in_float64() -> None:
     """Let stock's loss of causal models, and TRL's fused head, keep the precision of float64 models."""
     import trl.trainer.utils as head
+    from transformers import trainer
     from transformers.loss import loss_utils
 
     def causal_loss(
@@ -297,7 +299,7 @@ def sum_in_float64() -> None:
             return F.cross_entropy(scores, ids)
         return F.cross_entropy(scores, ids, reduction="sum") / num_items_in_batch
 
-    loss_utils.LOSS_MAPPING["ForCausalLM"] = causal_loss
+    loss_utils.LOSS_MAPPING["ForCausalLM"] = trainer.ForCausalLMLoss = causal_loss  # compared by identity
     head._ChunkedLogProbFunction = DenseHead
 
 

@@ -75,8 +75,8 @@ def refuse_model(trainer: Any) -> None:
     name = type(model).__name__
     if getattr(model, "hf_device_map", None):
         raise ConfigError(
-            f"{name} was loaded with a device_map over {len(set(model.hf_device_map.values()))} devices, and a longspan "
-            "trainer places parameters itself; load it without device_map"
+            f"{name} was loaded with a device_map over {len(set(model.hf_device_map.values()))} devices, and a "
+            "longspan trainer places parameters itself; load it without device_map"
         )
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
         raise ModelError(

@@ -1,6 +1,8 @@
 """`with_longspan(TrainerClass)`: a Trainer of transformers or TRL whose ranks share documents by longspan's plans."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -94,6 +96,33 @@ class LongspanMixin(GenerationPart, StepsPart, FilesPart):
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         self._prepare_once()
         return self._facade
+
+    # ---- what fails on one rank ends all
+
+    def train(self, *args: Any, **keywords: Any) -> Any:
+        """Train as the Trainer does; entered by all ranks."""
+        with self._telling_others():
+            return super().train(*args, **keywords)
+
+    def evaluate(self, *args: Any, **keywords: Any) -> Any:
+        """Evaluate as the Trainer does; entered by all ranks."""
+        with self._telling_others():
+            return super().evaluate(*args, **keywords)
+
+    def predict(self, *args: Any, **keywords: Any) -> Any:
+        """Predict as the Trainer does; entered by all ranks."""
+        with self._telling_others():
+            return super().predict(*args, **keywords)
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Inside, an error of this rank, as of a collator or a metric, is in the failure report of ranks that wait."""
+        try:
+            yield
+        except BaseException as error:
+            if not getattr(error, "on_all_ranks", False):
+                self.world.watch.leave(error)
+            raise
 
     # ---- the end
 
