@@ -12,6 +12,7 @@ import longspan
 from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
+from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
@@ -22,7 +23,7 @@ from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
 
 
-class LongspanMixin(GenerationPart, StepsPart, FilesPart):
+class LongspanMixin(GenerationPart, StepsPart, EvaluationPart, FilesPart):
     """Goes before any Trainer class: `class Mine(LongspanMixin, SFTTrainer)`. To the Trainer all ranks are one process.
 
     `longspan=` are the LongspanArguments. Raises ConfigError, which names longspan, for arguments that it does not run,
