@@ -13,6 +13,7 @@ from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.memory import prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
+from longspan.hf.preferences import PreferencesPart
 from longspan.hf.refusals import refuse_arguments, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
@@ -20,7 +21,7 @@ from longspan.model.adapters import model_inside
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the first is the older name
 
 
-class LongspanMixin(StepsPart, FilesPart):
+class LongspanMixin(StepsPart, FilesPart, PreferencesPart):
     """Goes before any Trainer class: `class Mine(LongspanMixin, SFTTrainer)`. To the Trainer all ranks are one process.
 
     `longspan=` are the LongspanArguments. Raises ConfigError, which names longspan, for arguments that it does not run,
