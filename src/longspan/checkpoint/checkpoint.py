@@ -24,7 +24,12 @@ from typing import Any, NamedTuple
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
 from longspan.checkpoint.files import (
@@ -63,6 +68,7 @@ def save_checkpoint(
     step: int,
     state: Mapping[str, Any] | None = None,
     keep: int = 0,
+    weights: bool = True,
 ) -> Path:
     """Write a prepared model and its optimizer as checkpoint `step` under `root`; all ranks call it together.
 
@@ -70,15 +76,19 @@ def save_checkpoint(
     PosixPath('runs/mine/step-000100')
 
     `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
-    newest `keep` good checkpoints stay (0: all). Returns the checkpoint's folder. Raises CheckpointError on every rank
-    if any could not write, and CommError with the rank that is lost; an older checkpoint is never damaged.
+    newest `keep` good checkpoints stay (0: all). Without `weights` it holds the optimizer only, for who keeps the
+    weights in a folder of `save_model`. Returns the checkpoint's folder. Raises CheckpointError on every rank if any
+    could not write, and CommError with the rank that is lost; an older checkpoint is never damaged.
     """
     root = Path(root)
     path = checkpoint_path(root, step)
     folder = path.with_name(path.name + PARTIAL)
     run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
-        digests = _write_tensors(folder, tensors_to_save(model, optimizer), world)
+        tensors = tensors_to_save(model, optimizer)
+        if not weights:
+            del tensors["model"]
+        digests = _write_tensors(folder, tensors, world)
         run_on_first_rank(
             world, lambda: publish_checkpoint(folder, path, {"step": step, **(state or {})}, digests), CheckpointError
         )
@@ -122,7 +132,9 @@ def check_checkpoint(path: Path, world: World) -> None:
     run_on_every_rank(world, lambda: check_contents(path, local_files), CheckpointError)
 
 
-def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
+def load_checkpoint(
+    path: str | Path, model: nn.Module, optimizer: Optimizer | None, world: World, *, weights: bool = True
+) -> dict[str, Any]:
     """Load a checkpoint into a prepared model and an optimizer (None: only the model); returns its step and state.
 
     >>> load_checkpoint("runs/mine/step-000100", model, optimizer, world)
@@ -132,14 +144,19 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     division, of each module of a MultimodalModel. Moments and step counts come from the checkpoint; a parameter that
     never had a gradient keeps none. Gradients are dropped. The optimizer keeps its own hyperparameters (lr, weight
     decay, betas, eps): a resumed run follows its own configuration, and sets the learning rate of each step. Files are
-    not compared with their hashes here (`find_checkpoint` does). Raises CheckpointError where the folder is missing,
-    belongs to another model, or lacks moments of parameters that were frozen, and CommError where a rank is lost.
+    not compared with their hashes here (`find_checkpoint` does). Without `weights` the model stays as it is. Raises
+    CheckpointError where the folder is missing, belongs to another model, holds no weights that are asked for, or lacks
+    moments of parameters that were frozen, and CommError where a rank is lost.
     """
     path = Path(path)
     state, stored = run_on_first_rank(world, lambda: (read_state(path), _names_in(path)), CheckpointError)
     tensors = tensors_to_fill(model, optimizer)
-    weights = world.control.reduce_object(set[str](tensors["model"]), set[str].union, "gather of host values") or set()
-    _check_names(path, _names_under("model.", stored), weights)
+    local_names = set[str](tensors["model"])
+    names = world.control.reduce_object(local_names, set[str].union, "gather of host values") or set[str]()
+    if weights:
+        _check_names(path, _names_under("model.", stored), names)
+    else:
+        tensors["model"] = {}
     if optimizer is not None:
         moments = StoredMoments.of(_names_under("optimizer.", stored))
         leave_without_moments(path, moments, model, optimizer, tensors, world)
@@ -154,7 +171,10 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
     moments = tensors["optimizer"] | hyperparameters if optimizers else {}
     options = BY_NAME if adapter_of(model) is None else SOME_BY_NAME
-    set_state_dict(model, optimizers, model_state_dict=tensors["model"], optim_state_dict=moments, options=options)
+    if weights:
+        set_model_state_dict(model, tensors["model"], options=options)
+    if optimizers:
+        set_optimizer_state_dict(model, optimizers, optim_state_dict=moments, options=options)
     return state
 
 
@@ -276,6 +296,11 @@ def _check_names(path: Path, saved: set[str], weights: set[str]) -> None:
 
     `weights` are those of all ranks.
     """
+    if weights and not saved:
+        raise CheckpointError(
+            f"checkpoint {path} holds an optimizer without weights (save_checkpoint(…, weights=False)): read the weights "
+            "from the folder that save_model wrote, and the rest by load_checkpoint(…, weights=False)"
+        )
     if saved != weights:
         lacks, extra = sorted(weights - saved), sorted(saved - weights)
         raise CheckpointError(

@@ -1,53 +1,232 @@
-"""What a Trainer writes and reads: models that transformers and peft load, checkpoints that resume bit for bit."""
+"""What a Trainer writes and reads: models that transformers and peft load, checkpoints that resume bit for bit.
+
+A checkpoint is the Trainer's folder `checkpoint-8`: the model as `save_model` writes it, whose weights are those that
+are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer only; `rng/`, the
+random states of each rank; `scheduler.pt` and `trainer_state.json` as transformers writes them. It is written in
+`unfinished/` and gets its name when all ranks are done, so one that has its name is whole.
+"""
 
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint, rotate_checkpoints
+from transformers.utils import logging
 
 import longspan
+from longspan.checkpoint.files import complete_checkpoints, read_state
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
+from longspan.errors import CheckpointError, ConfigError
+from longspan.model.reload import load_weights
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
+
+UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "scheduler.pt", "rng", "trainer_state.json"
+_log = logging.get_logger(__name__)
 
 
 class FilesPart:
     """Saving and resuming of a Trainer over a prepared model."""
 
+    _unfinished: str | None = None  # the folder in which a checkpoint is being written
+
+    # ---- a model
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the model, its tokenizer and the arguments; entered by all ranks."""
         folder = output_dir or self.args.output_dir
         self._prepare_once()
-        longspan.save_model(self._facade.prepared, folder, self.world, self.processing_class)
-        if self.args.should_save:
-            torch.save(self.args, os.path.join(folder, "training_args.bin"))
-        self.world.control.barrier("saved")
+        files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        longspan.save_model(self._facade.prepared, folder, self.world, files)
+        arguments = os.path.join(folder, "training_args.bin")
+        run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, entered by all ranks."""
-        self._save(output_dir)
+    # ---- a checkpoint
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        save_checkpoint(output_dir, self._facade.prepared, optimizer, self.world, step=self.state.global_step)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        found = find_checkpoint(checkpoint, self.world)
-        load_checkpoint(found, self._facade.prepared, optimizer, self.world)
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True))
-        for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._prepared_model is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        found = find_checkpoint(self.state.best_model_checkpoint, self.world)
-        load_checkpoint(found, self._facade.prepared, None, self.world)
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._unfinished or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        """Have the Trainer write its checkpoint under another name, and give it its own; entered by all ranks."""
+        root = Path(self._get_output_dir(trial))
+        run_on_first_rank(self.world, lambda: _make_empty(root / UNFINISHED), CheckpointError)
+        self._unfinished = str(root / UNFINISHED)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._unfinished = None
+        self._note_best_checkpoint(root)
         self.world.control.barrier("checkpoint")
+        run_on_first_rank(self.world, lambda: self._publish_checkpoint(root), CheckpointError)
+
+    def _note_best_checkpoint(self, root: Path) -> None:
+        """Name the folder of the best checkpoint as it will be: what the Trainer saw was the unfinished one."""
+        best, step = self.state.best_global_step, self.state.global_step
+        folder = root / f"checkpoint-{best}"
+        if best and self.args.save_strategy != SaveStrategy.NO and (best == step or folder.exists()):
+            self.state.best_model_checkpoint = str(folder)
+
+    def _publish_checkpoint(self, root: Path) -> None:
+        """Give a whole checkpoint its name, in place of an older one of its step, and remove those over the limit."""
+        unfinished, folder = root / UNFINISHED, root / f"checkpoint-{self.state.global_step}"
+        self.state.save_to_json(str(unfinished / folder.name / STATE))
+        _sync(unfinished / folder.name)
+        if folder.exists():
+            folder.rename(unfinished / "replaced")
+        (unfinished / folder.name).rename(folder)
+        _sync_folder(root)
+        shutil.rmtree(unfinished)
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer, root = self._torch_optimizer(), Path(output_dir)
+        groups = [{key: _plain(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+        state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
+        step, prepared = self.state.global_step, self._facade.prepared
+        save_checkpoint(root / OPTIMIZER, prepared, optimizer, self.world, step=step, state=state, weights=False)
+        schedule = self.lr_scheduler.state_dict()
+        run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(os.path.join(output_dir, RANDOM, str(self.world.rank)))
+
+    # ---- resuming
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
+        """Train as the Trainer does; a checkpoint to resume from is one of a longspan trainer with as many rows a step.
+
+        Raises ConfigError for another number of rows a step, CheckpointError for a folder that cannot be resumed from.
+        """
+        if resume_from_checkpoint is True:
+            found = run_on_first_rank(self.world, self._newest_checkpoint, CheckpointError)
+            resume_from_checkpoint = found or True  # where there is none, the Trainer says so
+        return super().train(resume_from_checkpoint, *args, **keywords)
+
+    def _newest_checkpoint(self) -> str | None:
+        root = Path(self.args.output_dir)
+        if (root / UNFINISHED).is_dir():
+            _log.warning(f"{root / UNFINISHED} is left of a save that was interrupted; it is not resumed from")
+        return get_last_checkpoint(str(root)) if root.is_dir() else None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Check the checkpoint; its weights are read once the model is prepared, with the optimizer's state."""
+        run_on_first_rank(self.world, lambda: self._check_resumable(Path(resume_from_checkpoint)), CheckpointError)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Read weights, moments, settings of the optimizer and the schedule; entered by all ranks."""
+        if checkpoint is None:
+            return
+        prepared, optimizer, root = self._facade.prepared, self._torch_optimizer(), Path(checkpoint)
+        found = find_checkpoint(root / OPTIMIZER, self.world, _log.warning)
+        assert found is not None, f"{checkpoint} was checked, and holds no checkpoint of an optimizer"
+        load_weights(prepared, root, self.world)
+        state = load_checkpoint(found, prepared, optimizer, self.world, weights=False)
+        schedule = run_on_every_rank(
+            self.world, lambda: torch.load(root / SCHEDULER, weights_only=True), CheckpointError
+        )
+        self.lr_scheduler.load_state_dict(schedule)
+        _restore_settings(root, optimizer, state["groups"])
+        self.world.seed = state["seed"]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Take up this rank's random states; on another number of ranks the first's, which they share where it counts."""
+        if checkpoint is None:
+            return
+        root, ranks = Path(checkpoint) / RANDOM, len(self.world.home.ranks)
+        same = len(list(root.iterdir())) == ranks
+        super()._load_rng_state(str(root / str(self.world.rank if same else self.world.home.ranks[0])))
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if not run_on_first_rank(self.world, best.is_dir, CheckpointError):
+            _log.warning(f"{best}, the best checkpoint, is not there any more: the model stays that of the last step")
+            return
+        _log.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
+        load_weights(self._facade.prepared, best, self.world)
+
+    # ---- what a checkpoint says of the run
+
+    def _torch_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _rows_of_step(self) -> int:
+        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+
+    def _check_resumable(self, checkpoint: Path) -> None:
+        """Raise CheckpointError for a folder that a longspan trainer cannot resume from.
+
+        Raises ConfigError unless a step takes as many rows as it did: the data order is counted in steps.
+        """
+        if not checkpoint.is_dir():
+            raise CheckpointError(f"there is no checkpoint {checkpoint} to resume from")
+        saved = complete_checkpoints(checkpoint / OPTIMIZER)
+        if not saved or not all((checkpoint / name).exists() for name in (SCHEDULER, RANDOM, STATE)):
+            stock = (checkpoint / "optimizer.pt").exists()
+            what = (
+                "it was saved by a Trainer without longspan, whose optimizer holds other tensors"
+                if stock
+                else "it has no state of an optimizer, as save_only_model leaves it out, or it is not whole"
+            )
+            raise CheckpointError(
+                f"{checkpoint} cannot be resumed from by a longspan trainer: {what}; begin anew from its weights: "
+                f"AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}), and train() without resume_from_checkpoint"
+            )
+        rows, saved_rows = self._rows_of_step(), read_state(saved[0])["rows"]
+        if rows != saved_rows:
+            each, batches = self._stock_arguments.per_device_train_batch_size, self.args.gradient_accumulation_steps
+            raise ConfigError(
+                f"{checkpoint} was trained with {saved_rows} rows a step, and this run takes {rows} (per_device_train_"
+                f"batch_size {each} × {len(self.world.home.ranks)} processes × gradient_accumulation_steps {batches}): "
+                f"a longspan trainer resumes with as many rows a step; set these two to make {saved_rows}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """A setting of an optimizer as JSON has it, which keeps every float."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _restore_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer the settings that it was saved with, its learning rate among them, as torch's own loading does.
+
+    Raises CheckpointError for another number of groups.
+    """
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{checkpoint} has {len(groups)} groups of parameters, and this optimizer {len(optimizer.param_groups)}; "
+            "resume with the optimizer and the weight decay that it was saved with"
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _make_empty(folder: Path) -> None:
+    """Make a folder, without what an interrupted save left in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _sync(folder: Path) -> None:
+    """Return once the disk has all files under a folder."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _sync_folder(path)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

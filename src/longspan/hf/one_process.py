@@ -7,7 +7,7 @@ ends, and a stock Trainer made meanwhile, which would not sum its gradients, is 
 
 import copy
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class OneProcess:
         make_stock, set_up = Trainer.__init__, TrainingArguments.__dict__["_setup_devices"]
         one = self
 
+        @wraps(make_stock)  # constructors are asked for their signature
         def refuse_stock(trainer: Any, *args: Any, **keywords: Any) -> None:
             if not hasattr(trainer, "longspan"):
                 raise ConfigError(

@@ -1,9 +1,12 @@
 """`with_longspan(TrainerClass)`: a Trainer of transformers or TRL whose ranks share documents by longspan's plans."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import longspan
 from longspan.comm import World
@@ -11,17 +14,16 @@ from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
-from longspan.hf.memory import prepare_options
+from longspan.hf.generation import GenerationPart, refuse_generation
+from longspan.hf.memory import CHECKPOINTING, choose_memory, prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.preferences import PreferencesPart
-from longspan.hf.refusals import refuse_arguments, refuse_model, refuse_search
+from longspan.hf.preferences import PreferencesPart, load_on_one_device
+from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
 
-CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the first is the older name
 
-
-class LongspanMixin(StepsPart, FilesPart, PreferencesPart):
+class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, FilesPart):
     """Goes before any Trainer class: `class Mine(LongspanMixin, SFTTrainer)`. To the Trainer all ranks are one process.
 
     `longspan=` are the LongspanArguments. Raises ConfigError, which names longspan, for arguments that it does not run,
@@ -32,20 +34,26 @@ class LongspanMixin(StepsPart, FilesPart, PreferencesPart):
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
         self.longspan = longspan or LongspanArguments()
-        given = inspect.signature(super().__init__).bind_partial(*args, **keywords)
+        takes = inspect.signature(super().__init__)
+        given = takes.bind_partial(*args, **keywords)
         arguments = given.arguments.get("args") or _default_arguments(type(self), given.arguments.get("model"))
         refuse_arguments(arguments, self.longspan, given.arguments)
+        if isinstance(given.arguments.get("model"), nn.Module):
+            refuse_kind(given.arguments["model"])
+        refuse_generation(type(self), arguments, given.arguments, takes.parameters)
         self._one = OneProcess.enter(self.longspan.home)
         self._open = True
         try:
             self._stock_arguments = arguments
             given.arguments["args"] = _without_checkpointing(self._one.arguments(arguments))
+            if isinstance(given.arguments.get("model"), str):
+                load_on_one_device(given.arguments["args"])
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
-            super().__init__(*given.args, **given.kwargs)
+            with self._making_generation():
+                super().__init__(*given.args, **given.kwargs)
             refuse_model(self)
-            if hasattr(self, "_buffered_inputs"):  # GRPO and RLOO seed each rank apart, and shuffle with it
-                set_seed(self.args.seed)
+            self._refuse_reference()
         except BaseException:
             self._leave()
             raise
@@ -59,6 +67,7 @@ class LongspanMixin(StepsPart, FilesPart, PreferencesPart):
         """Make the accelerator that takes the rows of all ranks."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
+        load_on_one_device(self.args)  # from here on TRL loads references
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: `prepare` moves what a rank keeps."""
@@ -71,6 +80,7 @@ class LongspanMixin(StepsPart, FilesPart, PreferencesPart):
             return
         inside = model_inside(self.model)
         self._facade.head = take_fused_head(inside)
+        self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)
         self.model_wrapped = self._facade
         self._prepared_model = self.model
@@ -81,7 +91,9 @@ class LongspanMixin(StepsPart, FilesPart, PreferencesPart):
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
-        prepared = longspan.prepare(model, self.world, options=prepare_options(self, model, training=training))
+        prepared = longspan.prepare(
+            model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
+        )
         _answer_calls(prepared, facade)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__
@@ -93,6 +105,33 @@ class LongspanMixin(StepsPart, FilesPart, PreferencesPart):
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         self._prepare_once()
         return self._facade
+
+    # ---- what fails on one rank ends all
+
+    def train(self, *args: Any, **keywords: Any) -> Any:
+        """Train as the Trainer does; entered by all ranks."""
+        with self._telling_others():
+            return super().train(*args, **keywords)
+
+    def evaluate(self, *args: Any, **keywords: Any) -> Any:
+        """Evaluate as the Trainer does; entered by all ranks."""
+        with self._telling_others():
+            return super().evaluate(*args, **keywords)
+
+    def predict(self, *args: Any, **keywords: Any) -> Any:
+        """Predict as the Trainer does; entered by all ranks."""
+        with self._telling_others():
+            return super().predict(*args, **keywords)
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Inside, an error of this rank, as of a collator or a metric, is in the failure report of ranks that wait."""
+        try:
+            yield
+        except BaseException as error:
+            if not getattr(error, "on_all_ranks", False):
+                self.world.watch.leave(error)
+            raise
 
     # ---- the end
 

@@ -227,13 +227,19 @@ def _open_folder(
 ) -> tuple[Path, PreTrainedModel]:
     """An empty folder for a prepared model, and its stock model, without memory."""
     partial = partial_folder(target)
+    empty = empty_stock_model(model, dtype)
+    empty.generation_config = model.generation_config
+    return partial, empty
+
+
+def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The whole stock model that a prepared one was, with parameters of the meta device, by default in its dtype."""
     architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
     stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
     empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
     if depths := model.depths if isinstance(model, PipelineModel) else len(depths_of(model)):
         add_mtp(empty, depths)
-    empty.generation_config = model.generation_config
-    return partial, empty
+    return empty
 
 
 def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:

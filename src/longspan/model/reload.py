@@ -1,0 +1,78 @@
+"""A folder that `save_model` wrote, or stock transformers or peft, back into a model that is prepared already.
+
+Each rank reads its own part of each weight, in the prepared model's own dtype. Optimizers are in `checkpoint`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longspan.comm import World, result_or_first_error
+from longspan.errors import ModelError
+from longspan.model.adapters import Adapter, adapter_entries, adapter_of
+from longspan.model.lora.save import WEIGHTS, stock_name
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.save import empty_stock_model
+from longspan.model.weights.fill import DeferredWeights, persistent_buffers
+from longspan.model.weights.folder import FolderWeights
+from longspan.model.weights.hf_folder import weight_files
+from longspan.model.weights.local_tensors import LocalPart, local_tensor
+
+
+def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, world: World) -> None:
+    """Read a folder's weights into a prepared model; all ranks call it together.
+
+    >>> save_model(model, "best", world)
+    >>> load_weights(model, "best", world)                     # bit for bit, under any layout
+
+    If the model has an adapter, the adapter only is read. Raises ModelError, on every rank, for a folder that lacks
+    weights of the model, has others of their names, or cannot be read; the model's weights are then undefined.
+    """
+    folder = Path(folder)
+    if (adapter := adapter_of(model)) is not None:
+        result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), lambda error: _error(folder, error))
+        return
+    source = result_or_first_error(world, lambda: _whole_model(model, folder), lambda error: _error(folder, error))
+    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+    source.fill_weights(stages, world)
+
+
+def _whole_model(model: PreTrainedModel | PipelineModel, folder: Path) -> DeferredWeights:
+    """A folder's files, by the names of the model's parameters. Raises ModelError for what is no safetensors."""
+    files = weight_files(folder)
+    if files[0].suffix != ".safetensors":
+        raise ModelError(f"{folder} has {files[0].name}, of which no part can be read alone; save it as safetensors")
+    empty = empty_stock_model(model)
+    return DeferredWeights(empty, FolderWeights(folder, files, empty))
+
+
+@torch.no_grad()
+def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, folder: Path) -> None:
+    """Copy this rank's part of an adapter's tensors from its file. Raises ModelError if some are not there."""
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise ModelError(f"{folder} has no {WEIGHTS}, and the model has an adapter; give a folder of its adapter")
+    tensors = adapter_entries(model, dict((*model.named_parameters(), *persistent_buffers(model))))
+    with safe_open(file, framework="pt", device="cpu") as stored:
+        by_name: Mapping[str, Tensor] = {stock_name(name, adapter.name): tensor for name, tensor in tensors.items()}
+        if by_name.keys() != (names := set(stored.keys())):
+            lacks, extra = sorted(by_name.keys() - names), sorted(names - by_name.keys())
+            raise ModelError(
+                f"{file} is of another adapter: it lacks {len(lacks)} of this one's tensors "
+                f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} others ({', '.join(extra[:2]) or 'none'})"
+            )
+        for name, tensor in by_name.items():
+            values = stored.get_slice(name)
+            if tuple(values.get_shape()) != tuple(tensor.shape):
+                raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
+            local_tensor(tensor).copy_(values[LocalPart.of(tensor).block or ...])
+
+
+def _error(folder: Path, error: Exception) -> ModelError:
+    if isinstance(error, ModelError):
+        return error
+    return ModelError(f"the weights in {folder} cannot be read: {type(error).__name__}: {error}")
