@@ -1,6 +1,8 @@
 """Documents that ranks load themselves: which rows go where, and steps of them against one dense float64 model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,12 +28,12 @@ from longspan import (
     token_log_probs,
 )
 from longspan.data.document import LabelledPack, Piece
-from longspan.errors import CommError, DataError, LongspanError
+from longspan.errors import CommError, DataError
 from longspan.multimodal import Item, ItemDocuments
 from longspan.testing import backend, run_ranks
 from longspan.train.reading.gather import deal_documents, share_documents
-from longspan.train.reading.gathered import GatheredDocuments
 from longspan.train.reading.read_rows import read_rows
+from longspan.train.reading.step_inputs import with_targets_of
 from tests.model.stock import VOCABULARY, gradients_of, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
@@ -58,7 +60,10 @@ def batch(*, values: bool = True) -> list[Any]:
 def dealt(documents: Sequence[Any], ranks: Sequence[int], of: Sequence[int]) -> dict[int, list[Any]]:
     """Documents for each rank, in the order of the home's ranks; `of` are how many each gets, the last the rest."""
     ends = [*np.cumsum(of).tolist(), len(documents)]
-    return {rank: list(documents[end - n : end]) for rank, n, end in zip(ranks, [*of, ends[-1] - ends[-2]], ends)}
+    return {
+        rank: list(documents[end - n : end])
+        for rank, n, end in zip(ranks, [*of, ends[-1] - ends[-2]], ends, strict=True)
+    }
 
 
 # ---- who gets what
@@ -76,7 +81,7 @@ def plans_of(home: Layout, targets: int) -> list[Plan]:
 
 
 def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) -> tuple[list[int], int]:
-    """Read every micro-batch of several plans from what arrived and from the list; the rows that are here, and needed."""
+    """Read micro-batches of several plans from what arrived and from the list; the rows that are here, and needed."""
     documents, here, needed = batch(), list[int](), 0
     with World(home, backend=backend(), timeout=60) as world:
         local = dealt(documents, home.ranks, of)[rank]
@@ -89,6 +94,7 @@ def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) ->
             assert np.array_equal(gathered[d][:], documents[d].ids)
             assert np.array_equal(gathered[d].labels(), documents[d].labels())
         for plan in plans_of(home, gathered.targets):
+            assert with_targets_of(gathered, replace(plan, targets=0)) == plan
             for depths in (0, 2):
                 rows = gathered.rows_under(plan, depths)
                 places = set[tuple[int, int]]()
@@ -127,6 +133,31 @@ def test_each_rank_gets_the_rows_that_it_reads(home: Layout, of: Sequence[int], 
 
 def compare_in(rank: int, home: Layout, of: Sequence[int], shared: bool) -> tuple[list[int], int]:
     return compare_rows(rank, home, of, shared=shared)
+
+
+class Noted(list[Any]):
+    """Documents that note which of them were read."""
+
+    def __init__(self) -> None:
+        super().__init__(batch())
+        self.read = list[int]()
+
+    def __getitem__(self, number: Any) -> Any:
+        self.read.append(number)
+        return super().__getitem__(number)
+
+
+def read_share(rank: int) -> list[int]:
+    documents = Noted()
+    with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
+        shared = share_documents(documents, world)
+        shared.rows_under(plan_fixed(shared.lengths, world.home, cp=3, targets=shared.targets))
+        assert sorted(documents.read) == list(shared.local)
+    return documents.read
+
+
+def test_each_shared_document_is_read_by_one_rank() -> None:
+    assert sorted(chain.from_iterable(run_ranks(read_share, 3))) == list(range(len(LENGTHS)))
 
 
 def test_shares_hold_each_document_once_and_are_even() -> None:

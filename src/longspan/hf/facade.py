@@ -188,11 +188,14 @@ class Facade:
 
 
 def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
-    """The documents of a batch as trainers pass it. Raises DataError for labels that nothing can predict."""
-    if batch.get("position_ids") is None and (cut := [name for name in CUTS if name in batch]):
-        raise ConfigError(
-            f"a batch has {', '.join(cut)} and no position_ids; longspan cuts packed rows where position_ids begin "
-            "again at 0: let the collator return them (return_position_ids=True)"
+    """The documents of a batch as trainers pass it.
+
+    Raises DataError for labels that nothing can predict, and for packed rows without positions.
+    """
+    if batch.get("position_ids") is None and (cut := [name for name in CUTS if batch.get(name) is not None]):
+        raise DataError(
+            f"a batch has {', '.join(cut)} and no position_ids; a longspan trainer cuts packed rows where position_ids "
+            "begin again at 0: let the collator return them (return_position_ids=True)"
         )
     rows = documents_of({name: value for name, value in batch.items() if name not in IGNORED})
     if batch.get("labels") is None:

@@ -46,9 +46,9 @@ class StepsPart:
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
         """Who plans training (True) and evaluation (False), by the cost of the model."""
-        config, model = self.longspan.config(), model_inside(self.model).config
+        config, model = self._config, model_inside(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
-        cost = cost_of_run(config, model, _log.info, gpu=gpu, slots=slots)
+        cost = cost_of_run(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
         heads = query_heads(model)
         return {
             True: PlanChoice.training(config, cost=cost, heads=heads),

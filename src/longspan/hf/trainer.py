@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import longspan
@@ -14,13 +15,11 @@ from longspan.hf.arguments import LongspanArguments
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
-from longspan.hf.memory import prepare_options
+from longspan.hf.memory import CHECKPOINTING, choose_memory, prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.refusals import refuse_arguments, refuse_model, refuse_search
+from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
-
-CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the first is the older name
 
 
 class LongspanMixin(GenerationPart, StepsPart, FilesPart):
@@ -38,6 +37,8 @@ class LongspanMixin(GenerationPart, StepsPart, FilesPart):
         given = takes.bind_partial(*args, **keywords)
         arguments = given.arguments.get("args") or _default_arguments(type(self), given.arguments.get("model"))
         refuse_arguments(arguments, self.longspan, given.arguments)
+        if isinstance(given.arguments.get("model"), nn.Module):
+            refuse_kind(given.arguments["model"])
         refuse_generation(type(self), arguments, given.arguments, takes.parameters)
         self._one = OneProcess.enter(self.longspan.home)
         self._open = True
@@ -74,6 +75,7 @@ class LongspanMixin(GenerationPart, StepsPart, FilesPart):
             return
         inside = model_inside(self.model)
         self._facade.head = take_fused_head(inside)
+        self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)
         self.model_wrapped = self._facade
         self._prepared_model = self.model
@@ -84,7 +86,9 @@ class LongspanMixin(GenerationPart, StepsPart, FilesPart):
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
-        prepared = longspan.prepare(model, self.world, options=prepare_options(self, model, training=training))
+        prepared = longspan.prepare(
+            model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
+        )
         _answer_calls(prepared, facade)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__

@@ -47,7 +47,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocuments":
     """Documents that every rank can read, of which each reads a share and the other ranks get their rows from it.
 
-    >>> documents = share_documents(run.order.select(run.corpus, step), run.world)
+    >>> documents = share_documents(corpus.select([3, 7, 1]), world)
 
     The documents keep their numbers. Shares have about as many tokens each; `documents` and their lengths are the same
     on every rank. For documents that take long to read, as those that are encoded then: without it each rank that has
@@ -189,7 +189,7 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 
 
 def _gather(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
-    """All ranks' shares as one; `numbers` are those of each rank's documents, by default in the order of ranks."""
+    """All ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
     shares = world.control.gather_objects(local.share(), "lengths of documents")
     _check_names(shares, world.home.ranks)
     if numbers is None:
@@ -235,7 +235,7 @@ def _refuse_copies(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
                 DataError(
                     f"ranks {first} and {rank} bring the same {len(share.facts)} documents of "
                     f"{short(share.facts[:, 0].tolist())} tokens, which would count twice; let each rank load "
-                    "documents of its own (DistributedSampler), or give [] on ranks that load what another one does, as "
+                    "documents of its own (DistributedSampler), or give [] on ranks that load what another does, as "
                     "ranks of one slot may. Documents that all ranks have go to run_step as they are"
                 )
             )
