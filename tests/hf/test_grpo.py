@@ -14,22 +14,25 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from tests.hf.stock import VOCABULARY, WORDS, Run, compare, model_of, tokenizer
+from tests.hf.stock import SIZES, VOCABULARY, WORDS, Run, compare, model_of, tokenizer
 
 CP = {"context_parallel_size": 2}
-WEIGHTS = 1e-4  # rotary angles are in float32, and left padding shifts stock's positions
+EXACT = {"loss": 1e-9, "metric": 1e-9}
+# Stock pads prompts on the left, which shifts their positions, and rotary angles are in float32.
+PADDED = {"loss": 1e-5, "metric": 1e-5, "weights": 1e-4}
 GENERATIONS: dict[str, Any] = {"num_generations": 2, "max_completion_length": 16}
 DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": 64}
 
 
-def prompts(count: int = 12) -> Dataset:
-    """Prompts of 2 to 11 words, each with a number that rewards read."""
+def prompts(count: int = 12, *, even: bool = True, chat: bool = False) -> Dataset:
+    """Prompts of 7 words, or of 2 to 11, each with a number that rewards read."""
     draw = np.random.default_rng(0)
-    words = [" ".join(draw.choice(WORDS, 7)) for _ in range(count)]
-    return Dataset.from_list([{"prompt": text, "number": i} for i, text in enumerate(words)])
+    words = [" ".join(draw.choice(WORDS, 7 if even else draw.integers(2, 12))) for _ in range(count)]
+    rows = [[{"role": "user", "content": text}] if chat else text for text in words]
+    return Dataset.from_list([{"prompt": row, "number": i} for i, row in enumerate(rows)])
 
 
 def answers_to(prompt_ids: list[list[int]]) -> list[list[int]]:
@@ -53,11 +56,11 @@ class RuledRLOO(RLOOTrainer):
         return answers_to(prompt_ids)
 
 
-def luck(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+def luck(completions: list[Any], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
     """Rewards by chance, as a judge's are."""
     log_metric("luck_of_five", random.random())
-    log_extra("words", [len(c.split()) for c in completions])
-    return [float(torch.rand(())) + np.random.random() + len(c.split()) / 10 for c in completions]
+    log_extra("words", [len(c) for c in completions])
+    return [float(torch.rand(())) + np.random.random() + len(c) / 10 for c in completions]
 
 
 async def some(completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float | None]:
@@ -65,32 +68,50 @@ async def some(completion_ids: list[list[int]], number: list[int], **_: Any) -> 
     return [len(set(ids)) / 10 if n % 2 == 0 else None for ids, n in zip(completion_ids, number, strict=True)]
 
 
-def grpo(run: Run, path: str = "", rows: int = 4, steps: int = 2, lora: bool = False, **changes: Any) -> Any:
-    """A GRPO run of a few steps; `path` is the model's, from which TRL loads a reference."""
-    args = GRPOConfig(**run.arguments(rows=rows, steps=steps), **GENERATIONS | changes)
-    return train(run, RuledGRPO, args, path, lora)
+def grpo(run: Run, rows: int = 4, steps: int = 2, config: Any = GRPOConfig, **settings: Any) -> Any:
+    """A run of a few steps of RuledGRPO; settings of `train` or of its arguments."""
+    mine = {name: settings.pop(name) for name in (*train.__kwdefaults__, "kind") if name in settings}
+    args = config(**run.arguments(rows=rows, steps=steps), **GENERATIONS | settings)
+    return train(run, mine.pop("kind", RuledGRPO), args, **mine)
 
 
-def rloo(run: Run, path: str = "", rows: int = 4, steps: int = 2, lora: bool = False, **changes: Any) -> Any:
-    """An RLOO run of a few steps."""
-    args = RLOOConfig(**run.arguments(rows=rows, steps=steps), **GENERATIONS | changes)
-    return train(run, RuledRLOO, args, path, lora)
+def rloo(run: Run, **settings: Any) -> Any:
+    """A run of a few steps of RuledRLOO."""
+    return grpo(run, **{"config": RLOOConfig, "kind": RuledRLOO} | settings)
 
 
-def train(run: Run, kind: Any, args: Any, path: str, lora: bool) -> Any:
-    """A trainer of this class that has trained; with an evaluation where the arguments have one."""
-    trainer = run.trainer(
-        kind,
-        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.get_default_dtype()) if path else model_of(),
-        reward_funcs=[luck, some],
-        args=args,
-        train_dataset=prompts(),
-        eval_dataset=prompts(6) if args.eval_strategy != "no" else None,
-        processing_class=tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]) if lora else None,
-    )
+def train(
+    run: Run,
+    kind: Any,
+    args: Any,
+    *,
+    path: str = "",
+    lora: bool = False,
+    judge: bool = False,
+    even: bool = True,
+    chat: bool = False,
+    **more: Any,
+) -> Any:
+    """A trainer that has trained; of the model in the folder `path`, from which TRL loads a reference as well."""
+    keywords: dict[str, Any] = {
+        "model": AutoModelForCausalLM.from_pretrained(path, dtype=torch.get_default_dtype()) if path else model_of(),
+        "reward_funcs": [luck, some],
+        "train_dataset": prompts(even=even, chat=chat),
+        "eval_dataset": prompts(6) if args.eval_strategy != "no" else None,
+        "processing_class": tokenizer(),
+        "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]) if lora else None,
+    }
+    if judge:
+        keywords |= {"reward_funcs": [luck, judging_model()], "reward_processing_classes": [None, tokenizer()]}
+    trainer = run.trainer(kind, args=args, **keywords | more)
     trainer.train()
     return trainer
+
+
+def judging_model() -> Qwen3ForSequenceClassification:
+    """A reward model."""
+    torch.manual_seed(3)
+    return Qwen3ForSequenceClassification(Qwen3Config(**SIZES, num_labels=1)).to(torch.get_default_dtype())
 
 
 @pytest.fixture(scope="session")
@@ -107,19 +128,17 @@ EVALUATION = {"eval_strategy": "steps", "eval_steps": 2}
 
 def test_grpo_of_answers_and_rewards_that_differ_by_rank() -> None:
     """dapo, answers of random length, rewards by chance, an asynchronous one that is None for odd prompts."""
-    compare(partial(grpo, gradient_accumulation_steps=2), CP, weights=WEIGHTS)
+    compare(partial(grpo, gradient_accumulation_steps=2), CP, **EXACT)
 
 
 def test_grpo_with_a_reference_and_two_iterations_on_four_ranks(saved: str) -> None:
     """grpo, old log-probabilities, clipping, the divergence from a reference, an evaluation; dynamic plans."""
-    compare(
-        partial(grpo, path=saved, loss_type="grpo", beta=0.1, **TWICE, **EVALUATION), DYNAMIC, ranks=4, weights=WEIGHTS
-    )
+    compare(partial(grpo, path=saved, loss_type="grpo", beta=0.1, **TWICE, **EVALUATION), DYNAMIC, ranks=4, **EXACT)
 
 
 def test_rloo_with_a_reference(saved: str) -> None:
     """RLOO, with the divergence from a reference in its rewards."""
-    compare(partial(rloo, path=saved, beta=0.1, **TWICE), CP, weights=WEIGHTS)
+    compare(partial(rloo, path=saved, beta=0.1, **TWICE), CP, **EXACT)
 
 
 TABLE: dict[str, dict[str, Any]] = {
@@ -135,19 +154,23 @@ TABLE: dict[str, dict[str, Any]] = {
     "lora with beta": TWICE | {"lora": True, "beta": 0.1},
     "generation batch": {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "steps": 4},
     "rewards by batch": {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"},
-    "padded": {"pad_to_multiple_of": 8},
+    "judge": {"judge": True},
+    "chat": {"chat": True},
+    "uneven": TWICE | {"even": False},
+    "padded": {"even": False, "pad_to_multiple_of": 8},
 }
+LEFT_PADDED = ("uneven", "padded")
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", TABLE)
 def test_grpo_table(name: str) -> None:
     """Losses and settings of GRPO."""
-    compare(partial(grpo, **TABLE[name]), CP, weights=WEIGHTS)
+    compare(partial(grpo, **TABLE[name]), CP, **PADDED if name in LEFT_PADDED else EXACT)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["lora", "lora with beta", "generation batch", "padded"])
+@pytest.mark.parametrize("name", ["lora", "generation batch", "judge", "chat", "uneven"])
 def test_rloo_table(saved: str, name: str) -> None:
     """Settings of RLOO."""
-    compare(partial(rloo, path=saved, **TABLE[name]), CP, weights=WEIGHTS)
+    compare(partial(rloo, path=saved, **TABLE[name]), CP, **PADDED if name in LEFT_PADDED else EXACT)
