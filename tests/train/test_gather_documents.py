@@ -1,8 +1,10 @@
 """Documents that ranks load themselves: which rows go where, and steps of them against one dense float64 model."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,10 +34,12 @@ from longspan.errors import CommError, DataError
 from longspan.multimodal import Item, ItemDocuments
 from longspan.testing import backend, run_ranks
 from longspan.train.reading.gather import deal_documents, share_documents
+from longspan.train.reading.local_batch import prefix_rows
 from longspan.train.reading.read_rows import read_rows
 from longspan.train.reading.step_inputs import with_targets_of
 from tests.model.stock import VOCABULARY, gradients_of, tiny, worst
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_rows.py"
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
 
 
@@ -93,6 +97,8 @@ def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) ->
         for d in gathered.local:
             assert np.array_equal(gathered[d][:], documents[d].ids)
             assert np.array_equal(gathered[d].labels(), documents[d].labels())
+        for d, length in enumerate(LENGTHS):
+            assert prefix_rows(gathered[d], d, length) == prefix_rows(documents[d], d, length)
         for plan in plans_of(home, gathered.targets):
             assert with_targets_of(gathered, replace(plan, targets=0)) == plan
             for depths in (0, 2):
@@ -229,6 +235,20 @@ def test_steps_of_gathered_documents_are_those_of_one_process(home: Layout, of: 
         for (loss, gradients), (dense_loss, dense_gradients) in zip(answers, expected, strict=True):
             assert loss == pytest.approx(dense_loss, rel=1e-12)
             assert worst(gradients, {name: dense_gradients[name] for name in gradients}) < 1e-12
+
+
+def learn_by_example(rank: int) -> list[float]:
+    spec = importlib.util.spec_from_file_location("own_rows", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program.main(rank)
+
+
+def test_the_example_learns_the_same_on_other_ranks() -> None:
+    alone, three = (run_ranks(learn_by_example, ranks)[0] for ranks in (1, 3))
+    assert len(alone) == 4 and three == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < alone[0] - 1
 
 
 # ---- what is refused

@@ -12,17 +12,19 @@ import longspan
 from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
+from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.memory import CHECKPOINTING, choose_memory, prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
+from longspan.hf.preferences import PreferencesPart, load_on_one_device
 from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
 
 
-class LongspanMixin(GenerationPart, StepsPart, FilesPart):
+class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, FilesPart):
     """Goes before any Trainer class: `class Mine(LongspanMixin, SFTTrainer)`. To the Trainer all ranks are one process.
 
     `longspan=` are the LongspanArguments. Raises ConfigError, which names longspan, for arguments that it does not run,
@@ -45,11 +47,14 @@ class LongspanMixin(GenerationPart, StepsPart, FilesPart):
         try:
             self._stock_arguments = arguments
             given.arguments["args"] = _without_checkpointing(self._one.arguments(arguments))
+            if isinstance(given.arguments.get("model"), str):
+                load_on_one_device(given.arguments["args"])
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
             with self._making_generation():
                 super().__init__(*given.args, **given.kwargs)
             refuse_model(self)
+            self._refuse_reference()
         except BaseException:
             self._leave()
             raise
@@ -63,6 +68,7 @@ class LongspanMixin(GenerationPart, StepsPart, FilesPart):
         """Make the accelerator that takes the rows of all ranks."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
+        load_on_one_device(self.args)  # from here on TRL loads references
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: `prepare` moves what a rank keeps."""
