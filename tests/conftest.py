@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.outcomes import Resumed
 from tests.over_nccl import PARTS, mark
 
 PRELOAD = (  # what most test files import, beside what runs of users do
+    "tests.no_name_server",
     "pytest",
     "hypothesis",
     "longspan.testing",
@@ -61,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    import_module("tests.no_name_server")
     mark(items, whole_suite=config.args == config.getini("testpaths"))
     if not torch.cuda.is_available():
         for item in items:

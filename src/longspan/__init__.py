@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from longspan.model import prepare_encoder as prepare_encoder
     from longspan.model import save_model as save_model
     from longspan.model import video_tokens as video_tokens
+    from longspan.model import weights_by_name as weights_by_name
     from longspan.model import without_adapter as without_adapter
     from longspan.plan import Cost as Cost
     from longspan.plan import Group as Group
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from longspan.train import MtpLoss as MtpLoss
     from longspan.train import PlanChoice as PlanChoice
     from longspan.train import evaluate as evaluate
+    from longspan.train import gather_documents as gather_documents
     from longspan.train import run_step as run_step
     from longspan.train import token_log_probs as token_log_probs
 

@@ -136,7 +136,7 @@ def test_keys_by_hand_win_and_what_would_do_without_them_is_said(
     host = ask([*words, "--train.offload_states", "--train.offload_activations"], capsys)
     assert host["host"]["states"] > 0 == host["device"]["states"] and host["keys"]["train.offload_states"] is True
     check_keys(host, model, 4)
-    refused = ask([*words, "--train.activation_checkpointing", "none", "--host-bytes", "1"], capsys)
+    refused = ask([*words, "--train.activation_checkpointing", "none", "--host-bytes", str(1 << 30)], capsys)
     assert refused["fits"] is False and refused["would_fit"]["gpus"] == 4
     assert "train.activation_checkpointing" not in refused["would_fit"]["keys"]
     half = ask([*words, "--model.dtype", "bfloat16"], capsys)
@@ -229,13 +229,18 @@ REFUSED = [
     (["--gpu", "h100", "--gpus", "4", "--longest", "--parallel.tp", "3"], "tp 3"),
     (["--gpu", "h100", "--longest", "--tflops", "-3"], "a speed must be above 0"),
     (["--gpu", "h100", "--longest", "--train.recompute_layers", "2"], "train.recompute_layers is 2"),
+    (["--gpu-bytes", "80", "--longest"], "--gpu-bytes is 80: it is a number of bytes.* 80 GiB are 85899345920"),
+    (["--gpu", "h100", "--gpu-bytes", "81920", "--longest"], "--gpu-bytes is 81920: .* 80 GiB are 85899345920"),
+    (["--gpu", "h100", "--host-bytes", "256", "--longest"], "--host-bytes is 256: .* 256 GiB are 274877906944"),
+    (["--gpu", "h100", "--longest", "--train.memory_bytes", "70"], "train.memory_bytes is 70: .* 70 GiB are"),
+    (["--gpu-bytes", "1200000000", "--gpus", "4", "--longest"], "does not fit 4 GPUs of 1,200,000,000 bytes: "),
     (["--gpu", "h100", "--longest", "--plot", "a.png"], "drawn as .svg or .html"),
 ]
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED)
 def test_refusals(words: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    named = ["--model", model] if "--gpu" in words else []
+    named = ["--model", model] if {"--gpu", "--gpu-bytes"} & {*words} else []
     assert main(["plan", *words, *named]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
@@ -294,12 +299,12 @@ def test_the_page_shows_what_is_printed(
     [
         ({"train.activation_checkpointing": "full", "train.memory": "none"}, False),
         ({"train.activation_checkpointing": "none", "parallel.reshard_after_forward": False}, False),
-        ({"train.activation_checkpointing": "selective", "train.memory": "none", "parallel.tp": 2}, True),
+        ({"train.activation_checkpointing": "selective", "train.memory": "none", "parallel.tp": 2}, False),
         ({"train.activation_checkpointing": "full", "train.offload_states": True, "lora.rank": 2}, True),
     ],
 )
 def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: bool, model: str) -> None:
-    """The price of a run with its plan of memory; copies to the host and second exchanges come on top."""
+    """The price of a run with its plan of memory, second exchanges included; copies to the host come on top."""
     given = {"model.path": model, "context.cp_comm_type": "a2a", "context.max_tokens_per_slot": 16384}
     config = load_config(None, given | {"run.machine": "h200", "context.context_parallel_size": 2} | keys)
     gpus = Gpus(machine=Machine(), count=4, bytes=24 << 30, host_bytes=8 << 30, name="H200")

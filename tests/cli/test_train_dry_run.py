@@ -82,14 +82,17 @@ def test_it_tells_what_the_run_would_take_and_makes_none(
 def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", config, "--dry-run", "--world", "4"]
     for more, message in (
-        (["--train.memory_bytes", "1000000"], "does not fit 4 H200s: at least .* no number of such GPUs|GPUs would do"),
+        (
+            ["--train.memory_bytes", "1200000000"],
+            "does not fit 4 H200s: at least .* no number of such GPUs|GPUs would do",
+        ),
         (["--context.context_parallel_size", "3"], "context_parallel_size 3 does not divide 4 slots"),
         (["--data.path", "nowhere"], "data.path 'nowhere' does not exist"),
         (["--run.machine", "h300"], "h300"),
     ):
         assert main([*words, *more]) == 2
         assert re.search(message, capsys.readouterr().err)
-    assert main([*words, "--train.memory_bytes", "1000000", "--json"]) == 0
+    assert main([*words, "--train.memory_bytes", "1200000000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 

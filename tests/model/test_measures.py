@@ -1,5 +1,6 @@
 """A step whose layers keep what their measures say gives the loss and every gradient of the plain step, in float64."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from longspan.attention.kernels import find_kernel
 from longspan.comm import World
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model import prepare
+from longspan.model import execution, prepare
 from longspan.model.host_offload import HostOffload, find_host_arena
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.recompute import Recomputation
@@ -137,3 +139,26 @@ def test_other_words_and_numbers_of_words_are_refused() -> None:
             ModelError, match=r"activations on the host take .* bytes .* for 1 rank of host .* are free"
         ):
             prepare(tiny("qwen3"), world, measures="full+host", host_bytes=1 << 60)
+
+
+def _prepare_with_kernels(rank: int, measures: Sequence[str]) -> list[str]:
+    """The errors of `prepare` where the second rank has only the slow kernel."""
+    errors = list[str]()
+    with World(Layout(ranks=2), backend=backend()) as world, pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr(execution, "choose", lambda call, name: find_kernel("reference"))
+        for words in measures:
+            try:
+                prepare(tiny("qwen3", torch.float64), world, measures=words)
+                errors.append("")
+            except ModelError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_ranks_compute_with_the_same_kernel() -> None:
+    """Where backward exchanges what it has recomputed; kernels are agreed on before the first step."""
+    first, second = run_ranks(_prepare_with_kernels, 2, ("selective", "selective+host", "exchanged", "full"))
+    assert first == second and first[2:] == ["", ""]
+    for error in first[:2]:
+        assert re.search(r"found \w+ on rank 0; reference on rank 1; name one", error), error

@@ -34,6 +34,7 @@ class ControlGroup:
         group = groups.make_group(home.ranks, "control", backend="gloo")
         assert group is not None
         self.group = group
+        groups.set_parent("control", group)
         self._rounds = PairRounds(group, home.ranks, groups.watch.rank)
         self._rounds_of_plane = PairRounds(group, plane, groups.watch.rank)
         self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves

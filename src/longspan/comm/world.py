@@ -4,9 +4,11 @@ The only module below `cli/` that reads the environment (torchrun's variables). 
 plans; how ranks talk is in what a world has: `control_group`, `groups/channels` and `groups/meshes`.
 """
 
+import atexit
 import os
+import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from socket import gethostname
 from types import TracebackType
@@ -61,11 +63,12 @@ def world_of(key: int) -> "World":
 
 
 class World:
-    """The ranks of a home, ready to talk; a context manager that every rank enters.
+    """The ranks of a home, ready to talk; a context manager that every rank enters, or opens and closes.
 
     >>> with World(Layout(ranks=8)) as world:
     ...     world.prepare(plan)
     ...     shard = bind(plan.micro_batches[0], world)
+    >>> world = World(Layout(ranks=8)).open()           # the same without a block, until world.close()
 
     Reads torchrun's variables, or reuses an initialised default process group and does not destroy it on exit.
     `backend` is "gloo" (CPU) or "nccl" (GPU, with gloo for the host's integers); None takes GPUs where there are any.
@@ -101,6 +104,22 @@ class World:
         self._inner_worlds = ExitStack()  # worlds that are left with this one, and `on_leaving`
 
     # ---- opening and leaving
+
+    def open(self) -> "World":
+        """Open the world as `with` does, and return it; entered by all ranks.
+
+        A program that ends while its world is open does not wait for the other ranks; those that wait for it are told.
+        """
+        return self.__enter__()
+
+    def close(self) -> None:
+        """Leave the world as the end of `with` does: together with all ranks.
+
+        Where this rank handles an exception, as in `finally:`, it waits for nobody and tells the others of it. A world
+        that is not open stays as it is.
+        """
+        if self.key in _worlds:
+            self.__exit__(*sys.exc_info())
 
     def __enter__(self) -> "World":
         """Open the world: wait for all ranks, and make the groups that they talk through."""
@@ -225,7 +244,9 @@ class World:
     def check_open(self) -> None:
         """Raise CommError where this world has not been opened or has been left."""
         if self.key not in _worlds:
-            raise CommError("this world is not open; use it inside `with World(home) as world:`")
+            raise CommError(
+                "this world is not open; use it inside `with World(home) as world:`, or open it: world.open()"
+            )
 
     if not TYPE_CHECKING:
 
@@ -249,6 +270,15 @@ class World:
 def _watches() -> list[Watch]:
     """What this rank is doing in each open world."""
     return [watch for world in list(_worlds.values()) if (watch := vars(world).get("watch")) is not None]
+
+
+@atexit.register
+def _leave_open_worlds() -> None:
+    """Leave the worlds that are open when the program ends, without the other ranks, which may have ended."""
+    for world in reversed(list(_worlds.values())):
+        error = getattr(sys, "last_value", None) or CommError("the program ended before it closed the world")
+        with suppress(Exception):
+            world.__exit__(type(error), error, error.__traceback__)
 
 
 def _torchrun_place(home: Layout) -> Place:

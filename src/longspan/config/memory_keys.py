@@ -8,6 +8,7 @@ from typing import Literal
 from longspan.config.keys import AUTO
 from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
+from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint
 
 Checkpointing = Literal["none", "full", "selective"]
 
@@ -27,8 +28,10 @@ def checkpointing_by_hand(train: TrainConfig) -> Checkpointing | None:
 
 
 def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
-    """Raise ConfigError for keys of recomputation that contradict each other, on such devices (None: on any)."""
+    """Raise ConfigError for keys of memory that contradict each other or a GPU, on such devices (None: on any)."""
     kind = train.activation_checkpointing
+    if gpu and 0 < train.memory_bytes < LEAST_OF_GPU:
+        raise ConfigError(f"train.memory_bytes is {train.memory_bytes}: {bytes_hint(train.memory_bytes)}")
     if kind == "none":
         _check_recomputed(train, '"none"')
     if kind != AUTO:

@@ -31,7 +31,7 @@ from longspan.plan import MicroBatch, Plan
 from longspan.train.memory.live_bytes import measure_added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.reading.local_batch import read_micro_batches, reading_error
+from longspan.train.reading.local_batch import read_micro_batches, reading_error, with_rows
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
 from longspan.train.step_check import check_step
@@ -61,7 +61,7 @@ def evaluate(
     measured = documents if isinstance(documents, MeasuredDocuments) else None
     if measured is not None:
         options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
-    inputs = _check_inputs(model, documents, choice, world)
+    inputs = with_rows(_check_inputs(model, documents, choice, world))
     plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
     with naming, measure_added_peak(world.device) as memory:
         portions = Portions(inputs, options, started)

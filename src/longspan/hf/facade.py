@@ -9,23 +9,24 @@ log-probabilities is exact, whoever wrote it.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.data.document import Document
-from longspan.errors import ConfigError, ModelError
+from longspan.data.batch_documents import BatchDocuments
+from longspan.data.document import NO_TARGET, Document
+from longspan.errors import ConfigError, DataError, ModelError
 from longspan.layout import Floats
 from longspan.model.adapters import model_inside
 from longspan.train import TokenLogProbs, documents_of
 
 VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 # What trainers pass besides documents, and what means nothing here: nothing is cached, rows are cut by position_ids.
+CUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 IGNORED = (
-    "use_cache", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "logits_to_keep",
-    "num_items_in_batch",
+    *CUTS, "use_cache", "return_dict", "max_length_q", "max_length_k", "logits_to_keep", "num_items_in_batch",
 )  # fmt: skip
 NAMES_TO_READ = "loss, and of a fused head log_probs, entropy, is_top1, mean_logits, log_sum_sq_probs, label_mask"
 
@@ -56,8 +57,8 @@ def take_fused_head(model: Any) -> FusedHead:
     settings = inspect.getclosurevars(forward.__func__).nonlocals
     if settings["cast_lm_head_to_fp32"] and model.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
-            f"cast_lm_head_to_fp32 is set for a model in {model.dtype}: longspan multiplies the output embedding in the "
-            "model's own precision; load the model in float32 with bf16=True, or leave cast_lm_head_to_fp32 out"
+            f"cast_lm_head_to_fp32 is set for a model in {model.dtype}: longspan multiplies the output embedding in "
+            "the model's own precision; load the model in float32 with bf16=True, or leave cast_lm_head_to_fp32 out"
         )
     del model.forward
     return FusedHead(float(settings["temperature"]), tuple(settings["outputs"]))
@@ -67,7 +68,7 @@ def take_fused_head(model: Any) -> FusedHead:
 class CalledBatch:
     """One batch that the Trainer called the model with: its documents, and what its loss leaves in the leaf."""
 
-    rows: Any  # BatchDocuments
+    rows: BatchDocuments
     leaf: Tensor
 
     def coefficients(self) -> list[Floats]:
@@ -92,6 +93,30 @@ class TokenOutput(dict[str, Any]):
         return self.__getattr__(name)
 
 
+class Offset(NamedTuple):
+    """Values of tokens of documents that are numbered from `first` on in a longer list."""
+
+    values: TokenLogProbs
+    first: int
+
+    def value(self, name: str, document: int) -> Floats:
+        """Numbers of a document's tokens (length,) by name, of `log_probs` too."""
+        number = self.first + document
+        return self.values.of(number) if name == "log_probs" else self.values.value(name, number)
+
+
+class AheadBatch(NamedTuple):
+    """A batch of which a step ran already, by a guess of its loss: what it was called with, and its tokens' values."""
+
+    input_ids: Tensor
+    labels: Tensor
+    values: Offset
+
+    def answers(self, input_ids: Any, labels: Any) -> bool:
+        """Whether a call is one of this batch."""
+        return labels is not None and torch.equal(self.input_ids, input_ids) and torch.equal(self.labels, labels)
+
+
 @dataclass
 class Facade:
     """A prepared model as the Trainer calls it; attributes are the model's.
@@ -103,11 +128,20 @@ class Facade:
     _token_values: Callable[["Facade", list[Document]], TokenLogProbs]
     head: FusedHead = field(default_factory=FusedHead)
     called: list[CalledBatch] = field(default_factory=list)  # of this optimizer step, with gradients
+    ahead: list[AheadBatch] = field(default_factory=list)  # of this optimizer step, not called with yet
+    evaluated: list[float] = field(default_factory=lambda: [0.0, 0])  # of an evaluation: the sum of losses, and tokens
+    logits_of: Callable[["Facade", list[Document]], list[Tensor]] | None = None  # where an evaluation wants logits
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._model(), name)
+
+    def _values_ahead(self, input_ids: Any, labels: Any) -> Offset | None:
+        """What a step that ran ahead says of the batch of a call with gradients."""
+        if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].answers(input_ids, labels)):
+            return None
+        return self.ahead.pop(0).values
 
     @property
     def prepared(self) -> Any:
@@ -129,33 +163,95 @@ class Facade:
                 "output_router_logits asks for the balance loss as transformers computes it, a batch at a time; under "
                 "longspan leave it out: router_aux_loss_coef of the model's configuration is not applied"
             )
-        rows = documents_of(
-            {"input_ids": input_ids, "labels": labels} | {k: v for k, v in batch.items() if k not in IGNORED}
-        )
-        values = self._token_values(self, rows.documents)
+        rows = read_batch({"input_ids": input_ids, "labels": labels, **batch})
+        if self.logits_of is not None and not fused_lm_head:
+            return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
+        if labels is None:
+            return TokenOutput()
+        scored = [d for d, document in enumerate(rows.documents) if document.targets]
+        values = self._values_ahead(input_ids, labels)
+        if values is None:
+            values = Offset(self._token_values(self, [rows.documents[d] for d in scored]), 0) if scored else None
         dtype = torch.float64 if self.prepared.dtype == torch.float64 else torch.float32
         device = torch.as_tensor(input_ids).device
 
         def shifted(name: str, kind: torch.dtype) -> Tensor:
-            of = (lambda d: values.of(d)) if name == "log_probs" else (lambda d: values.value(name, d))
-            return rows.to_batch([of(d) for d in range(len(rows.documents))], dtype=kind)[:, 1:].to(device)
+            of_documents = {d: values.value(name, i) for i, d in enumerate(scored)} if values else {}
+            return rows.to_batch(of_documents, dtype=kind, device=device)[:, 1:]
 
         leaf = shifted("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
-        if torch.is_grad_enabled():
-            self.called.append(CalledBatch(rows, leaf))
-        mask = torch.as_tensor(labels)[:, 1:] != -100
-        items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        out = TokenOutput(loss=-leaf.sum() / items)
+        out = self._answer_loss(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
         more: Mapping[str, Any] = {name: shifted(name, dtype) for name in self.head.values if name != "top1"}
         top1 = shifted("top1", torch.bool) if "top1" in self.head.values else None
         absent = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
-        return TokenOutput({**out, **absent, **more, "log_probs": leaf, "label_mask": mask, "is_top1": top1})
+        return TokenOutput({**out, **absent, **more, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1})
+
+    def _answer_loss(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
+        """The loss over log-probabilities (B, L - 1), which the step or the evaluation keeps."""
+        total, targets = -leaf.sum(), _mask(labels).sum()
+        if torch.is_grad_enabled():
+            self.called.append(CalledBatch(rows, leaf))
+        else:
+            self.evaluated = [self.evaluated[0] + total.item(), self.evaluated[1] + int(targets)]
+        return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
+
+    def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
+        """Logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels."""
+        width = self.prepared.config.get_text_config().vocab_size
+        table = self._empty_table(rows, width)
+        log_probs = torch.zeros(rows.shape, dtype=torch.float64, device=table.device)
+        for document, place, values in zip(rows.documents, rows.places, logits, strict=True):
+            table[place.row, place.start : place.stop] = values[:, :width]
+            wide = values[:-1].double() if values.dtype == torch.float64 else values[:-1].float()
+            at = torch.as_tensor(document.labels()[1:], device=values.device)
+            scores = wide.log_softmax(-1).gather(1, at.clamp(min=0)[:, None])[:, 0]
+            log_probs[place.row, place.start + 1 : place.stop] = torch.where(at != NO_TARGET, scores, 0.0).double()
+        if labels is None:
+            return TokenOutput(logits=table)
+        dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
+        return TokenOutput(self._answer_loss(rows, log_probs[:, 1:].to(dtype), labels, items), logits=table)
+
+    def _empty_table(self, rows: BatchDocuments, width: int) -> Tensor:
+        parameter = next(self.prepared.parameters())
+        return torch.zeros((*rows.shape, width), dtype=self.prepared.dtype, device=parameter.device)
+
+
+def _mask(labels: Any) -> Tensor:
+    """Which columns (B, L - 1) are predicted."""
+    return torch.as_tensor(labels)[:, 1:] != NO_TARGET
+
+
+def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
+    """The documents of a batch as trainers pass it.
+
+    Raises DataError for labels that nothing can predict, and for packed rows without positions.
+    """
+    if batch.get("position_ids") is None and (cut := [name for name in CUTS if batch.get(name) is not None]):
+        raise DataError(
+            f"a batch has {', '.join(cut)} and no position_ids; a longspan trainer cuts packed rows where position_ids "
+            "begin again at 0: let the collator return them (return_position_ids=True)"
+        )
+    rows = documents_of({name: value for name, value in batch.items() if name not in IGNORED})
+    if batch.get("labels") is None:
+        return rows
+    labels = torch.as_tensor(batch["labels"])
+    for row, start, _ in rows.places:
+        if start and labels[row, start] != NO_TARGET:
+            raise DataError(
+                f"the first token of a document, in row {row} at column {start}, has the label {labels[row, start]}: a "
+                "Trainer counts it, and nothing predicts it, for before it stands padding or another document; label "
+                "it −100, as DataCollatorWithFlattening does"
+            )
+    return rows
 
 
 def with_coefficients(batches: list[CalledBatch]) -> list[Document]:
-    """The documents of an optimizer step, each with the derivative of the loss by its log-probabilities."""
+    """The documents of an optimizer step, each with the derivative of the loss by its log-probabilities.
+
+    Those without a target are left out.
+    """
     return [
         document.with_values(coefficient=np.asarray(slopes))
         for batch in batches

@@ -1,6 +1,7 @@
 """One optimizer step of a Trainer: its batches are one plan, and its loss the coefficients of one `run_step`."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -9,10 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.data.document import Document
-from longspan.hf.facade import Facade, with_coefficients
+from longspan.comm import World
+from longspan.data.document import NO_TARGET, Document
+from longspan.hf.facade import AheadBatch, Facade, Offset, read_batch, with_coefficients
 from longspan.model.adapters import model_inside
-from longspan.train import PlanChoice, clip_grad_norm, run_step, token_log_probs
+from longspan.model.seams.call_rules import refuse_dropout_in_two_passes
+from longspan.train import (
+    LossRows,
+    PlanChoice,
+    RouterCoefficients,
+    TokenLogProbs,
+    clip_grad_norm,
+    run_step,
+    token_log_probs,
+)
 from longspan.train import grad_norm as norm_of
 from longspan.train.plans import cost_of_run, query_heads
 
@@ -20,14 +31,24 @@ _log = logging.getLogger(__name__)
 
 
 class StepsPart:
-    """What a Trainer does in a step, over plans."""
+    """What a Trainer does in a step, over plans.
+
+    A step whose loss is the mean cross entropy of its tokens takes one pass: it runs ahead of the Trainer's loss with
+    the coefficients of that, and its values of tokens answer the Trainer's calls. What the loss then leaves in their
+    gradients is compared with these; where it differs, the step runs again with what it left, and no later one ahead.
+    """
+
+    _guesses = True
+
+    _coming: Sequence[Any] = ()  # batches of the optimizer step that begins
+    _guessed: Sequence[Document] = ()  # documents of a step that ran ahead
 
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
         """Who plans training (True) and evaluation (False), by the cost of the model."""
-        config, model = self.longspan.config(), model_inside(self.model).config
+        config, model = self._config, model_inside(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
-        cost = cost_of_run(config, model, _log.info, gpu=gpu, slots=slots)
+        cost = cost_of_run(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
         heads = query_heads(model)
         return {
             True: PlanChoice.training(config, cost=cost, heads=heads),
@@ -63,31 +84,135 @@ class StepsPart:
             hint="all ranks of a longspan trainer read the same rows; seed samplers, collators and datasets alike",
         )
 
+    # ---- a step
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._coming = batches
+        return batches, items
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take the Trainer's own loss of a batch; the last batch of an accumulation runs the step."""
+        coming, self._coming = self._coming, ()
+        if coming and self._guesses:
+            self._run_ahead(coming, num_items_in_batch)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
-            self._run_step()
+            self._finish_step()
         return loss
 
-    def _run_step(self) -> None:
+    def _run_ahead(self, batches: Sequence[Any], items: Any) -> None:
+        """Run a step as that of the cross entropy, whose coefficients are known before the Trainer's loss."""
+        if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
+            return
+        batches = [self._prepare_inputs(dict(batch)) for batch in batches]
+        documents, firsts = list[Document](), list[int]()
+        for batch in batches:
+            rows = [document for document in read_batch(_of_documents(batch)).documents if document.targets]
+            counted = float(items) if items is not None and self.model_accepts_loss_kwargs else 0.0
+            divisor = counted or max(1, sum(document.targets for document in rows)) * len(batches)
+            firsts.append(len(documents))
+            documents += [document.with_values(coefficient=-1.0 / divisor) for document in rows]
+        if not documents:
+            return
+        values = self._run_step(documents, names=self._facade.head.values)
+        self._guessed = documents
+        self._facade.ahead = [
+            AheadBatch(batch["input_ids"], batch["labels"], Offset(values, first))
+            for batch, first in zip(batches, firsts, strict=True)
+        ]
+
+    def _finish_step(self) -> None:
+        """Run the step by what the Trainer's loss left, unless it ran ahead with the same coefficients."""
         called, self._facade.called = self._facade.called, []
+        guessed, self._guessed = self._guessed, ()
+        unasked, self._facade.ahead = self._facade.ahead, []
         documents = with_coefficients(called)
-        plan = self._plan(documents, training=True)
-        self._facade.prepared.train()
+        if guessed and not unasked and _same_coefficients(documents, guessed, called[0].leaf.dtype):
+            return
+        if guessed:
+            self._guesses = False
+            self._facade.prepared.zero_grad()
+            _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
+        refuse_dropout_in_two_passes(self._facade.prepared, "losses that are not the mean cross entropy")
+        documents = [d for d in documents if np.any(d.token_values(np.arange(len(d)))["coefficient"])]
+        if documents:
+            self._run_step(documents)
+            return
+        for parameter in self._facade.prepared.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _run_step(self, documents: list[Document], names: tuple[str, ...] = ()) -> TokenLogProbs:
+        """Add the gradients of documents with coefficients; returns values of their tokens."""
+        self._agree_on_rows(documents)
+        facade, plan = self._facade, self._plan(documents, training=True)
+        collected = CollectedTokens(plan.lengths, names)
+        facade.prepared.train()
         with torch.autocast(self.args.device.type, enabled=False):
             run_step(
-                self._facade.prepared,
+                facade.prepared,
                 plan,
                 documents,
                 self.world,
                 step=self.state.global_step,
-                loss=lambda log_probs, at: at["coefficient"] * log_probs,
+                router=RouterCoefficients(balance=0.0),
+                loss=collected,
                 divisor=1,
+                temperature=facade.head.temperature,
             )
+        return collected.sum_over_ranks(self.world)
 
     def _clip_grad_norm(self, model: Any) -> float:
         return clip_grad_norm(self._facade.prepared, self.args.max_grad_norm, self.world)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
         return norm_of(self._facade.prepared, self.world) if grad_norm is None else grad_norm
+
+
+class CollectedTokens:
+    """The loss of a step by its documents' coefficients, which keeps values of tokens on the way."""
+
+    def __init__(self, lengths: Sequence[int], names: tuple[str, ...]) -> None:
+        self._lengths, self._names = tuple(lengths), names
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __call__(self, log_probs: Tensor, at: LossRows) -> Tensor:
+        """Log-probabilities (t,) times their coefficients."""
+        values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
+        self._parts.append((at.document, at.position, torch.stack(values)))
+        return at["coefficient"] * log_probs
+
+    def sum_over_ranks(self, world: World) -> TokenLogProbs:
+        """The values of all tokens, on every rank; entered by all."""
+        starts = np.cumsum((0, *self._lengths))
+        sums = np.zeros((1 + len(self._names), starts[-1]))
+        if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
+            for documents, positions, values in self._parts:
+                at = starts[documents.cpu().numpy()] + positions.cpu().numpy() + 1
+                sums[:, at] = values.double().cpu().numpy()
+        sums = world.control.sum_of_arrays(sums.ravel(), "values of tokens").reshape(sums.shape)
+        also = dict(zip(self._names, sums[1:], strict=True))
+        return TokenLogProbs(self._lengths, sums[0], np.zeros(len(self._lengths)), also)
+
+
+def _of_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("input_ids", "labels", "attention_mask", "position_ids")
+    return {name: batch[name] for name in names if name in batch}
+
+
+def _same_coefficients(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
+    """Whether what a loss left are the coefficients of a guess, up to the rounding of the loss's dtype."""
+    if len(documents) != len(guessed):
+        return False
+    bound = 4 * torch.finfo(dtype).eps
+    for document, guess in zip(documents, guessed, strict=True):
+        if len(document) != len(guess):
+            return False
+        positions = np.flatnonzero(document.labels() != NO_TARGET)
+        positions = positions[positions > 0]
+        found, wanted = (d.token_values(positions)["coefficient"] for d in (document, guess))
+        if not np.allclose(found, wanted, rtol=bound, atol=0):
+            return False
+    return True

@@ -32,8 +32,8 @@ class Partition(ABC):
     >>> shares.counts, shares.rows(0).tolist(), shares.rows(1).tolist()
     ((6, 5), [0, 1, 6, 7, 8, 10], [2, 3, 4, 5, 9])
 
-    Made by `zigzag`, `contiguous` or `from_rows`; equal when made in the same way from the same numbers. Arrays that it
-    gives out are int64 and read-only. A member outside the group raises LayoutError.
+    Made by `zigzag`, `contiguous`, `from_rows` or `from_runs`; equal when made in the same way from the same numbers.
+    Arrays that it gives out are int64 and read-only. A member outside the group raises LayoutError.
     """
 
     degree: int
@@ -66,6 +66,20 @@ class Partition(ABC):
         runs = tuple(_find_runs(member, rows) for member, rows in enumerate(rows_by_member))
         if not runs:
             raise LayoutError("rows of 0 members are given; give one list of row ids, which may be empty, per member")
+        return _Given(runs, len(runs))
+
+    @staticmethod
+    def from_runs(runs_by_member: Iterable[Integers]) -> "Partition":
+        """Make the partition of `from_rows` from each member's half-open runs of rows (runs, 2), in held order.
+
+        >>> Partition.from_runs([np.array([[0, 3]]), np.array([[3, 5], [0, 1]])]).rows(1).tolist()
+        [3, 4, 0]
+
+        Raises LayoutError for what are no runs of row ids, and where there is no member.
+        """
+        runs = tuple(_check_runs(member, runs) for member, runs in enumerate(runs_by_member))
+        if not runs:
+            raise LayoutError("runs of 0 members are given; give one array (runs, 2), which may be empty, per member")
         return _Given(runs, len(runs))
 
     @property
@@ -278,6 +292,21 @@ def _find_runs(member: int, rows: Iterable[int]) -> Integers:
     opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
     closes = np.append(opens, len(ids))[1:] - 1
     return as_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
+
+
+def _check_runs(member: int, runs: Integers) -> Integers:
+    """The runs of a member, those that touch as one. Raises LayoutError for anything but non-empty runs from 0."""
+    if runs.ndim != 2 or runs.shape[1] != 2 or runs.dtype.kind not in "iu":
+        raise LayoutError(
+            f"the runs of member {member} are {runs.dtype} of shape {runs.shape}; give integers (runs, 2)"
+        )
+    wrong = (runs[:, 0] < 0) | (runs[:, 1] <= runs[:, 0])
+    if wrong.any():
+        start, stop = runs[wrong][0].tolist()
+        raise LayoutError(f"member {member} has a run from row {start} to {stop}; runs are non-empty, from row 0 on")
+    opens = np.flatnonzero(np.append([True] * (len(runs) > 0), runs[1:, 0] != runs[:-1, 1]))
+    closes = np.append(opens, len(runs))[1:] - 1
+    return as_read_only(np.stack([runs[opens, 0], runs[closes, 1]], axis=1).astype(np.int64))
 
 
 def _row_ids(member: int, rows: object) -> Integers:

@@ -1,6 +1,6 @@
 """What a prepared model computes with, as a run records it: types of tensors, and the kernels of attention.
 
-It is decided in `placement.py` and by the probe; nothing here changes it.
+It is decided in `placement.py` and by the probe; nothing here changes it. `check_same_kernels` compares the ranks'.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from longspan.attention import AttendCall, choose
+from longspan.comm import World, on_all_ranks
+from longspan.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,37 @@ def execution_of(model: nn.Module) -> Execution:
     """What a prepared model computes with."""
     prepared: Any = model
     return prepared.execution
+
+
+def check_same_kernels(execution: Execution, world: World) -> None:
+    """Raise ModelError on all ranks, which call it together, where some would compute with another kernel of attention.
+
+    Where heads are exchanged, backward of a selective layer sends the output or its products with dout, as its kernel
+    needs, and members of a group would wait for messages of another size.
+    """
+    ranks = world.control.reduce_object({execution.kernels: [world.rank]}, _join_ranks, "kernels of attention")
+    if ranks is not None and len(ranks) > 1:
+        words = "; ".join(f"{' and '.join(kernels)} on {_ranks_text(some)}" for kernels, some in ranks.items())
+        raise on_all_ranks(
+            ModelError(
+                "selective layers need the same kernel of attention on every rank, for under a2a and a2a+p2p its "
+                f"backward decides what is sent; found {words}; name one that all ranks have (attention_kernel=), "
+                "install the same packages on every host, or recompute with 'full' or 'exchanged'"
+            )
+        )
+
+
+_Ranks = dict[tuple[str, ...], list[int]]
+
+
+def _join_ranks(ours: _Ranks, theirs: _Ranks) -> _Ranks:
+    return {kernels: ours.get(kernels, []) + theirs.get(kernels, []) for kernels in {**ours, **theirs}}
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """The first ranks by number, and how many others there are."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _layers(calls: Sequence[AttendCall]) -> str:

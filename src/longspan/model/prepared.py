@@ -17,7 +17,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import model_inside
 from longspan.model.exactness.check_model import Evidence, check_model
-from longspan.model.execution import Execution
+from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
 from longspan.model.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.lora.without_adapter import redirect_peft_model
@@ -121,6 +121,8 @@ def prepare_language_model(
     assert isinstance(model, PreTrainedModel)  # others were refused
     model.config.use_cache = False
     execution = _make_execution(model, placement, evidence.calls, options)
+    if placement.recomputation.exchanges_again and world.home.slots > 1:
+        check_same_kernels(execution, world)
     # The first pass would show it on the last stage only, and the others wait.
     tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
     rules = _make_call_rules(model, placement, kernel, evidence)

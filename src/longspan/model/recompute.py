@@ -83,6 +83,11 @@ class Recomputation:
         """Whether any layer's tensors wait on the host."""
         return any(word.endswith("+host") for word in self.measures or (self.measure,))
 
+    @property
+    def exchanges_again(self) -> bool:
+        """Whether backward of any layer exchanges what it has recomputed, where heads are exchanged."""
+        return any(word.startswith("selective") for word in self.measures or (self.measure,))
+
     def check(self, model: PreTrainedModel, stages: int) -> None:
         """Raise ModelError where a whole model that goes into so many stages cannot be recomputed so.
 

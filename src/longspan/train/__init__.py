@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
     from longspan.train.plans import PlanChoice as PlanChoice
+    from longspan.train.reading.gather import gather_documents as gather_documents
     from longspan.train.reading.read_rows import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.step import StepResult as StepResult
     from longspan.train.step import run_step as run_step

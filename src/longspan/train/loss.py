@@ -125,6 +125,28 @@ class GivenLogits(NamedTuple):
         return hidden
 
 
+class TemperedHead(NamedTuple):
+    """A head whose logits (t, V) are divided by a temperature, in float32 at least."""
+
+    head: Head
+    temperature: float
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those of the head."""
+        return self.head.parameters
+
+    @property
+    def vocabulary(self) -> int:
+        """Columns of the logits."""
+        return self.head.vocabulary
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The divided logits."""
+        logits = self.head(hidden)
+        return (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+
+
 class Targets(NamedTuple):
     """The local rows (n,) that predict a token, and the token's id (n,), on the model's device."""
 

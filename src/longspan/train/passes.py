@@ -32,7 +32,7 @@ from longspan.model.sharding import (
     sum_replicas_at_last,
 )
 from longspan.plan import MicroBatch, Plan
-from longspan.train.loss import GivenLogits
+from longspan.train.loss import GivenLogits, Head, TemperedHead
 from longspan.train.reading.local_batch import padding_batch, read_local_batches
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepInputs
@@ -110,6 +110,7 @@ class Passes:
     frees_parameters: bool = True
     depths: int = 0
     terms: tuple[Term, ...] = ()
+    temperature: float = 1.0
 
     @classmethod
     def of(cls, inputs: StepInputs, terms: Sequence[Term], measure: Measure, **settings: Any) -> "Passes":
@@ -132,7 +133,11 @@ class Passes:
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
         """The loss that a prepared model makes of its last hidden states (T, D) and its head, and of its depths'."""
-        return lambda hidden, head, *deeper: self.measure(batch, hidden, head, *deeper)
+        return lambda hidden, head, *deeper: self.measure(batch, hidden, self.head(head), *deeper)
+
+    def head(self, head: Head) -> Head:
+        """A head whose logits are those that losses see."""
+        return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
         """Keyword arguments of one more call of the model: with experts, what collects their routers' statistics."""
@@ -228,7 +233,7 @@ def _loss_of_batch(passes: Passes, batch: LocalBatch) -> Tensor:
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
     out = passes.model(**inputs)
     logits = (out if isinstance(out, Tensor) else out.logits).squeeze(0)  # (T, V)
-    return passes.measure(batch, logits, GivenLogits(logits.shape[-1]))
+    return passes.measure(batch, logits, passes.head(GivenLogits(logits.shape[-1])))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.data.document import NO_TARGET
-from longspan.errors import PlanError
+from longspan.errors import LossError, PlanError
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan
@@ -83,6 +83,7 @@ def run_step(
     divisor: float | None = None,
     mtp: MtpLoss | None = None,
     times_slots: bool = False,
+    temperature: float = 1.0,
 ) -> StepResult:
     """Run every micro-batch of a plan and return the loss: a sum over targets, divided by the plan's targets.
 
@@ -107,7 +108,8 @@ def run_step(
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
     weights of the routers' losses in the gradient (None: those of the model's configuration); `mtp` runs the depths of
     multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient. `times_slots`
-    compares how fast slots work (`StepResult.slot_ratio`).
+    compares how fast slots work (`StepResult.slot_ratio`). `temperature` divides logits before the softmax, as tokens
+    of a policy are sampled.
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
@@ -118,6 +120,7 @@ def run_step(
     """
     started = time.perf_counter()
     check_update(optimizer, max_grad_norm, backward=backward)
+    _check_temperature(temperature, mtp)
     inputs = check_step(model, plan, documents, world, backward=backward)
     if step is not None:
         world.step = step
@@ -126,7 +129,8 @@ def run_step(
     batches = read_batches(inputs, terms)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    passes = Passes.of(inputs, terms, CrossEntropy(loss_chunk_rows), divisor=default_divisor(plan))
+    measure, divisor = CrossEntropy(loss_chunk_rows), default_divisor(plan)
+    passes = Passes.of(inputs, terms, measure, divisor=divisor, temperature=temperature)
     loss_sum = run_passes(passes, batches)
     for term in terms:
         term.raise_error()
@@ -157,6 +161,16 @@ def run_step(
         divisor=passes.divisor,
         **{name: value for results in of_terms for name, value in results.items()},
     )
+
+
+def _check_temperature(temperature: float, mtp: MtpLoss | None = None) -> None:
+    """Raise LossError for a temperature that no softmax has, or that depths of prediction would not have."""
+    if not 0 < temperature < math.inf:
+        raise LossError(f"temperature is {temperature!r}; give a number above 0, such as that of the sampler")
+    if temperature != 1 and mtp is not None:
+        raise LossError(
+            f"temperature is {temperature:g}, and multi-token prediction predicts at temperature 1; leave mtp= out"
+        )
 
 
 class _Sums(NamedTuple):
@@ -196,6 +210,7 @@ def token_log_probs(
     loss_chunk_rows: int = 0,
     *,
     also: Sequence[str] = (),
+    temperature: float = 1.0,
 ) -> TokenLogProbs:
     """The log-probability of each token of a plan's documents that has a label, without gradients, on every rank.
 
@@ -207,15 +222,18 @@ def token_log_probs(
 
     >>> token_log_probs(model, plan, documents, world, also=["entropy"]).value("entropy", 3)
 
+    `temperature` divides logits before the softmax, so that all of these are those of a sampler at that temperature.
+
     The model runs in evaluation mode, as by `run_step(…, backward=False)`, under any plan of these documents. All ranks
     call it together; it refuses what `run_step` refuses. Raises LossError for another name in `also`, CommError where
     ranks ask for different names.
     """
     also = check_names(also)
+    _check_temperature(temperature)
     inputs = check_step(model, plan, documents, world, backward=False)
     agree_on_names(also, world)
     terms = input_terms(inputs)
     batches = read_batches(inputs, terms)
     log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also)
-    run_passes(Passes.of(inputs, terms, log_probs), batches)
+    run_passes(Passes.of(inputs, terms, log_probs, temperature=temperature), batches)
     return log_probs.sum_over_ranks(world)

@@ -1,5 +1,6 @@
 """What is chosen: it fits, nothing that is faster fits, keys given by hand win, and refusals say the bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import (
+    Bytes,
     FixedMemory,
     Machine,
     MemoryBudget,
@@ -18,6 +20,8 @@ from longspan.plan import (
     longest_document,
     plan_fixed,
 )
+from longspan.plan.cost.machine import CostSettings
+from longspan.plan.memory.seconds import extra_seconds
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 GIB = 2**30
@@ -106,3 +110,22 @@ def test_seconds_of_measures() -> None:
     assert seconds["selective"] < seconds["selective+host"] and seconds["full"] < seconds["full+host"]
     once = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(gathered_once=True))
     assert added_seconds(QWEN3_8B, once.under("none"), once, machine) < seconds["none"]
+
+
+def test_what_a_cost_leaves_out() -> None:
+    """A cost has what most recomputed layers do, second exchanges too; the others' difference comes on top."""
+    plan = plan_fixed([65536], HOME, cp=2, cp_comm_type="a2a")
+    needs, machine = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings()), Machine()
+
+    def left_out(*words: str) -> float:
+        return extra_seconds(QWEN3_8B, needs.under(words), needs, machine)[0]
+
+    for word in ("exchanged", "selective", "full", "none"):
+        memory = needs.under(word)
+        assert memory.cost_settings(CostSettings()).recomputation == word
+        assert left_out(*[word] * 36) == 0.0
+    for fast, slow in (("exchanged", "selective"), ("selective", "full"), ("exchanged", "full")):
+        assert left_out(*[slow] * 20, *[fast] * 16) < 0 < left_out(*[fast] * 20, *[slow] * 16)
+    assert left_out(*["selective+host"] * 36) > 0 < left_out(*["full+host"] * 36)
+    moved = replace(needs.under("selective"), offload_states=True, host=Bytes(states=102 * 10**9))
+    assert extra_seconds(QWEN3_8B, moved, needs, machine)[1] == pytest.approx(2.0)  # 102 GB/s both ways together

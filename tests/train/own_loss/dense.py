@@ -60,15 +60,15 @@ class Rows(NamedTuple):
     at: LossRows
 
 
-def rows_of(model: nn.Module, documents: Sequence[Document]) -> list[Rows]:
+def rows_of(model: nn.Module, documents: Sequence[Document], temperature: float = 1.0) -> list[Rows]:
     """The targets of each document, with a graph."""
-    return [_rows(model, document, number) for number, document in enumerate(documents)]
+    return [_rows(model, document, number, temperature) for number, document in enumerate(documents)]
 
 
-def _rows(model: nn.Module, document: Document, number: int) -> Rows:
+def _rows(model: nn.Module, document: Document, number: int, temperature: float) -> Rows:
     positions, device = np.arange(len(document)), next(model.parameters()).device
     ids, labels = (torch.from_numpy(x).to(device) for x in (document[positions], document.labels(positions)))
-    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    logits = model(input_ids=ids[None], use_cache=False).logits[0] / temperature
     out = logits.log_softmax(-1)
     predicting = torch.nonzero(labels[1:] != -100).squeeze(1)
     targets = labels[predicting + 1]

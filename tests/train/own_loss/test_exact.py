@@ -53,6 +53,7 @@ class Case:
     chunk: int = 0
     options: tuple[tuple[str, Any], ...] = ()
     whole: bool = False  # of the whole table
+    temperature: float = 1.0
 
     @property
     def layers(self) -> int:
@@ -63,15 +64,15 @@ class Case:
 SPLIT_ROWS = (("sequence_parallel", True),)
 FOLDED = (("pipeline_schedule", "zbv"), ("virtual_stages", 2))
 CASES = [
-    Case("cp 2, one micro-batch", Layout(2), fixed(2, 50)),
+    Case("cp 2, one micro-batch", Layout(2), fixed(2, 50), temperature=0.7),
     Case("cp 2, chunks of two rows", Layout(2), fixed(2, 16), chunk=2, whole=True),
     Case("cp 1", Layout(2), fixed(1, 40), whole=True),
     Case("dynamic, recomputed", Layout(2), dynamic(24), options=(("activation_checkpointing", True),)),
     Case("free", Layout(2), dynamic(24, "free")),
     Case("free, copies", Layout(2), dynamic(24, "free"), options=(("shard_parameters", False),), whole=True),
-    Case("tp 2", Layout(2, tp=2), fixed(1, 40), chunk=3),
+    Case("tp 2", Layout(2, tp=2), fixed(1, 40), chunk=3, temperature=0.7),
     Case("tp 2, parts of rows", Layout(2, tp=2), fixed(1, 40, row_multiple=2), options=SPLIT_ROWS, whole=True),
-    Case("pp 2", Layout(2, pp=2), fixed(1, 40)),
+    Case("pp 2", Layout(2, pp=2), fixed(1, 40), temperature=0.7),
     Case("experts", Layout(2), fixed(2, 24), "qwen3-moe"),
     Case("an adapter", Layout(2), dynamic(24), "adapter"),
     Case("an adapter, tp 2", Layout(2, tp=2), fixed(1, 40), "adapter"),
@@ -105,10 +106,12 @@ ALSO = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 
 
 @cache
-def dense(family: str, layers: int, device: torch.device) -> tuple[dict[str, Answer], list[np.ndarray]]:
+def dense(
+    family: str, layers: int, device: torch.device, temperature: float
+) -> tuple[dict[str, Answer], list[np.ndarray]]:
     """What one process says of each loss, and of each document's tokens the log-probabilities and ALSO (5, n)."""
     model, documents = model_of(family, layers).to(device), documents_of()
-    rows, model = rows_of(model, documents), model_inside(model)
+    rows, model = rows_of(model, documents, temperature), model_inside(model)
     tokens = [np.zeros((5, len(document))) for document in documents]
     for values, row in zip(tokens, rows, strict=True):
         numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in ALSO)])
@@ -126,13 +129,14 @@ def compare(rank: int, ranks: int, whole: bool) -> dict[str, dict[str, float]]:
 
 
 def _errors(case: Case, world: World) -> dict[str, float]:
-    answers, tokens = dense(case.family, case.layers, world.device)
+    answers, tokens = dense(case.family, case.layers, world.device, case.temperature)
     model = prepare(model_of(case.family, case.layers), world, probe=False, **dict(case.options))
     names, documents = {name for name, p in model.named_parameters() if p.requires_grad}, documents_of()
     plan = case.plan(case.home)
     found = dict[str, float]()
     for name, (_, loss, _, divisor) in LOSSES.items():
         wanted, step = answers[name], {"loss": loss, "divisor": divisor, "loss_chunk_rows": case.chunk}
+        step["temperature"] = case.temperature
         result = run_step(model, plan, documents, world, **step)
         gradients = gradients_of(model)
         worst = [error(gradients[n], wanted.gradients[n]) for n in gradients] if gradients.keys() == names else [np.inf]
@@ -140,7 +144,7 @@ def _errors(case: Case, world: World) -> dict[str, float]:
         losses = [abs(x.loss / wanted.loss - 1) for x in (result, evaluated)]
         found[name] = max(*worst, *losses)
         model.zero_grad()
-    log_probs = token_log_probs(model, plan, documents, world, case.chunk, also=ALSO)
+    log_probs = token_log_probs(model, plan, documents, world, case.chunk, also=ALSO, temperature=case.temperature)
     apart = [np.abs(log_probs.of(d) - values[0]).max() / 4 for d, values in enumerate(tokens)]
     for row, name in enumerate(ALSO, start=1):
         apart += [np.abs(log_probs.value(name, d) - values[row]).max() / 4 for d, values in enumerate(tokens)]

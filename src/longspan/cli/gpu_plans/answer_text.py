@@ -77,7 +77,7 @@ def refusal_line(answer: Answer) -> str:
         f"at least {gib(memory.device.total)} ({memory.device.total:,} bytes) are needed of a GPU that may be filled "
         f"up to {gib(run.budget.device)}, and {gib(memory.host.total)} of the host's {gib(run.budget.host)}"
     )
-    line = f"{answer.title} does not fit {plural(run.gpus.count, run.gpus.name)}: "
+    line = f"{answer.title} does not fit {run.gpus.words}: "
     line += answer.refusal if memory.fits(run.budget) and answer.refusal else why
     if answer.longest:
         line += f"; the longest document that fits has {answer.longest:,} tokens"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longspan.cli.gpu_plans.gpu_flags import GpuFlags
-from longspan.errors import ConfigError, PlanError
+from longspan.errors import ConfigError, PlanError, plural
 from longspan.plan import Machine
 from longspan.plan.cost.machine import is_known
 from longspan.plan.cost.model_cost import read_machine
-from longspan.plan.memory.bytes import gib
+from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint, gib
 
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
 
@@ -37,6 +37,12 @@ class Gpus:
         words = f"{self.count} x {self.name}, {gib(self.bytes)} each, {gib(self.host_bytes)} of the host for each"
         return f"{words} (assumed: {', '.join(self.assumed)})" if self.assumed else words
 
+    @property
+    def words(self) -> str:
+        """How many of which they are."""
+        kind, of, size = self.name.partition(" of ")
+        return f"{plural(self.count, kind)}{of}{size}"
+
 
 def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
     """The GPUs that flags name; `run_machine` is the key run.machine, which prices those of --gpu-bytes.
@@ -49,6 +55,8 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
     for name, least in (("gpus", 1), ("gpu_bytes", 0), ("host_bytes", 0)):
         if (number := getattr(flags, name)) < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; give an integer of at least {least}")
+        if name != "gpus" and 0 < number < LEAST_OF_GPU:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number}: {bytes_hint(number)}")
     machine, name, assumed = _machine_of(flags, tflops, run_machine)
     size = flags.gpu_bytes or machine.memory_bytes
     if not size:

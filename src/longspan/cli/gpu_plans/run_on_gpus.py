@@ -27,7 +27,7 @@ from longspan.plan import (
 )
 from longspan.plan.cost.machine import CostSettings
 from longspan.plan.cost.model_shape import ModelShape, read_query_heads
-from longspan.plan.memory.seconds import extra_seconds
+from longspan.plan.memory.seconds import step_seconds
 from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
@@ -152,16 +152,9 @@ class RunOnGpus:
 
     def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
         """The mean seconds of the steps of these plans, with what the plan of memory adds."""
-        cost, extra, states = self.cost(memory).shared_by(self.home.tp), *self._extra_seconds(plans, memory)
-        times = [plan.timeline(cost).step_seconds + extra * plan.tokens + states for plan in plans]
-        return sum(times) / len(times)
-
-    def _extra_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> tuple[float, float]:
-        """Seconds a token that copies to the host and second exchanges take, and those a step for states there."""
-        settings = replace(self.settings, gathered_once=memory.gathered_once)
-        needs = MemoryNeeds.of(self.model, self.home, list(plans), settings, machine=self.gpus.machine)
-        of_layers, states = extra_seconds(self.model, memory, needs, self.gpus.machine)
-        return of_layers / (memory.rows * self.home.slots), states
+        machine, cost = self.gpus.machine, self.cost(memory).shared_by(self.home.tp)
+        needs = MemoryNeeds.of(self.model, self.home, list(plans), self.settings, machine=machine)
+        return step_seconds(self.model, plans, memory, needs, machine, cost)
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
         """The plan of a step of documents of these lengths. Raises PlanError where they exceed its limit of rows."""

@@ -72,7 +72,7 @@ class Channel:
     `ranks` are the members' global ranks in the order of the group's slots, `index` this rank's place among them.
     Every method is entered by all members, in one order on every rank. Point-to-point runs on the parent group, which
     is the plane's, or with `parent="everyone"` that of all ranks, with "pipeline" that of the stages of a slot, with
-    "tp" that of a slot's tensor-parallel ranks.
+    "tp" that of a slot's tensor-parallel ranks, with "control" the gloo group of all ranks' hosts.
     """
 
     def __init__(

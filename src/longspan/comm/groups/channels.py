@@ -131,6 +131,12 @@ class Channels:
         self._warm_up(channel)
         return channel
 
+    @cached_property
+    def hosts(self) -> Channel:
+        """A channel over all ranks of the home, in its order, for arrays of the host: over gloo, point to point."""
+        ranks = self._home.ranks
+        return Channel(self._groups, ranks, ranks.index(self._rank), torch.device("cpu"), "control")
+
     def make_parents(self) -> None:
         """Make the groups on which the slots of every plane talk point to point; entered by all ranks."""
         self._groups.make_parent("plane", self._home.planes(), "parent")

@@ -22,7 +22,7 @@ from longspan.comm.rendezvous import connecting_at_first_message
 from longspan.comm.watch import Watch
 from longspan.errors import CommError
 
-ParentName = Literal["plane", "everyone", "pipeline", "tp"]
+ParentName = Literal["plane", "everyone", "pipeline", "tp", "control"]
 
 # Kinds whose messages travel while kernels of the same layer run. Their NCCL kernels go before blocks of a running
 # kernel that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly

@@ -3,6 +3,8 @@
 import dataclasses
 from dataclasses import dataclass
 
+LEAST_OF_GPU = 1 << 30  # a CUDA context takes more: fewer bytes are GiB or MiB, written as bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
@@ -40,3 +42,13 @@ class Bytes:
 def gib(size: float) -> str:
     """Bytes in GiB, with one decimal."""
     return f"{size / 2**30:,.1f} GiB"
+
+
+def bytes_hint(size: int) -> str:
+    """What a number says that is too small for the memory of a GPU or host, and what may be meant.
+
+    >>> bytes_hint(80)
+    'it is a number of bytes, and fewer than a CUDA context takes; 80 GiB are 85899345920'
+    """
+    meant = size if 0 < size <= 4096 else 80
+    return f"it is a number of bytes, and fewer than a CUDA context takes; {meant} GiB are {meant << 30}"

@@ -8,6 +8,7 @@ from typing import Any
 from longspan.errors import plural
 from longspan.layout import Layout
 from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.memory.bytes import Bytes, gib
 from longspan.plan.memory.loads import SlotLoad, loads_of
@@ -76,15 +77,19 @@ class MemoryPlan:
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
         """Settings of a cost with this plan's recomputed layers, as most of them are, and its gathers."""
-        words = [word.partition("+")[0] for word in self.measures]
-        recomputed = [word for word in words if word != "none"]
-        full = recomputed.count("full") > len(recomputed) / 2
         return replace(
             settings,
-            recomputation="full" if full else "selective" if recomputed else "none",
-            recomputed_layers=len(recomputed),
+            recomputation=self.recomputation,
+            recomputed_layers=len(self.measures) - self.measures.count("none"),
             gathered_once=self.gathered_once,
         )
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """What most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
+        words = (word.partition("+")[0] for word in self.measures if word != "none")
+        ((word, _),) = Counter(words).most_common(1) or (("none", 0),)
+        return word  # pyright: ignore[reportReturnType]
 
     def table(self) -> str:
         """The bytes of device and host, a line for each name as in the JSON."""

@@ -3,8 +3,10 @@
 By a machine's prices, for the largest load. They compare choices; a step's time is `Machine.cost`'s.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import mean
 from typing import Any
 
 from longspan.plan.cost.cost import Cost
@@ -15,7 +17,9 @@ from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.settings import Measure
 from longspan.plan.memory.step_peak import StepPeak
+from longspan.plan.plan import Plan
 
+BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
 SHOWN_SHARE = 0.1  # of copies to the host that a layer's work could hide
 
 
@@ -27,20 +31,33 @@ def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: 
     return MemoryPrices(config, machine, needs.places[0], max(needs.loads)).seconds(memory)
 
 
-# Without copies to the host and second exchanges.
-_PRICED_AS: dict[str, Measure] = {"selective": "exchanged", "selective+host": "exchanged", "full+host": "full"}
+def step_seconds(
+    config: Any, plans: Sequence[Plan], memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, cost: Cost
+) -> float:
+    """The mean seconds of the steps of some plans, by a cost with `MemoryPlan.cost_settings` and what that leaves out.
+
+    >>> step_seconds("Qwen3-8B/config.json", plans, memory, needs, machine, cost)  # doctest: +SKIP
+
+    `needs` are those of the plans, and `cost` is of a rank. What layers add counts by the tokens of each step.
+    """
+    of_layers, of_states = extra_seconds(config, memory, needs, machine)
+    of_token = of_layers / (memory.rows * needs.places[0].home.slots)
+    return mean(plan.timeline(cost).step_seconds + of_token * plan.tokens + of_states for plan in plans)
 
 
 def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
     """What a cost with `MemoryPlan.cost_settings` leaves out: seconds of the largest micro-batch, and those of a step.
 
-    The first are of copies to the host and second exchanges, the others of the optimizer's states on the host.
+    The first are of copies to the host, and of layers that keep something else than most: less than 0 where these do
+    less. The others are of the optimizer's states on the host.
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     on_device = replace(memory, offload_states=False)
-    priced = replace(on_device, measures=tuple(_PRICED_AS.get(word, word) for word in memory.measures))
+    word: Measure = memory.recomputation
+    alike = tuple("none" if measure == "none" else word for measure in memory.measures)
     without_states = prices.seconds(on_device)
-    return max(0.0, without_states - prices.seconds(priced)), prices.seconds(memory) - without_states
+    of_most = prices.seconds(replace(on_device, measures=alike))
+    return without_states - of_most, prices.seconds(memory) - without_states
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,7 @@ class MemoryPrices:
         layers = sum(self._layer_seconds(index, word) for index, word in enumerate(memory.measures))
         gather = 0.0 if memory.gathered_once else self._gather_seconds
         states = memory.host.states if memory.offload_states else 0
-        copied = 2 * states / self.machine.host_copy_bytes_per_second
+        copied = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
         return layers + gather + copied
 
     def _layer_seconds(self, index: int, word: str) -> float:
@@ -65,8 +82,7 @@ class MemoryPrices:
         if kind == "none":
             return 0.0
         seconds = self._full_seconds if kind == "full" else self._selective_seconds
-        if kind == "selective":
-            seconds += self._exchange_seconds
+        seconds += self._exchange_seconds.get(kind, 0.0)
         return seconds + (self._host_seconds(index, word) if host else 0.0)
 
     def _cost(self, kind: Recomputation) -> float:
@@ -100,13 +116,18 @@ class MemoryPrices:
         return max(0.0, self._cost("full") / self._layers - self._plain_seconds)
 
     @cached_property
-    def _exchange_seconds(self) -> float:
-        """Queries, keys and values of a layer once more."""
+    def _exchange_seconds(self) -> dict[str, float]:
+        """Queries, keys and values of a layer once more; under "full" its outputs too."""
         if not self.load.exchanged_rows:
-            return 0.0
+            return {}
         shape = ModelShape.of(self.config, depths=self.place.settings.depths)
-        moved = self.load.exchanged_rows * (shape.query_width + 2 * shape.key_width)
-        return moved * self.place.settings.compute_bytes / self.machine.inside.point.bytes_per_second
+        number = self.load.exchanged_rows * self.place.settings.compute_bytes / self.place.home.tp
+        number /= self.machine.inside.point.bytes_per_second
+        widths = {
+            "selective": shape.query_width + 2 * shape.key_width,
+            "full": 2 * (shape.query_width + shape.key_width),
+        }
+        return {kind: number * width for kind, width in widths.items()}
 
     def _host_seconds(self, index: int, word: str) -> float:
         """Copies there and back: what a layer's passes do not hide, and a share of what they do."""

@@ -30,7 +30,7 @@ from longspan.plan import (
     choose_memory,
 )
 from longspan.plan.memory.parameters import ModelNumbers
-from longspan.plan.memory.seconds import extra_seconds
+from longspan.plan.memory.seconds import step_seconds
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
@@ -98,16 +98,8 @@ class RunMemory:
         steps = ahead.fullest_plans(config, self._cost())
         memory = self._choose([*steps, *ahead.limit_plans(config, steps)], budget)
         cost = self._cost(memory).shared_by(self.ahead.home.tp)
-        beside = self._seconds_left_out(steps, memory)
-        return sum(plan.timeline(cost).step_seconds + beside * plan.tokens for plan in steps), memory
-
-    def _seconds_left_out(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
-        """Seconds a token that copies to the host and second exchanges take."""
-        needs = MemoryNeeds.of(
-            self.model, self.ahead.home, plans, replace(self.settings, gathered_once=memory.gathered_once)
-        )
-        of_layers, _ = extra_seconds(self.model, memory, needs, self.machine)
-        return of_layers / (memory.rows * self.ahead.home.slots)
+        needs = MemoryNeeds.of(self.model, self.ahead.home, steps, self.settings, machine=self.machine)
+        return step_seconds(self.model, steps, memory, needs, self.machine, cost), memory
 
     def _plans(self, config: RunConfig) -> list[Plan]:
         steps = self.ahead.fullest_plans(config, self._cost())

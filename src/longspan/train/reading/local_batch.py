@@ -6,6 +6,7 @@ of documents see each other besides the causal mask (an image's, or those of a p
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,11 +39,16 @@ def read_local_batches(inputs: StepInputs, depths: int = 0) -> list[LocalBatch]:
     Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
     neither inputs nor targets. `depths` of multi-token prediction read as many tokens further ahead.
     """
-    plan = inputs.plan
+    inputs, plan = with_rows(inputs, depths), inputs.plan
     # A rank that cannot read its plan has none to compare.
     return read_agreed(
         lambda: read_micro_batches(inputs, plan.micro_batches, depths), plan.digest(), inputs.world, hint=_HINT
     )
+
+
+def with_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
+    """What a step runs over, after rows of documents have moved to this rank, if they move; entered by all ranks."""
+    return replace(inputs, documents=inputs.documents.with_rows(inputs.plan, inputs.world, depths))
 
 
 def read_agreed(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
@@ -145,6 +151,8 @@ def prefix_rows(document: Any, number: int, length: int, items: ItemTable | None
 
     The first token is no target, but one of a document without labels may follow it.
     """
+    if (before := getattr(document, "rows_before_targets", None)) is not None:  # of documents whose rows move
+        return before
     for start in range(0, length, _RUN):
         positions = np.arange(start, min(start + _RUN, length))
         targets = positions > 0

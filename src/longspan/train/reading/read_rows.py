@@ -149,7 +149,7 @@ class _Reader:
         """Token ids at some positions, 0 where they are hidden. Raises DataError for what cannot be token ids."""
         ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
         tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
-        _check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
+        check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
         if hidden is not None:
             tokens = np.where(hidden, 0, tokens)
         self._check_vocabulary(document, tokens, positions, "token id")
@@ -165,7 +165,7 @@ class _Reader:
         labels = tokens
         if isinstance(labelled, Labelled):
             labels = np.asarray(labelled.labels(positions))
-            _check_integers(document, labels, positions, "its labels are token ids, or −100")
+            check_integers(document, labels, positions, "its labels are token ids, or −100")
         if hidden is not None:
             labels = np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))
         if labels is not tokens:
@@ -214,7 +214,7 @@ class _Arrays:
             self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
 
 
-def _check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:
+def check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:
     """Raise DataError unless a document gave one integer for each position."""
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise DataError(

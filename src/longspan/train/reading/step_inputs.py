@@ -5,9 +5,10 @@ that a rank reads are in `local_batch.py`.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import nn
 
@@ -18,6 +19,22 @@ from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan
 from longspan.plan.items import ItemTable
+
+
+@runtime_checkable
+class MovingDocuments(Protocol):
+    """Documents whose rows move, under a plan, from the ranks that read them to those that compute them."""
+
+    world: World
+
+    @property
+    def targets(self) -> int:
+        """How many tokens they predict."""
+        ...
+
+    def rows_under(self, plan: Plan, depths: int = 0) -> Any:
+        """These documents with the rows of this rank under a plan; entered by all ranks."""
+        ...
 
 
 class StepDocuments:
@@ -69,6 +86,21 @@ class StepDocuments:
             "is predicted"
         )
 
+    def with_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
+        """The same documents; of those whose rows move, with the rows of this rank. Entered by all ranks.
+
+        Raises DataError for documents of another world.
+        """
+        if not isinstance(self.documents, MovingDocuments):
+            return self
+        if self.documents.world is not world:
+            raise DataError(
+                "the documents were gathered in another world; call gather_documents(local, world) with this"
+            )
+        moved = copy(self)
+        moved.documents = self.documents.rows_under(plan, depths)
+        return moved
+
     def _count_targets(self, document: int, length: int) -> int:
         """The targets of one document, which is checked."""
         try:
@@ -105,6 +137,8 @@ class StepInputs:
 
 def with_targets_of(documents: Any, plan: Plan) -> Plan:
     """The plan with the targets of packs that have labels, which no planner reads; of other documents it has them."""
+    if isinstance(documents, MovingDocuments):
+        return replace(plan, targets=documents.targets)
     if not any(isinstance(document, LabelledPack) for document in documents):
         return plan
     return replace(plan, targets=sum(target_count(documents[document]) for document in range(len(plan.lengths))))

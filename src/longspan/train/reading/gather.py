@@ -1,0 +1,241 @@
+"""Gather the documents that each rank brings: read them here, and learn what all ranks know of those of the others.
+
+`gather_documents` is for a loop whose ranks load their own documents; `share_documents` for documents that every rank
+could read, of which each reads a part. What becomes of them is in `gathered.py`. Not covered: documents with items
+(images and the like), whose encoders read them.
+"""
+
+import hashlib
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from longspan.comm import World
+from longspan.comm.all_ranks import on_all_ranks, result_or_first_error
+from longspan.data.document import NO_TARGET, Labelled, Valued
+from longspan.errors import DataError, short_text
+from longspan.layout import Integers
+from longspan.layout.layout import short
+from longspan.train.reading.gathered import IDS, LABELS, Facts, GatheredDocuments, Rows, number_column
+from longspan.train.reading.local_batch import reading_error
+from longspan.train.reading.read_rows import WEIGHTS, NamesOfValues, check_integers
+
+
+def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
+    """The documents of a step that each rank brings a share of; all ranks call it together, each with its own.
+
+    >>> documents = gather_documents([Document(ids, labels=labels) for ids, labels in next(batches)], world)
+    >>> plan = plan_dynamic(documents.lengths, world.home, max_tokens_per_slot=8192, targets=documents.targets)
+    >>> run_step(model, plan, documents, world, optimizer=optimizer)
+
+    `local` are documents as `run_step` takes them: Documents, or arrays and lists of token ids. They are read once,
+    here. Documents are numbered in the order of the home's ranks. Every rank may bring some, those of one slot too, and
+    each document counts once for each rank that brings it: where ranks of a slot load the same share, one of them gives
+    it and the others []. A rank that has run out gives [] as well; where all have, there are no documents, and `if not
+    documents` ends a loop.
+
+    Raises DataError on every rank for documents that one cannot read, that have items, for values that documents of one
+    rank have and those of another have not, and where two ranks bring the same documents.
+    """
+    return _gather(_read(lambda: enumerate(_listed(local)), world), world)
+
+
+def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocuments":
+    """Documents that every rank can read, of which each reads a share and the other ranks get their rows from it.
+
+    >>> documents = share_documents(corpus.select([3, 7, 1]), world)
+
+    The documents keep their numbers. Shares have about as many tokens each; `documents` and their lengths are the same
+    on every rank. For documents that take long to read, as those that are encoded then: without it each rank that has
+    some rows of a document would encode all of it. Raises DataError on every rank where one cannot read its share.
+    """
+    shares = deal_documents([len(document) for document in documents], len(world.home.ranks))
+    share = shares[world.home.ranks.index(world.rank)]
+    return _gather(_read(lambda: ((number, documents[number]) for number in share), world), world, shares)
+
+
+def deal_documents(lengths: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Deal documents to ranks, the longest first, each to the rank with the fewest tokens so far; numbers ascend.
+
+    >>> deal_documents([4, 9, 5], ranks=2)
+    ((1,), (0, 2))
+    """
+    shares, loads = [list[int]() for _ in range(ranks)], [(0, rank) for rank in range(ranks)]
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        tokens, rank = heapq.heappop(loads)
+        shares[rank].append(number)
+        heapq.heappush(loads, (tokens + lengths[number], rank))
+    return tuple(tuple(sorted(share)) for share in shares)
+
+
+# ---- what a rank reads, and what it tells the others of it
+
+
+def _read(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
+    """Read this rank's documents, by number; where a rank cannot, all raise DataError."""
+
+    def read() -> "_Local":
+        local = _Local()
+        for number, document in documents():
+            local.add(number, document)
+        return local
+
+    return result_or_first_error(world, read, lambda error: reading_error(error, world))
+
+
+class _Share(NamedTuple):
+    """What a rank tells the others of the documents that it brings."""
+
+    facts: Integers  # (D, 5) the first fields of Facts
+    names: tuple[str, ...]  # of numbers, without weights
+    labelled: bool  # whether a label is another than its token
+    digest: bytes  # of all that the documents hold; empty for fewer than two different ones
+
+
+class _Local:
+    """The documents that this rank brings, read."""
+
+    def __init__(self) -> None:
+        self._facts, self._read = list[tuple[int, ...]](), list[dict[str, Integers]]()
+        self._names, self._labelled = NamesOfValues(), False
+
+    def add(self, number: int, document: Any) -> None:
+        """Read a document. Raises DataError for what is none, and for values that others have not."""
+        if isinstance(document, Mapping):
+            raise DataError(
+                f"document {number} is a {type(document).__name__} of {', '.join(map(str, document))}; give its token "
+                "ids, or longspan.Document(ids, labels=…) where not every token is a target"
+            )
+        try:
+            positions = np.arange(len(document))
+        except TypeError as error:
+            raise DataError(
+                f"document {number} is {short_text(document)}, which has no length; give a list of documents, each of "
+                "them token ids or a longspan.Document"
+            ) from error
+        ids = _token_ids(document, positions)
+        check_integers(number, ids, positions, "a document gives token ids")
+        labels = np.asarray(document.labels(positions)) if isinstance(document, Labelled) else ids
+        check_integers(number, labels, positions, "its labels are token ids, or −100")
+        values = document.token_values(positions) if isinstance(document, Valued) else {}
+        self._names.check(number, values)
+        if wrong := next((name for name, value in values.items() if np.shape(value) != positions.shape), None):
+            raise DataError(
+                f"document {number} gave {wrong!r} of shape {np.shape(values[wrong])} for {len(positions)} positions; "
+                "give a number for each"
+            )
+        is_target = labels[1:] != NO_TARGET
+        before = int(is_target.argmax()) + 1 if is_target.any() else len(ids)
+        pieces = len(getattr(document, "pieces", ()))
+        self._facts.append((len(ids), int(is_target.sum()), before, pieces, int(WEIGHTS in values)))
+        self._labelled |= not np.array_equal(ids, labels)
+        columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
+        bits = {
+            number_column(name): np.asarray(value, dtype=np.float64).view(np.int64) for name, value in values.items()
+        }
+        self._read.append(columns | bits)
+
+    def share(self) -> _Share:
+        """What the other ranks learn of it."""
+        digests = [hashlib.blake2b(repr(sorted(read)).encode(), digest_size=16) for read in self._read]
+        for digest, read in zip(digests, self._read, strict=True):
+            for name in sorted(read):
+                digest.update(read[name].tobytes())
+        different = [digest.digest() for digest in digests]
+        digest = hashlib.blake2b(b"".join(different), digest_size=16).digest() if len(set(different)) > 1 else b""
+        names = {name for read in self._read for name in read} - {IDS, LABELS, number_column(WEIGHTS)}
+        facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
+        return _Share(facts, tuple(sorted(name[1:] for name in names)), self._labelled, digest)
+
+    def table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
+        """All rows, (n, columns); weights are 1 in documents that give none."""
+        one = np.float64(1).view(np.int64)
+        rows = [
+            np.stack([read.get(name, np.broadcast_to(one, len(read[IDS]))) for name in columns], axis=1)
+            for read in self._read
+        ]
+        return np.concatenate([np.empty((0, len(columns)), dtype=np.int64), *rows])
+
+
+def _listed(local: Any) -> Iterable[Any]:
+    """The documents of a rank, one by one. Raises DataError for what is none, and for documents with items."""
+    for name in ("items", "positions"):
+        if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
+            raise DataError(
+                f"the documents ({type(local).__name__}) have {name}, and rows of encoders do not move with those of "
+                "documents; give all ranks the same ItemDocuments instead of gathering them"
+            )
+    if isinstance(local, Mapping) or not (hasattr(local, "__iter__") or hasattr(local, "__getitem__")):
+        raise DataError(
+            f"gather_documents got {short_text(local)}; give a list of documents, which is empty on a rank without "
+            "any; of a batch of tensors longspan.train.documents_of(batch).documents are some"
+        )
+    by_number = hasattr(local, "__len__") and hasattr(local, "__getitem__")
+    return (local[number] for number in range(len(local))) if by_number else local
+
+
+def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
+    """The token ids of a whole document as `run_step` would read them; a tensor may be on any device."""
+    if isinstance(document, torch.Tensor):
+        return document.detach().cpu().numpy()
+    return np.asarray(document) if isinstance(document, list | tuple) else np.asarray(document[positions])
+
+
+# ---- what all ranks make of the shares
+
+
+def _gather(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
+    """All ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
+    shares = world.control.gather_objects(local.share(), "lengths of documents")
+    _check_names(shares, world.home.ranks)
+    if numbers is None:
+        _refuse_copies(shares, world.home.ranks)
+        ends = np.cumsum([len(share.facts) for share in shares]).tolist()
+        numbers = [range(end - len(share.facts), end) for end, share in zip(ends, shares, strict=True)]
+    order = np.array([number for share in numbers for number in share], dtype=np.int64)
+    in_order = np.concatenate([share.facts for share in shares])
+    facts = np.empty((len(order), in_order.shape[1] + 1), dtype=np.int64)
+    facts[order] = np.column_stack([in_order, np.cumsum(in_order[:, 0]) - in_order[:, 0]])
+    ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
+    index = world.home.ranks.index(world.rank)
+    columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
+    columns += [number_column(WEIGHTS)] * bool(in_order[:, 4].any())
+    columns += sorted({number_column(name) for share in shares for name in share.names})
+    table = local.table(columns)
+    rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
+    return GatheredDocuments(world, tuple(numbers[index]), tuple(columns), ends, Facts(*facts.T), rows, rows)
+
+
+def _check_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
+    """Raise DataError, on every rank, where documents of some ranks have values that those of others have not."""
+    having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
+    every = sorted({name for _, share in having for name in share.names})
+    for name in every:
+        brings = [rank for rank, share in having if name in share.names]
+        if len(brings) < len(having):
+            lacking = [rank for rank, share in having if name not in share.names]
+            raise on_all_ranks(
+                DataError(
+                    f"documents of ranks {short(brings)} have {name!r} and those of ranks {short(lacking)} have not; "
+                    "give the documents of a step the same values, 0 where they do not matter"
+                )
+            )
+
+
+def _refuse_copies(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
+    """Raise DataError, on every rank, where two ranks bring the same documents, of which two at least are different."""
+    first_with = dict[bytes, int]()
+    for rank, share in zip(ranks, shares, strict=True):
+        if share.digest and (first := first_with.setdefault(share.digest, rank)) != rank:
+            raise on_all_ranks(
+                DataError(
+                    f"ranks {first} and {rank} bring the same {len(share.facts)} documents of "
+                    f"{short(share.facts[:, 0].tolist())} tokens, which would count twice; let each rank load "
+                    "documents of its own (DistributedSampler), or give [] on ranks that load what another does, as "
+                    "ranks of one slot may. Documents that all ranks have go to run_step as they are"
+                )
+            )

@@ -1,0 +1,222 @@
+"""Documents that ranks load themselves: what all ranks know of them, and how rows reach the ranks that own them.
+
+All ranks know the length and the number of targets of every document, from which they make one plan. Rows stay where
+they were read. Under a plan each goes from there to the ranks of the slot that computes it, and to nobody else
+(`GatheredDocuments.rows_under`, which `run_step` and its like call). They travel between hosts, over gloo, and no
+communicator of NCCL is made for them. How they are read is in `gather.py`.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from longspan.comm import World
+from longspan.comm.moves.carry_rows import carry_rows, moves_on_device
+from longspan.errors import DataError, PlanError, plural
+from longspan.layout import Exchange, Integers, Partition
+from longspan.layout.layout import short
+from longspan.plan import Plan
+from longspan.train.reading.local_batch import read_agreed
+from longspan.train.reading.read_rows import WEIGHTS
+
+IDS, LABELS = "ids", "labels"
+_HINT = "Every rank makes the plan from the lengths of the documents that were gathered, with the same settings"
+
+
+class Facts(NamedTuple):
+    """What all ranks know of each document (D,), besides whether it has weights."""
+
+    lengths: Integers
+    targets: Integers
+    before: Integers  # rows before the first target
+    pieces: Integers  # documents in a pack; 0 for what is none
+    weighted: Integers  # 0 or 1
+    starts: Integers  # the number of the first row, among the rows of all documents in the order of ranks
+
+
+class Rows(NamedTuple):
+    """Rows that a rank has: their numbers among the rows of all documents, ascending (n,), and what they hold."""
+
+    numbers: Integers
+    columns: npt.NDArray[np.int64]  # (n, columns); numbers of a loss are the bits of float64
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GatheredDocuments(Sequence["GatheredDocument"]):
+    """All documents of a step, of which this rank read some: the same lengths and targets on every rank.
+
+    >>> documents.lengths, documents.targets, documents.local  # numbers of those that this rank brought
+    ((900, 300, 20), 1217, (1,))
+
+    `documents[d]` has a length and a number of targets on every rank. It has token ids, labels and values only of rows
+    that are here: before a plan those of `local`, and in `rows_under(plan)` those that this rank computes.
+    """
+
+    world: World
+    local: tuple[int, ...]
+    names: tuple[str, ...]
+    _ends: Integers  # of each rank's rows
+    _facts: Facts
+    _brought: Rows
+    _here: Rows
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+        return tuple(self._facts.lengths.tolist())
+
+    @cached_property
+    def targets(self) -> int:
+        """How many tokens all documents predict."""
+        return int(self._facts.targets.sum())
+
+    def __len__(self) -> int:
+        return len(self._facts.lengths)
+
+    def __getitem__(self, document: int) -> "GatheredDocument":  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not 0 <= document < len(self):
+            raise IndexError(f"document {document} of {len(self)}")
+        return GatheredDocument(self, int(document))
+
+    def __repr__(self) -> str:
+        return f"GatheredDocuments({plural(len(self), 'document')}, {len(self.local)} from this rank)"
+
+    def rows_under(self, plan: Plan, depths: int = 0) -> "GatheredDocuments":
+        """These documents with the rows that this rank computes under a plan; entered by all ranks.
+
+        >>> rows = documents.rows_under(plan)
+        >>> ids, labels = read_inputs_and_labels(rows, bind(micro_batch, world).with_padding())
+
+        `run_step`, `evaluate` and `token_log_probs` call it themselves. With a run of rows comes the row after it,
+        which its last one predicts; `depths` of multi-token prediction need as many more. Raises CommError where ranks
+        hold different plans, and DataError on every rank for a plan of other documents.
+        """
+        digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
+        need = read_agreed(lambda: self._needed_runs(plan, depths), digest, self.world, hint=_HINT)
+        channel = self.world.channels.hosts
+        have = [_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)]
+        exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))
+        moves = moves_on_device(exchange.moves(channel.index), channel.device)
+        columns = carry_rows(torch.from_numpy(self._brought.columns), moves, channel, "rows of documents")
+        return replace(self, _here=Rows(exchange.need.rows(channel.index), columns.numpy()))
+
+    def _needed_runs(self, plan: Plan, depths: int) -> list[Integers]:
+        """The rows that each rank needs under a plan, in runs: of other slots only where they need rows of this rank.
+
+        So each rank plans only its own messages. They match: both ends of a message have its rows in ascending order.
+        """
+        if plan.lengths != self.lengths:
+            raise PlanError(
+                f"the plan has {plural(len(plan.lengths), 'document')} of {short(plan.lengths)} tokens, {len(self)} of "
+                f"{short(self.lengths)} were gathered; plan from their lengths: plan_dynamic(documents.lengths, …)"
+            )
+        home, local = self.world.home, set(self.local)
+        by_slot = [[_run(0, 0)] for _ in range(home.slots)]
+        for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
+            sends = not local.isdisjoint(group.documents)
+            for member, slot in enumerate(group.slots):
+                if sends or slot == self.world.slot:
+                    numbers = np.asarray(group.documents, dtype=np.int64)
+                    segments = group.shares.segments(member)
+                    runs = segments.start, segments.stop, numbers[segments.document]
+                    by_slot[slot].append(self._rows_to_read(*runs, ahead=depths + 1))
+        merged = [_merge(np.concatenate(runs)) for runs in by_slot]
+        return [merged[home.coordinates(rank).slot] for rank in home.ranks]
+
+    def _rows_to_read(self, start: Integers, stop: Integers, document: Integers, *, ahead: int) -> Integers:
+        """The runs that are read for these positions of documents, and the labels of the last ones: (runs, 2)."""
+        length = self._facts.lengths[document]
+        real = start < length  # a document laid out longer than it is ends in padding
+        start, stop = (self._facts.starts[document] + x for x in (start, np.minimum(stop + ahead, length)))
+        return np.stack([start, stop], axis=1)[real]
+
+    def read(self, column: str, document: int, positions: Any) -> Integers:
+        """What rows of a document hold. Raises IndexError outside it, DataError for rows that are not here."""
+        length, here = int(self._facts.lengths[document]), self._here
+        positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
+        if positions.size and not (positions.min() >= 0 and positions.max() < length):
+            raise IndexError(f"positions {positions.min()} to {positions.max()} of a document of {length} tokens")
+        rows = positions + int(self._facts.starts[document])
+        places = np.searchsorted(here.numbers, rows)
+        is_here = places < len(here.numbers)
+        is_here[is_here] = here.numbers[places[is_here]] == rows[is_here]
+        if not is_here.all():
+            raise DataError(
+                f"row {positions[~is_here][0]} of document {document} is not on rank {self.world.rank}, which read "
+                f"{plural(len(self.local), 'document')} of {len(self)}; run_step brings rows to the ranks that compute "
+                "them, and in a loop of one's own documents.rows_under(plan) does"
+            )
+        return here.columns[places, self.names.index(column)]
+
+    def facts(self, document: int) -> Mapping[str, int]:
+        """What all ranks know of a document, by the names of `Facts`."""
+        return {name: int(values[document]) for name, values in self._facts._asdict().items()}
+
+
+class GatheredDocument:
+    """One document of several ranks, as `run_step` reads it: a `Labelled` and a `Valued` one (`data/document.py`)."""
+
+    def __init__(self, documents: GatheredDocuments, number: int) -> None:
+        self._documents, self._number, self._facts = documents, number, documents.facts(number)
+
+    def __len__(self) -> int:
+        return self._facts["lengths"]
+
+    def __getitem__(self, positions: Any) -> Any:
+        return self._documents.read(IDS, self._number, positions)
+
+    @property
+    def targets(self) -> int:
+        """How many of its tokens are predicted."""
+        return self._facts["targets"]
+
+    @property
+    def rows_before_targets(self) -> int:
+        """How many rows stand before its first target."""
+        return self._facts["before"]
+
+    @property
+    def pieces(self) -> range:
+        """The documents in it, if it is a pack."""
+        return range(self._facts["pieces"])
+
+    def labels(self, positions: Any = None) -> Integers:
+        """Return the token id to predict at each position (n,), −100 for none."""
+        positions = np.arange(len(self)) if positions is None else positions
+        return self._documents.read(LABELS if LABELS in self._documents.names else IDS, self._number, positions)
+
+    def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
+        """Return numbers (n,) of the tokens at these positions, by name."""
+        names = [name for name in self._documents.names if name not in (IDS, LABELS)]
+        names = [name for name in names if name != number_column(WEIGHTS) or self._facts["weighted"]]
+        read = self._documents.read
+        return {name[1:]: read(name, self._number, positions).view(np.float64) for name in names}
+
+
+# ---- columns, and runs of rows
+
+
+def number_column(name: str) -> str:
+    """The name of a column of numbers; ids and labels have none of this form."""
+    return f".{name}"
+
+
+def _run(start: int, stop: int) -> Integers:
+    """One run of rows (1, 2), none if it is empty: (0, 2)."""
+    return np.array([[start, stop]], dtype=np.int64)[: int(stop > start)]
+
+
+def _merge(runs: Integers) -> Integers:
+    """The rows of runs (n, 2), each once, as ascending runs."""
+    if not len(runs):
+        return runs
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(runs[:, 1])
+    opens = np.append(0, np.flatnonzero(runs[1:, 0] > reach[:-1]) + 1)
+    return np.stack([runs[opens, 0], reach[np.append(opens[1:], len(runs)) - 1]], axis=1)

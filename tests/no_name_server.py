@@ -1,0 +1,44 @@
+"""Importing this, a process of a test session asks no name server for what this machine's own address is called.
+
+For its log, torch looks up a name for each end of a store's connection (`formatSockAddr` of its socket.cpp, 2.11 to
+2.13). The address is ::ffff:127.0.0.1, of which /etc/hosts knows nothing, so a name server is asked; where a packet is
+lost, all ranks of a world wait five seconds for it. After a look-up that failed torch makes no other: one fails here.
+Processes that are forked from this one inherit that. Not covered: commands that a test starts.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+_OPTIONS = "RES_OPTIONS"  # of the resolver: resolv.conf(5)
+
+
+@contextmanager
+def _no_questions() -> Iterator[None]:
+    """Threads that begin inside ask name servers nothing; what torch warns of it is not printed."""
+    before, stderr = os.environ.get(_OPTIONS), os.dup(2)
+    os.environ[_OPTIONS] = "attempts:0"
+    with Path(os.devnull).open("w") as null:
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.environ.pop(_OPTIONS)
+        if before is not None:
+            os.environ[_OPTIONS] = before
+
+
+def _open_store() -> None:
+    TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+with _no_questions():  # a thread of its own, for each reads the options once
+    thread = threading.Thread(target=_open_store)
+    thread.start()
+    thread.join()

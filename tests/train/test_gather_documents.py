@@ -1,0 +1,310 @@
+"""Documents that ranks load themselves: which rows go where, and steps of them against one dense float64 model."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan import (
+    Document,
+    Layout,
+    Plan,
+    PlanChoice,
+    World,
+    bind,
+    evaluate,
+    gather_documents,
+    plan_dynamic,
+    plan_fixed,
+    plan_padded,
+    prepare,
+    run_step,
+    token_log_probs,
+)
+from longspan.data.document import LabelledPack, Piece
+from longspan.errors import CommError, DataError
+from longspan.multimodal import Item, ItemDocuments
+from longspan.testing import backend, run_ranks
+from longspan.train.reading.gather import deal_documents, share_documents
+from longspan.train.reading.local_batch import prefix_rows
+from longspan.train.reading.read_rows import read_rows
+from longspan.train.reading.step_inputs import with_targets_of
+from tests.model.stock import VOCABULARY, gradients_of, tiny, worst
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_rows.py"
+LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
+
+
+def document(number: int, length: int, *, values: bool = True) -> Any:
+    """A document with labels of other tokens, with a mask, or plain; every other one has weights."""
+    draw = np.random.default_rng(number)
+    ids = draw.integers(0, VOCABULARY, length)
+    labels = np.where(draw.random(length) < 0.6, draw.integers(0, VOCABULARY, length), -100)
+    weights = draw.random(length) if number % 2 else None
+    numbers: dict[str, Any] = {"advantage": draw.standard_normal(length), "reward": draw.random()} if values else {}
+    if number % 3 == 0:
+        return Document(ids, labels=labels, weights=weights, **numbers)
+    if number % 3 == 1:
+        return Document(ids, loss_mask=draw.random(length) < 0.5, weights=weights, **numbers)
+    return Document(ids, weights=weights, **numbers) if values else ids.tolist()
+
+
+def batch(*, values: bool = True) -> list[Any]:
+    return [document(number, length, values=values) for number, length in enumerate(LENGTHS)]
+
+
+def dealt(documents: Sequence[Any], ranks: Sequence[int], of: Sequence[int]) -> dict[int, list[Any]]:
+    """Documents for each rank, in the order of the home's ranks; `of` are how many each gets, the last the rest."""
+    ends = [*np.cumsum(of).tolist(), len(documents)]
+    return {
+        rank: list(documents[end - n : end])
+        for rank, n, end in zip(ranks, [*of, ends[-1] - ends[-2]], ends, strict=True)
+    }
+
+
+# ---- who gets what
+
+
+def plans_of(home: Layout, targets: int) -> list[Plan]:
+    return [
+        plan_dynamic(LENGTHS, home, max_tokens_per_slot=16, targets=targets, micro_batch_multiple=home.pp),
+        plan_dynamic(
+            LENGTHS, home, max_tokens_per_slot=16, targets=targets, mode="lockstep" if home.pp > 1 else "free"
+        ),
+        plan_fixed(LENGTHS, home, cp=home.slots, targets=targets, partition="contiguous"),
+        plan_padded(LENGTHS, home, cp=home.slots, max_tokens_per_slot=32, targets=targets),
+    ]
+
+
+def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) -> tuple[list[int], int]:
+    """Read micro-batches of several plans from what arrived and from the list; the rows that are here, and needed."""
+    documents, here, needed = batch(), list[int](), 0
+    with World(home, backend=backend(), timeout=60) as world:
+        local = dealt(documents, home.ranks, of)[rank]
+        gathered = share_documents(documents, world) if shared else gather_documents(local, world)
+        assert gathered.lengths == LENGTHS and gathered.targets == sum(d.targets for d in documents)
+        assert [len(d) for d in gathered] == list(LENGTHS)
+        if not shared:
+            assert [len(documents[d]) for d in gathered.local] == [len(d) for d in local]
+        for d in gathered.local:
+            assert np.array_equal(gathered[d][:], documents[d].ids)
+            assert np.array_equal(gathered[d].labels(), documents[d].labels())
+        for d, length in enumerate(LENGTHS):
+            assert prefix_rows(gathered[d], d, length) == prefix_rows(documents[d], d, length)
+        for plan in plans_of(home, gathered.targets):
+            assert with_targets_of(gathered, replace(plan, targets=0)) == plan
+            for depths in (0, 2):
+                rows = gathered.rows_under(plan, depths)
+                places = set[tuple[int, int]]()
+                for micro_batch in plan.micro_batches:
+                    shard = bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
+                    ours = read_rows(rows, shard, VOCABULARY, depths=depths)
+                    plain = read_rows(documents, shard, VOCABULARY, depths=depths)
+                    for one, other in zip((ours, *ours.deeper), (plain, *plain.deeper), strict=True):
+                        assert np.array_equal(one.ids, other.ids) and np.array_equal(one.labels, other.labels)
+                        assert one.values.keys() == other.values.keys()
+                        assert all(np.array_equal(one.values[name], other.values[name]) for name in one.values)
+                    for part in shard.parts:
+                        for local_number, start, stop, _ in part.segments() if part.index >= 0 else ():
+                            end = min(stop, part.group.lengths[local_number])
+                            ahead = min(end + depths + 1, part.group.lengths[local_number]) if end > start else start
+                            places |= {(part.group.documents[local_number], p) for p in range(start, ahead)}
+                here.append(len(rows._here.numbers))
+                needed += len(places)
+                assert here[-1] == len(places)  # no more than what is read here
+    return here, needed
+
+
+@pytest.mark.parametrize(
+    ("home", "of", "shared"),
+    [
+        (Layout(ranks=(2, 0, 1)), (3, 0), False),  # rank 0 brings nothing; the order is the home's
+        (Layout(ranks=4, tp=2), (1, 4, 0), False),
+        (Layout(ranks=4, pp=2), (0, 0, 0), True),
+    ],
+    ids=["three slots", "tp 2", "pp 2, shared"],
+)
+def test_each_rank_gets_the_rows_that_it_reads(home: Layout, of: Sequence[int], shared: bool) -> None:
+    answers = run_ranks(compare_in, len(home.ranks), home, of, shared)
+    assert all(needed == sum(here) for here, needed in answers)
+
+
+def compare_in(rank: int, home: Layout, of: Sequence[int], shared: bool) -> tuple[list[int], int]:
+    return compare_rows(rank, home, of, shared=shared)
+
+
+class Noted(list[Any]):
+    """Documents that note which of them were read."""
+
+    def __init__(self) -> None:
+        super().__init__(batch())
+        self.read = list[int]()
+
+    def __getitem__(self, number: Any) -> Any:
+        self.read.append(number)
+        return super().__getitem__(number)
+
+
+def read_share(rank: int) -> list[int]:
+    documents = Noted()
+    with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
+        shared = share_documents(documents, world)
+        shared.rows_under(plan_fixed(shared.lengths, world.home, cp=3, targets=shared.targets))
+        assert sorted(documents.read) == list(shared.local)
+    return documents.read
+
+
+def test_each_shared_document_is_read_by_one_rank() -> None:
+    assert sorted(chain.from_iterable(run_ranks(read_share, 3))) == list(range(len(LENGTHS)))
+
+
+def test_shares_hold_each_document_once_and_are_even() -> None:
+    draw = np.random.default_rng(0)
+    for ranks in (1, 2, 7):
+        lengths = draw.integers(1, 1000, 50).tolist()
+        shares = deal_documents(lengths, ranks)
+        assert sorted(number for share in shares for number in share) == list(range(50))
+        loads = [sum(lengths[number] for number in share) for share in shares]
+        assert max(loads) - min(loads) <= max(lengths)
+    assert deal_documents([5], 3) == ((0,), (), ())
+
+
+# ---- steps
+
+
+def own_loss(log_probs: Tensor, at: Any) -> Tensor:
+    return -(log_probs * at["advantage"] + at["reward"] * log_probs.exp()) * at["weights"]
+
+
+def dense(documents: Sequence[Any], *, own: bool) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a stock model that sees documents one by one, divided by the number of targets, and gradients."""
+    model, total, count = tiny("qwen3", torch.float64), torch.zeros((), dtype=torch.float64), 0
+    for one in documents:
+        ids, labels, values = one.ids, one.labels(), one.token_values(np.arange(len(one)))
+        log_probs = F.log_softmax(model(input_ids=torch.from_numpy(ids)[None]).logits[0, :-1], -1)
+        rows = torch.from_numpy(np.flatnonzero(labels[1:] != -100))
+        log_probs = log_probs[rows, torch.from_numpy(labels[1:])[rows]]
+        values = {name: torch.from_numpy(value[1:])[rows] for name, value in values.items()}
+        at = {"weights": torch.ones(len(rows), dtype=torch.float64), **values}
+        total = total + (own_loss(log_probs, at) if own else -log_probs * at["weights"]).sum()
+        count += len(rows)
+    (total / count).backward()
+    return (total / count).item(), gradients_of(model)
+
+
+def train(rank: int, home: Layout, of: Sequence[int]) -> list[tuple[float, dict[str, Tensor]]]:
+    """Steps until all ranks have run out: of all documents, then of those of the first rank only."""
+    shares = [dealt(batch(), home.ranks, of)[rank], batch()[3:6] if rank == home.ranks[0] else [], []]
+    answers, steps = list[tuple[float, dict[str, Tensor]]](), iter(shares)
+    with World(home, backend=backend(), timeout=60) as world:
+        model = prepare(tiny("qwen3", torch.float64), world)
+        while documents := gather_documents(next(steps), world):
+            plan = plan_dynamic(
+                documents.lengths,
+                home,
+                max_tokens_per_slot=32,
+                targets=documents.targets,
+                micro_batch_multiple=home.pp,
+            )
+            for loss in (None, own_loss):
+                answers.append((run_step(model, plan, documents, world, loss=loss).loss, gradients_of(model)))
+                model.zero_grad()
+            if home.pp == 1:
+                log_probs = token_log_probs(model, plan, documents, world)
+                report = evaluate(model, documents, PlanChoice.fixed(home.slots), world)
+                assert report.targets == documents.targets and len(log_probs.of(0)) == documents.lengths[0]
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("home", "of"),
+    [(Layout(ranks=2), (3,)), (Layout(ranks=2, tp=2), (5,)), (Layout(ranks=2, pp=2), (0,))],
+    ids=["dynamic", "tp 2", "pp 2"],
+)
+def test_steps_of_gathered_documents_are_those_of_one_process(home: Layout, of: Sequence[int]) -> None:
+    expected = [dense(documents, own=own) for documents in (batch(), batch()[3:6]) for own in (False, True)]
+    for answers in run_ranks(train, 2, home, of):
+        for (loss, gradients), (dense_loss, dense_gradients) in zip(answers, expected, strict=True):
+            assert loss == pytest.approx(dense_loss, rel=1e-12)
+            assert worst(gradients, {name: dense_gradients[name] for name in gradients}) < 1e-12
+
+
+def learn_by_example(rank: int) -> list[float]:
+    spec = importlib.util.spec_from_file_location("own_rows", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program.main(rank)
+
+
+def test_the_example_learns_the_same_on_other_ranks() -> None:
+    alone, three = (run_ranks(learn_by_example, ranks)[0] for ranks in (1, 3))
+    assert len(alone) == 4 and three == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < alone[0] - 1
+
+
+# ---- what is refused
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """The message of each mistake, on this rank."""
+    first, plain = rank == 0, [[1, 2, 3], [4, 5]]
+    items = ItemDocuments([np.zeros(4, dtype=np.int64)], [Item(0, ((1, 2),))], lambda item: None)
+    pack = LabelledPack((Piece(Document([1, 2]), 0, 2), Piece(Document([3, 4]), 0, 2)))
+    mistakes: dict[str, Any] = {
+        "names": [Document([1, 2], reward=1.0)] if first else [Document([1, 2])],
+        "names here": [] if first else [Document([1, 2], reward=1.0), Document([1, 2])],
+        "floats": plain if first else [[1, 2], [0.5, 0.25]],
+        "batch": plain if first else {"input_ids": torch.zeros(2, 3)},
+        "mapping": plain if first else [{"input_ids": [1, 2]}],
+        "one document": plain if first else Document([1, 2]),
+        "none": plain if first else None,
+        "copies": plain,
+        "items": items,
+    }
+    said = dict[str, str]()
+    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
+        for name, local in mistakes.items():
+            with pytest.raises(DataError) as caught:
+                gather_documents(local, world)
+            said[name] = str(caught.value)
+        documents = gather_documents([[1, 2, 3], torch.tensor([4, 5])] if first else [pack], world)
+        assert documents.lengths == (3, 2, 4) and [len(d.pieces) for d in documents] == [0, 0, 2]
+        assert len(gather_documents([[7, 8]], world)) == 2  # one document that is the same may be chance
+        with pytest.raises(DataError) as elsewhere:
+            documents[2 if first else 0][np.array([1])]
+        said["not here"] = str(elsewhere.value)
+        for name, plan, kind in (
+            ("other plan", plan_fixed([3, 2], world.home, cp=1), DataError),
+            ("plans differ", plan_fixed([3, 2, 4], world.home, cp=1 + rank), CommError),
+        ):
+            with pytest.raises(kind) as refused:
+                documents.rows_under(plan)
+            said[name] = str(refused.value)
+    return said
+
+
+def test_mistakes_are_named_on_every_rank() -> None:
+    first, second = run_ranks(refusals, 2)
+    for name in first.keys() - {"not here"}:
+        assert first[name].replace(" (on rank 1)", "") == second[name].replace(" (on rank 1)", ""), name
+    assert "documents of ranks (0) have 'reward' and those of ranks (1) have not" in first["names"]
+    assert "document 1 gave float64 of shape (2,) for 2 positions" in first["floats"]
+    assert "rank 1 could not read its rows" in first["floats"]
+    assert "document 0 has 'reward' and document 1 has not" in first["names here"]
+    assert "documents_of(batch).documents" in first["batch"] and "documents_of(batch).documents" in first["none"]
+    assert "document 0 is a dict of input_ids" in first["mapping"]
+    assert "document 0 is np.int64(1), which has no length" in first["one document"]
+    assert "ranks 0 and 1 bring the same 2 documents of (3, 2) tokens" in first["copies"]
+    assert "have items" in first["items"]
+    assert first["not here"].startswith("row 1 of document 2 is not on rank 0, which read 2 documents of 3")
+    assert "the plan has 2 documents of (3, 2) tokens, 3 of (3, 2, 4) were gathered" in first["other plan"]
+    assert "2 different plans" in first["plans differ"]
