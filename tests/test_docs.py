@@ -209,9 +209,9 @@ def test_the_picture_of_the_bridge_is_drawn_by_its_command(tmp_path: Path) -> No
 
 
 def test_the_page_on_own_loops_shows_the_lines_of_its_program() -> None:
-    program = (ROOT / "examples/own_loop.py").read_text()
+    program = "".join((ROOT / f"examples/{name}.py").read_text() for name in ("own_loop", "own_rows"))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-loop.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 4 and all(block in program for block in blocks)
+    assert len(blocks) == 5 and all(block in program for block in blocks)
 
 
 README = """
@@ -334,7 +334,8 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pyt
     assert len(losses) > 1 and max(losses) / min(losses) - 1 <= 1e-6
 
 
-TESTED = (*LONG, "lora.py")  # a page runs what two_modules.py does, tests of their own a step of grpo.py, and lora.py
+# a page runs what two_modules.py does, tests of their own a step of grpo.py, lora.py, and own_rows.py
+TESTED = (*LONG, "lora.py", "own_rows.py")
 PROGRAMS = [
     pytest.param(path, id=path.name, marks=[pytest.mark.whole] * (path.name in TESTED))
     for path in sorted((ROOT / "examples").glob("*.py"))

@@ -19,8 +19,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.report.plain_text import markdown_table
-from longspan.train.optim.offload_states import BUCKET_BYTES, OffloadedStates
+from longspan.train.optim.offload_states import OffloadedStates
 
 LARGEST = 50_000_000
 GIB = 1 << 30
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="that are timed, after two")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    parser.add_argument("--bucket_mib", type=int, nargs="+", default=[BUCKET_BYTES >> 20])
+    parser.add_argument("--bucket_mib", type=int, nargs="+", default=[STATE_BUCKET_BYTES >> 20])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

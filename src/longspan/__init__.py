@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from longspan.model import prepare_encoder as prepare_encoder
     from longspan.model import save_model as save_model
     from longspan.model import video_tokens as video_tokens
+    from longspan.model import weights_by_name as weights_by_name
     from longspan.model import without_adapter as without_adapter
     from longspan.plan import Cost as Cost
     from longspan.plan import Group as Group

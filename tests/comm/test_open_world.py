@@ -71,7 +71,7 @@ if sys.argv[1] == "raise":
 """
 
 
-@pytest.mark.parametrize("how", ["end", "raise"])
+@pytest.mark.parametrize("how", [pytest.param("end", marks=pytest.mark.whole), "raise"])
 def test_a_program_may_end_with_an_open_world(how: str, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

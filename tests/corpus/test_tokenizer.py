@@ -31,8 +31,11 @@ def test_the_name_of_a_special_token_in_a_text_is_plain_text() -> None:
 
 def test_a_saved_tokenizer_is_loaded_here_and_by_transformers(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 300)
-    tokenizer.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(str(tmp_path / "new" / "folder"))  # which is made
+    tmp_path = tmp_path / "new" / "folder"
     again = load_tokenizer(tmp_path)
+    again.save_pretrained(tmp_path / "copy")
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     assert (again.digest, again.end, again.size) == (tokenizer.digest, tokenizer.end, tokenizer.size)
     stock = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert stock(TEXTS[0])["input_ids"] == tokenizer.encode([TEXTS[0]])[0][:-1].tolist()

@@ -1,5 +1,7 @@
 """Documents of padded and packed batches: which tokens, labels and places, and values there and back."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan import Layout, World, load_model, plan_fixed, prepare, token_log_probs  # noqa: F401
 from longspan.data.batch_documents import documents_of
 from longspan.data.document import Document
 from longspan.errors import DataError
@@ -112,3 +115,16 @@ def test_a_document_with_more_values_shares_ids_and_labels() -> None:
         plain.with_values(labels=[1, 2, 3])
     with pytest.raises(DataError, match=r"'advantage' of a document has shape \(2,\)"):
         plain.with_values(advantage=[1, 2])
+
+
+def test_the_lines_of_the_page_on_own_loops() -> None:
+    page = (Path(__file__).parents[2] / "docs/own-loop.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```text\n(rows = documents_of.*?)```", page, flags=re.DOTALL)
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
+    with World(Layout(1), backend="gloo") as world:
+        model = prepare(load_model(preset="qwen3-tiny", vocab_size=16), world, probe=False)
+        names = globals() | {"world": world, "batch": batch, "model": model}
+        exec(block, names)
+    table = names["table"]
+    assert ((table != 0) == torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0] * 5])).all()
+    assert names["weighted"][1].token_values(np.array([0, 2]))["c"].tolist() == [1.0, table[1, 2].exp().item()]

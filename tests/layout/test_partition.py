@@ -293,3 +293,15 @@ def test_wide_groups_and_many_documents_stay_cheap():
     assert sum(shares.segments(member).rows for member in range(0, 1024, 16)) == sum(shares.counts[::16])
     million = Partition.zigzag(np.ones(1_000_000, dtype=int), 1024)
     assert million.rows(1023)[0] == 1023 and len(million.runs(5)) == million.counts[5] == 977
+
+
+def test_a_partition_of_runs_is_that_of_their_rows() -> None:
+    runs = [np.array([[4, 6], [6, 9], [0, 2]]), np.empty((0, 2), dtype=np.int64), np.array([[2, 4]])]
+    rows = [[4, 5, 6, 7, 8, 0, 1], [], [2, 3]]
+    partition = Partition.from_runs(runs)
+    assert partition == Partition.from_rows(rows) and partition.counts == (7, 0, 2)
+    assert partition.runs(0).tolist() == [[4, 9], [0, 2]]
+    wrong = ([np.array([[1, 1]])], [np.array([[-1, 2]])], [np.array([0, 2])], [np.array([[0.0, 2.0]])], [])
+    for runs in wrong:
+        with pytest.raises(LayoutError, match=r"runs|run from row"):
+            Partition.from_runs(runs)

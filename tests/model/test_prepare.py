@@ -35,7 +35,7 @@ def _local(world: World, cp: int = 1) -> tuple[SequenceShard, dict[str, Any]]:
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "no shard": ({"shard": None}, r"got no shard; call .*shard = bind\(micro_batch, world\)"),
+    "no shard": ({"shard": None}, r"got no shard; call .*shard = bind\(micro_batch, world\)$"),
     "a wrong shard": ({"shard": 3}, "got shard=int"),
     "labels": ({"labels": torch.zeros(1, 13, dtype=torch.long)}, "labels would be shifted .* use longspan.run_step"),
     "a mask": ({"attention_mask": torch.ones(1, 1, 13, 13)}, "leave attention_mask out"),
@@ -68,6 +68,12 @@ def _guards(rank: int) -> dict[str, str]:
             model.generate(arguments["input_ids"])
         with pytest.raises(ModelError, match=r"Qwen3Attention got no shard; .*model\(..., shard=shard\)"):
             model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
+        for caller in ("transformers.trainer", "trl.trainer.grpo_trainer"):
+            compute_loss = eval("lambda model, ids: model(input_ids=ids)", {"__name__": caller})
+            with pytest.raises(
+                ModelError, match=r"got no shard; .*give the model before .*hf\.with_longspan\(Trainer\)"
+            ):
+                compute_loss(model, arguments["input_ids"])
         with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):
             model.model(**arguments, attention_mask=torch.zeros(1, 1, 13, 13, device=world.device))
     return refusals
@@ -228,6 +234,7 @@ def test_others_do_not_save_or_wrap_a_prepared_model(tmp_path: Path) -> None:
         )
         assert len(wrapping) == 4 and all("in DistributedDataParallel, nor give it to acc" in said for said in wrapping)
         assert all(said.endswith('docs/own-loop.md, "From a Trainer script"') for said in wrapping)
+        assert all("longspan.hf.with_longspan(Trainer) takes the model before prepare" in said for said in wrapping)
     page = Path(__file__).parents[2] / "docs/own-loop.md"
     assert "\n## From a Trainer script\n" in page.read_text(encoding="utf-8")
 

@@ -1,6 +1,10 @@
 """Documents that ranks load themselves: which rows go where, and steps of them against one dense float64 model."""
 
+import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,14 +30,16 @@ from longspan import (
     token_log_probs,
 )
 from longspan.data.document import LabelledPack, Piece
-from longspan.errors import CommError, DataError, LongspanError
+from longspan.errors import CommError, DataError
 from longspan.multimodal import Item, ItemDocuments
 from longspan.testing import backend, run_ranks
 from longspan.train.reading.gather import deal_documents, share_documents
-from longspan.train.reading.gathered import GatheredDocuments
+from longspan.train.reading.local_batch import prefix_rows
 from longspan.train.reading.read_rows import read_rows
+from longspan.train.reading.step_inputs import with_targets_of
 from tests.model.stock import VOCABULARY, gradients_of, tiny, worst
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_rows.py"
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
 
 
@@ -58,7 +64,10 @@ def batch(*, values: bool = True) -> list[Any]:
 def dealt(documents: Sequence[Any], ranks: Sequence[int], of: Sequence[int]) -> dict[int, list[Any]]:
     """Documents for each rank, in the order of the home's ranks; `of` are how many each gets, the last the rest."""
     ends = [*np.cumsum(of).tolist(), len(documents)]
-    return {rank: list(documents[end - n : end]) for rank, n, end in zip(ranks, [*of, ends[-1] - ends[-2]], ends)}
+    return {
+        rank: list(documents[end - n : end])
+        for rank, n, end in zip(ranks, [*of, ends[-1] - ends[-2]], ends, strict=True)
+    }
 
 
 # ---- who gets what
@@ -76,7 +85,7 @@ def plans_of(home: Layout, targets: int) -> list[Plan]:
 
 
 def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) -> tuple[list[int], int]:
-    """Read every micro-batch of several plans from what arrived and from the list; the rows that are here, and needed."""
+    """Read micro-batches of several plans from what arrived and from the list; the rows that are here, and needed."""
     documents, here, needed = batch(), list[int](), 0
     with World(home, backend=backend(), timeout=60) as world:
         local = dealt(documents, home.ranks, of)[rank]
@@ -88,7 +97,10 @@ def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) ->
         for d in gathered.local:
             assert np.array_equal(gathered[d][:], documents[d].ids)
             assert np.array_equal(gathered[d].labels(), documents[d].labels())
+        for d, length in enumerate(LENGTHS):
+            assert prefix_rows(gathered[d], d, length) == prefix_rows(documents[d], d, length)
         for plan in plans_of(home, gathered.targets):
+            assert with_targets_of(gathered, replace(plan, targets=0)) == plan
             for depths in (0, 2):
                 rows = gathered.rows_under(plan, depths)
                 places = set[tuple[int, int]]()
@@ -127,6 +139,31 @@ def test_each_rank_gets_the_rows_that_it_reads(home: Layout, of: Sequence[int], 
 
 def compare_in(rank: int, home: Layout, of: Sequence[int], shared: bool) -> tuple[list[int], int]:
     return compare_rows(rank, home, of, shared=shared)
+
+
+class Noted(list[Any]):
+    """Documents that note which of them were read."""
+
+    def __init__(self) -> None:
+        super().__init__(batch())
+        self.read = list[int]()
+
+    def __getitem__(self, number: Any) -> Any:
+        self.read.append(number)
+        return super().__getitem__(number)
+
+
+def read_share(rank: int) -> list[int]:
+    documents = Noted()
+    with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
+        shared = share_documents(documents, world)
+        shared.rows_under(plan_fixed(shared.lengths, world.home, cp=3, targets=shared.targets))
+        assert sorted(documents.read) == list(shared.local)
+    return documents.read
+
+
+def test_each_shared_document_is_read_by_one_rank() -> None:
+    assert sorted(chain.from_iterable(run_ranks(read_share, 3))) == list(range(len(LENGTHS)))
 
 
 def test_shares_hold_each_document_once_and_are_even() -> None:
@@ -198,6 +235,20 @@ def test_steps_of_gathered_documents_are_those_of_one_process(home: Layout, of: 
         for (loss, gradients), (dense_loss, dense_gradients) in zip(answers, expected, strict=True):
             assert loss == pytest.approx(dense_loss, rel=1e-12)
             assert worst(gradients, {name: dense_gradients[name] for name in gradients}) < 1e-12
+
+
+def learn_by_example(rank: int) -> list[float]:
+    spec = importlib.util.spec_from_file_location("own_rows", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program.main(rank)
+
+
+def test_the_example_learns_the_same_on_other_ranks() -> None:
+    alone, three = (run_ranks(learn_by_example, ranks)[0] for ranks in (1, 3))
+    assert len(alone) == 4 and three == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < alone[0] - 1
 
 
 # ---- what is refused

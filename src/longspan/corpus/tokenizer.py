@@ -108,8 +108,13 @@ class TextTokenizer:
         names = {token.content for token in self.engine.get_added_tokens_decoder().values() if token.special}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write the files for transformers' AutoTokenizer: those that it was read from, or two for a trained one."""
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the files for transformers' AutoTokenizer: those that it was read from, or two for a trained one.
+
+        The folder is made if it is not there.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         if self.folder is not None:
             copy_tokenizer_files(self.folder, folder)
             return

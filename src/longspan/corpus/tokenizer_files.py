@@ -28,8 +28,10 @@ class KeptFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Copy them into a model's folder."""
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Copy them into a model's folder, which is made if it is not there."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         copy_tokenizer_files(self._folder, folder)
         if (self._folder / GENERATION).is_file():
             _replace_with_copy(self._folder / GENERATION, folder / GENERATION)

@@ -100,6 +100,11 @@ class Corpus:
             raise ValueError("it has no tokens, and no run says how rows are read")
         return None if make_tokens is None else make_tokens(place, self.manifest, folder / record.tokenizer, record)
 
+    @property
+    def stores_tokens(self) -> bool:
+        """Whether tokens are stored; otherwise each reading of a document makes them (data.cache "none")."""
+        return bool(self.manifest.dtype)
+
     def __len__(self) -> int:
         return len(self.lengths)
 

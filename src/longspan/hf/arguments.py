@@ -7,10 +7,11 @@ from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
+from longspan.run.checks.check_plans import check_plans
+from longspan.run.checks.check_training import check_mode, check_parallel
 
-PARALLEL = ("tp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward")
+PARALLEL = ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward")
 TRAIN = ("memory", "memory_fraction", "memory_bytes")
-TEXTS = "its key of longspan train (docs/trainer.md)"
 
 
 def _key(default: Any, text: str) -> Any:
@@ -80,12 +81,16 @@ class LongspanArguments:
         return load_config(None, keys)
 
     def home(self, ranks: int) -> Layout:
-        """The layout of so many ranks."""
-        return Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate)
+        """The layout of so many ranks. Raises ConfigError for keys that do not fit it, or each other."""
+        home, config = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate), self.config()
+        check_parallel(config, home)
+        check_mode(config)
+        check_plans(config, home, training=True)
+        return home
 
 
 def _section(name: str) -> str:
-    if name in (*PARALLEL, "pp"):
+    if name in PARALLEL:
         return "parallel"
     return "train" if name in TRAIN else "run" if name == "machine" else "context"
 

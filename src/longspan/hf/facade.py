@@ -129,6 +129,8 @@ class Facade:
     head: FusedHead = field(default_factory=FusedHead)
     called: list[CalledBatch] = field(default_factory=list)  # of this optimizer step, with gradients
     ahead: list[AheadBatch] = field(default_factory=list)  # of this optimizer step, not called with yet
+    evaluated: list[float] = field(default_factory=lambda: [0.0, 0])  # of an evaluation: the sum of losses, and tokens
+    logits_of: Callable[["Facade", list[Document]], list[Tensor]] | None = None  # where an evaluation wants logits
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -162,6 +164,10 @@ class Facade:
                 "longspan leave it out: router_aux_loss_coef of the model's configuration is not applied"
             )
         rows = read_batch({"input_ids": input_ids, "labels": labels, **batch})
+        if self.logits_of is not None and not fused_lm_head:
+            return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
+        if labels is None:
+            return TokenOutput()
         scored = [d for d, document in enumerate(rows.documents) if document.targets]
         values = self._values_ahead(input_ids, labels)
         if values is None:
@@ -174,25 +180,58 @@ class Facade:
             return rows.to_batch(of_documents, dtype=kind, device=device)[:, 1:]
 
         leaf = shifted("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
-        if torch.is_grad_enabled():
-            self.called.append(CalledBatch(rows, leaf))
-        mask = torch.as_tensor(labels)[:, 1:] != -100
-        items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        out = TokenOutput(loss=-leaf.sum() / items)
+        out = self._answer_loss(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
         more: Mapping[str, Any] = {name: shifted(name, dtype) for name in self.head.values if name != "top1"}
         top1 = shifted("top1", torch.bool) if "top1" in self.head.values else None
         absent = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
-        return TokenOutput({**out, **absent, **more, "log_probs": leaf, "label_mask": mask, "is_top1": top1})
+        return TokenOutput({**out, **absent, **more, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1})
+
+    def _answer_loss(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
+        """The loss over log-probabilities (B, L - 1), which the step or the evaluation keeps."""
+        total, targets = -leaf.sum(), _mask(labels).sum()
+        if torch.is_grad_enabled():
+            self.called.append(CalledBatch(rows, leaf))
+        else:
+            self.evaluated = [self.evaluated[0] + total.item(), self.evaluated[1] + int(targets)]
+        return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
+
+    def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
+        """Logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels."""
+        width = self.prepared.config.get_text_config().vocab_size
+        table = self._empty_table(rows, width)
+        log_probs = torch.zeros(rows.shape, dtype=torch.float64, device=table.device)
+        for document, place, values in zip(rows.documents, rows.places, logits, strict=True):
+            table[place.row, place.start : place.stop] = values[:, :width]
+            wide = values[:-1].double() if values.dtype == torch.float64 else values[:-1].float()
+            at = torch.as_tensor(document.labels()[1:], device=values.device)
+            scores = wide.log_softmax(-1).gather(1, at.clamp(min=0)[:, None])[:, 0]
+            log_probs[place.row, place.start + 1 : place.stop] = torch.where(at != NO_TARGET, scores, 0.0).double()
+        if labels is None:
+            return TokenOutput(logits=table)
+        dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
+        return TokenOutput(self._answer_loss(rows, log_probs[:, 1:].to(dtype), labels, items), logits=table)
+
+    def _empty_table(self, rows: BatchDocuments, width: int) -> Tensor:
+        parameter = next(self.prepared.parameters())
+        return torch.zeros((*rows.shape, width), dtype=self.prepared.dtype, device=parameter.device)
+
+
+def _mask(labels: Any) -> Tensor:
+    """Which columns (B, L - 1) are predicted."""
+    return torch.as_tensor(labels)[:, 1:] != NO_TARGET
 
 
 def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
-    """The documents of a batch as trainers pass it. Raises DataError for labels that nothing can predict."""
-    if batch.get("position_ids") is None and (cut := [name for name in CUTS if name in batch]):
-        raise ConfigError(
-            f"a batch has {', '.join(cut)} and no position_ids; longspan cuts packed rows where position_ids begin "
-            "again at 0: let the collator return them (return_position_ids=True)"
+    """The documents of a batch as trainers pass it.
+
+    Raises DataError for labels that nothing can predict, and for packed rows without positions.
+    """
+    if batch.get("position_ids") is None and (cut := [name for name in CUTS if batch.get(name) is not None]):
+        raise DataError(
+            f"a batch has {', '.join(cut)} and no position_ids; a longspan trainer cuts packed rows where position_ids "
+            "begin again at 0: let the collator return them (return_position_ids=True)"
         )
     rows = documents_of({name: value for name, value in batch.items() if name not in IGNORED})
     if batch.get("labels") is None:

@@ -1,29 +1,27 @@
-"""What a prepared model of a Trainer keeps and computes in: its arguments as options of `prepare`."""
+"""What a Trainer's model keeps and computes in: its arguments, and a plan of memory, as options of `prepare`."""
 
-from dataclasses import fields
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from longspan.model.adapters import model_inside
+from longspan.config.keys import AUTO
+from longspan.config.sections import LoraSection, RunConfig
+from longspan.model.adapters import adapter_in, model_inside
 from longspan.model.prepared import PrepareOptions
+from longspan.plan import MemoryPlan
+from longspan.train.memory.coming_plans import ComingSteps
+from longspan.train.memory.run_memory import RunMemory, choose_on_ranks
+from longspan.train.plans import query_heads
 
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-
-
-def prepare_options(trainer: Any, model: Any, *, training: bool) -> PrepareOptions:
-    """The options of `prepare` for a trainer's model, or, not in `training`, for a reference."""
-    args, config = trainer._stock_arguments, trainer.longspan.config()
-    kind = model_inside(model).dtype
-    compute = torch.bfloat16 if args.bf16 and kind != torch.bfloat16 else None
-    return PrepareOptions(
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        sequence_parallel=config.parallel.sequence_parallel,
-        attention_kernel=config.context.attention_kernel or None,
-        mixer_kernels=config.context.mixer_kernels,
-        compute_dtype=compute,
-        activation_checkpointing="full" if training and checkpoints(args) else False,
-    )
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
+OPTIMIZERS = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
+MOST_ROWS = 4096  # of a dataset with columns, whose lengths are looked at
+FEW_ROWS = 256  # of another one, which may read files
+_log = logging.getLogger(__name__)
 
 
 def checkpoints(args: Any) -> bool:
@@ -31,7 +29,87 @@ def checkpoints(args: Any) -> bool:
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
 
-def is_default(args: Any) -> bool:
-    """Whether recomputation is as the arguments' class has it: then memory may choose."""
+def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
+    """The configuration of a trainer's plans, with rows of a slot, and the plan of memory where one is made.
+
+    It is made on GPUs, on CPUs within `memory_bytes`, unless `memory` is "none" or recomputation was asked for: where
+    the arguments differ from the default of their class (TRL's recompute by default). Entered by all ranks.
+    """
+    config, args = _run_config(trainer), trainer._stock_arguments
+    if checkpoints(args) and not _is_default(args):
+        config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
+    gpu = trainer.world.device.type == "cuda"
+    lengths = _document_lengths(trainer)
+    memory = None
+    if lengths:
+        model, home = model_inside(trainer.model).config, trainer.world.home
+        steps = ComingSteps(lambda step: _step_lengths(trainer, lengths, step), home, query_heads(model), 0, 64)
+        memory = choose_on_ranks(RunMemory(config=config, model=model, ahead=steps, gpu=gpu), trainer.world, _log.info)
+    if config.context.max_tokens_per_slot == AUTO:
+        rows = memory.rows if memory is not None else 0
+        config = replace(config, context=replace(config.context, max_tokens_per_slot=rows))
+    return config, memory
+
+
+def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
+    """The options of `prepare` for a trainer's model, or, not in `training`, for a reference."""
+    args, config = trainer._stock_arguments, trainer.longspan.config()
+    options = PrepareOptions(
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        sequence_parallel=config.parallel.sequence_parallel,
+        attention_kernel=config.context.attention_kernel or None,
+        mixer_kernels=config.context.mixer_kernels,
+        compute_dtype=torch.bfloat16 if args.bf16 and model_inside(model).dtype != torch.bfloat16 else None,
+    )
+    if not training:
+        return options
+    if memory is None:
+        return replace(options, activation_checkpointing="full" if checkpoints(args) else False)
+    gathers = not memory.gathered_once
+    return replace(options, measures=memory.measures, host_bytes=memory.host.kept, reshard_after_forward=gathers)
+
+
+def _is_default(args: Any) -> bool:
     default = {key.name: key.default for key in fields(args)}
     return all(getattr(args, name, None) == default.get(name) for name in CHECKPOINTING)
+
+
+def _run_config(trainer: Any) -> RunConfig:
+    """The configuration that a run with a trainer's model, precision and optimizer would have."""
+    config, args, model = trainer.longspan.config(), trainer._stock_arguments, model_inside(trainer.model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if args.bf16 else dtype)
+    name = OPTIMIZERS.get(getattr(args.optim, "value", args.optim), "torch.optim.AdamW")
+    adapter = adapter_in(model)
+    lora = LoraSection()
+    if adapter is not None:
+        targets = getattr(adapter.config, "target_modules", None)
+        lora = replace(lora, rank=adapter.config.r, targets=() if isinstance(targets, str) else tuple(targets or ()))
+    return replace(config, model=model_keys, train=replace(config.train, optimizer=name, lr=1e-3), lora=lora)
+
+
+def _document_lengths(trainer: Any) -> list[int]:
+    """Lengths of documents as the trainer's data has them, or the longest that its arguments allow; [] if unknown."""
+    data, args = trainer.train_dataset, trainer.args
+    if "input_ids" in (getattr(data, "column_names", None) or ()):
+        packed = "seq_lengths" if "seq_lengths" in data.column_names else None
+        rows = data.select(range(min(len(data), MOST_ROWS)))
+        if packed:
+            return [int(n) for lengths in rows[packed] for n in lengths]
+        return [len(ids) for ids in rows["input_ids"]]
+    if data is not None and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
+        numbers = np.linspace(0, len(data) - 1, min(len(data), FEW_ROWS)).astype(int).tolist()
+        rows = [data[number] for number in numbers]
+        if all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
+            return [len(row["input_ids"]) for row in rows]
+    longest = getattr(args, "max_length", None)
+    if (answer := getattr(args, "max_completion_length", None)) is not None:
+        longest = answer + (getattr(args, "max_prompt_length", None) or answer)
+    return [int(longest)] if longest else []
+
+
+def _step_lengths(trainer: Any, lengths: Sequence[int], step: int) -> list[int]:
+    """Lengths of the documents of a step, drawn from those that there are."""
+    args = trainer.args
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return np.random.default_rng(step).choice(np.asarray(lengths), rows).tolist()

@@ -135,11 +135,18 @@ class OneProcess:
 class OneAccelerator(Accelerator):
     """An accelerator that takes the rows of all ranks: TRL slices them by `process_index`."""
 
+    every_rank_writes = False  # for a time, each rank does what the main process does
+
     @property
     def process_index(self) -> int:
         """The first, of one."""
         return 0
 
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this rank writes what one process of a run does."""
+        return self.every_rank_writes or super().is_main_process
+
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Leave a model to longspan, unless it is moved to the device by request, as TRL's reward models are."""
-        return super().prepare_model(model, device_placement, evaluation_mode) if device_placement else model
+        """Leave a model to be evaluated, a reference, where it is: longspan's `prepare` moves what a rank keeps."""
+        return model if evaluation_mode else super().prepare_model(model, device_placement, evaluation_mode)

@@ -69,9 +69,9 @@ def _reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) 
         yield "args.save_on_each_node is true: a longspan trainer writes one folder that all ranks see; leave it out"
 
 
-def refuse_model(trainer: Any) -> None:
-    """Raise ModelError or ConfigError for the model of a trainer that was made, where longspan cannot run it there."""
-    model = model_inside(trainer.model)
+def refuse_kind(given: Any) -> None:
+    """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer."""
+    model = model_inside(given)
     name = type(model).__name__
     if getattr(model, "hf_device_map", None):
         raise ConfigError(
@@ -88,6 +88,13 @@ def refuse_model(trainer: Any) -> None:
         raise ModelError(
             f"{name} is no causal language model, which a longspan trainer needs; use an AutoModelForCausalLM"
         )
+
+
+def refuse_model(trainer: Any) -> None:
+    """Raise ModelError or ConfigError for the model of a trainer that was made, where longspan cannot run it there."""
+    refuse_kind(trainer.model)
+    model = model_inside(trainer.model)
+    name, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "vision_config", None) is not None and hasattr(trainer.processing_class, "image_processor"):
         raise ModelError(
             f"{name} with {type(trainer.processing_class).__name__} reads images, which a longspan trainer does not; "

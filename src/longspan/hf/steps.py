@@ -46,9 +46,9 @@ class StepsPart:
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
         """Who plans training (True) and evaluation (False), by the cost of the model."""
-        config, model = self.longspan.config(), model_inside(self.model).config
+        config, model = self._config, model_inside(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
-        cost = cost_of_run(config, model, _log.info, gpu=gpu, slots=slots)
+        cost = cost_of_run(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
         heads = query_heads(model)
         return {
             True: PlanChoice.training(config, cost=cost, heads=heads),
@@ -67,8 +67,9 @@ class StepsPart:
         training = prepared.training
         plan = self._plan(documents, training=training)
         try:
+            head = facade.head
             return token_log_probs(
-                prepared, plan, documents, self.world, **({"also": facade.head.values} if facade.head.values else {})
+                prepared, plan, documents, self.world, also=head.values, temperature=head.temperature
             )
         finally:
             prepared.train(training)

@@ -5,24 +5,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import longspan
 from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
+from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
-from longspan.hf.memory import prepare_options
+from longspan.hf.generation import GenerationPart, refuse_generation
+from longspan.hf.memory import CHECKPOINTING, choose_memory, prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.refusals import refuse_arguments, refuse_model, refuse_search
+from longspan.hf.preferences import PreferencesPart, load_on_one_device
+from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
 
-CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the first is the older name
 
-
-class LongspanMixin(StepsPart, FilesPart):
+class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, FilesPart):
     """Goes before any Trainer class: `class Mine(LongspanMixin, SFTTrainer)`. To the Trainer all ranks are one process.
 
     `longspan=` are the LongspanArguments. Raises ConfigError, which names longspan, for arguments that it does not run,
@@ -33,20 +35,26 @@ class LongspanMixin(StepsPart, FilesPart):
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
         self.longspan = longspan or LongspanArguments()
-        given = inspect.signature(super().__init__).bind_partial(*args, **keywords)
+        takes = inspect.signature(super().__init__)
+        given = takes.bind_partial(*args, **keywords)
         arguments = given.arguments.get("args") or _default_arguments(type(self), given.arguments.get("model"))
         refuse_arguments(arguments, self.longspan, given.arguments)
+        if isinstance(given.arguments.get("model"), nn.Module):
+            refuse_kind(given.arguments["model"])
+        refuse_generation(type(self), arguments, given.arguments, takes.parameters)
         self._one = OneProcess.enter(self.longspan.home)
         self._open = True
         try:
             self._stock_arguments = arguments
             given.arguments["args"] = _without_checkpointing(self._one.arguments(arguments))
+            if isinstance(given.arguments.get("model"), str):
+                load_on_one_device(given.arguments["args"])
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
-            super().__init__(*given.args, **given.kwargs)
+            with self._making_generation():
+                super().__init__(*given.args, **given.kwargs)
             refuse_model(self)
-            if hasattr(self, "_buffered_inputs"):  # GRPO and RLOO seed each rank apart, and shuffle with it
-                set_seed(self.args.seed)
+            self._refuse_reference()
         except BaseException:
             self._leave()
             raise
@@ -60,6 +68,7 @@ class LongspanMixin(StepsPart, FilesPart):
         """Make the accelerator that takes the rows of all ranks."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
+        load_on_one_device(self.args)  # from here on TRL loads references
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: `prepare` moves what a rank keeps."""
@@ -72,6 +81,7 @@ class LongspanMixin(StepsPart, FilesPart):
             return
         inside = model_inside(self.model)
         self._facade.head = take_fused_head(inside)
+        self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)
         self.model_wrapped = self._facade
         self._prepared_model = self.model
@@ -82,7 +92,9 @@ class LongspanMixin(StepsPart, FilesPart):
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
-        prepared = longspan.prepare(model, self.world, options=prepare_options(self, model, training=training))
+        prepared = longspan.prepare(
+            model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
+        )
         _answer_calls(prepared, facade)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__

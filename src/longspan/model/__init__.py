@@ -24,5 +24,6 @@ if TYPE_CHECKING:
     from longspan.model.vision.image_tokens import image_tokens as image_tokens
     from longspan.model.vision.join import EncoderHome as EncoderHome
     from longspan.model.vision.video_tokens import Video as Video
+    from longspan.model.whole_weights import weights_by_name as weights_by_name
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

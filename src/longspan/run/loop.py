@@ -43,6 +43,7 @@ from longspan.run.slow_slots import SlowSlots
 from longspan.run.warm_up import warm_up_run
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plans_of_steps
+from longspan.train.reading.gather import share_documents
 from longspan.train.reading.step_inputs import with_targets_of
 from longspan.train.terms import plan_waves_ahead
 
@@ -153,7 +154,7 @@ def _plans(run: TrainingRun) -> PlanAhead:
 def _take_step(run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started = time.perf_counter()
-    documents = run.order.select(run.corpus, step)
+    documents = _documents_of_step(run, step)
     plan = with_targets_of(documents, plans.plan(step))
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         _prepare_next_step(run, run.model, plans, step + 1)
@@ -175,6 +176,17 @@ def _take_step(run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSl
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
     return row, plan
+
+
+def _documents_of_step(run: TrainingRun, step: int) -> Any:
+    """The documents of a step; of those whose tokens are made when they are read, each is read by one rank.
+
+    A document that several slots share would otherwise be encoded by every rank of each. Images stay with their tokens.
+    """
+    documents = run.order.select(run.corpus, step)
+    if run.corpus.stores_tokens or run.corpus.images is not None:
+        return documents
+    return share_documents(documents, run.world)
 
 
 def _prepare_next_step(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, step: int) -> None:

@@ -51,6 +51,16 @@ def test_a_model_replaces_an_older_one_and_nothing_else(tmp_path: Path, world: W
     assert all(p.equal(model.get_parameter(name).full_tensor()) for name, p in stock.named_parameters())
 
 
+def test_checkpoints_of_a_trainer_stay(tmp_path: Path, world: World) -> None:
+    files = {"checkpoint-4/config.json": "{}", "checkpoint-4/model.safetensors": "its own", "training_args.bin": "mine"}
+    files |= {"checkpoint-4/trainer_state.json": "{}", "runs/events.out": "mine"}
+    folder, model = write_files(tmp_path / "out", files), model_on(world)
+    for _ in range(2):  # the second replaces the first
+        save_model(model, str(folder), world)
+        assert files_of(folder) == {*files, *NEW}
+        assert all((folder / name).read_text() == text for name, text in files.items())
+
+
 def test_a_tokenizer_replaces_all_of_an_older_one(tmp_path: Path, world: World) -> None:
     folder = write_files(tmp_path / "model", {"README.md": "mine", "vocab.json": "{}", "chat_template.jinja": "old"})
     save_model(model_on(world), folder, world, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())))

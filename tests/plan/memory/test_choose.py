@@ -1,5 +1,6 @@
 """What is chosen: it fits, nothing that is faster fits, keys given by hand win, and refusals say the bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import (
+    Bytes,
     FixedMemory,
     Machine,
     MemoryBudget,
@@ -125,3 +127,5 @@ def test_what_a_cost_leaves_out() -> None:
     for fast, slow in (("exchanged", "selective"), ("selective", "full"), ("exchanged", "full")):
         assert left_out(*[slow] * 20, *[fast] * 16) < 0 < left_out(*[fast] * 20, *[slow] * 16)
     assert left_out(*["selective+host"] * 36) > 0 < left_out(*["full+host"] * 36)
+    moved = replace(needs.under("selective"), offload_states=True, host=Bytes(states=102 * 10**9))
+    assert extra_seconds(QWEN3_8B, moved, needs, machine)[1] == pytest.approx(2.0)  # 102 GB/s both ways together

@@ -21,6 +21,7 @@ from longspan.plan import (
     Plan,
     plan_fixed,
 )
+from longspan.plan.memory.moments import moments_of
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 GIB = 2**30
@@ -149,6 +150,19 @@ def test_states_on_the_host() -> None:
     here, there = planned(), planned(offload_states=True)
     assert there.host.states == here.device.states and there.device.states == 0
     assert there.offload_states and "states on the host" in there.line()
+
+
+def test_an_update_has_two_buckets_of_the_states() -> None:
+    """Where the update is the moment at which most is held: of few rows, and gradients as large as weights."""
+    small = QWEN3_8B | {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64, "hidden_size": 256}
+    for config, states in ((QWEN3_8B, 512 << 20), (small, None)):
+        home = Layout(1)
+        plan = plan_fixed([8], home, cp=1)
+        needs = MemoryNeeds.of(config, home, plan, MemorySettings(offload_states=True, shard_parameters=False))
+        (place,) = needs.places
+        update = next(moments_of(place, needs.loads, needs.under("none").measures))
+        assert update.gradients == update.weights
+        assert update.states == (states or needs.under("none").host.states) > place.resident.states == 0
 
 
 def test_printed() -> None:

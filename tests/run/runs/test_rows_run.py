@@ -76,6 +76,17 @@ def test_a_run_on_chats_counts_what_the_assistant_says(tmp_path: Path, base: Pat
     assert left_out.left_out.bad_rows == 1 and left_out.bad[0].startswith("rows.jsonl, line 13: no message is of an")
 
 
+@pytest.mark.whole
+def test_packs_of_chats_are_the_same_where_each_rank_encodes_a_share(tmp_path: Path, base: Path) -> None:
+    path = rows_as("jsonl", tmp_path / "rows", [row for row, _ in chats()])
+    folders = {str(tmp_path / "cache"): tmp_path / "cached", "none": tmp_path / "streamed"}
+    cached, streamed = (
+        losses_of_run(config_of(folder, base, path, data__cache=cache, data__pack_to=40), 2)
+        for cache, folder in folders.items()
+    )
+    assert len(streamed) >= 3 and streamed == cached
+
+
 def test_one_text_in_every_form_gives_the_same_losses(tmp_path: Path, base: Path) -> None:
     pytest.importorskip("pyarrow")
     pytest.importorskip("datasets")

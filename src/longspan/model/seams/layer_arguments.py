@@ -6,6 +6,7 @@ run. Where transformers' checkpoints recompute a layer's forward, in backward an
 not run again: `within_layer` notes the same there.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +26,22 @@ def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") 
     if isinstance(shard, SequenceShard):
         return shard
     got = "no shard" if shard is None else f"shard={type(shard).__name__}"
-    raise ModelError(f"{name} got {got}; call {call} with shard = bind(micro_batch, world)")
+    hint = _trainer_hint() if shard is None else ""
+    raise ModelError(f"{name} got {got}; call {call} with shard = bind(micro_batch, world){hint}")
+
+
+def _trainer_hint() -> str:
+    """The end of a message where a Trainer of transformers or TRL made the call: what runs one over plans."""
+    frame = sys._getframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module == "transformers.trainer" or module.partition(".")[0] == "trl":
+            return (
+                "; a Trainer cannot make one, so give the model before prepare to longspan.hf.with_longspan(Trainer), "
+                "with Trainer or any trainer of TRL"
+            )
+        frame = frame.f_back
+    return ""
 
 
 def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:

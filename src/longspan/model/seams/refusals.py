@@ -142,6 +142,7 @@ class _RefusesDDP:
         """Raise ModelError: DistributedDataParallel reads this list, and would sum gradients again."""
         raise ModelError(
             f"{self._name} was prepared: its gradients are summed over the slots by run_step; do not wrap it in "
-            "DistributedDataParallel, nor give it to accelerator.prepare or a Trainer, which do that; what takes their "
-            'place is in docs/own-loop.md, "From a Trainer script"'
+            "DistributedDataParallel, nor give it to accelerator.prepare or a Trainer, which do that; "
+            "longspan.hf.with_longspan(Trainer) takes the model before prepare, and what takes their place in a loop "
+            'is in docs/own-loop.md, "From a Trainer script"'
         )

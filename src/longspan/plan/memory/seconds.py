@@ -19,6 +19,7 @@ from longspan.plan.memory.settings import Measure
 from longspan.plan.memory.step_peak import StepPeak
 from longspan.plan.plan import Plan
 
+BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
 SHOWN_SHARE = 0.1  # of copies to the host that a layer's work could hide
 
 
@@ -73,7 +74,7 @@ class MemoryPrices:
         layers = sum(self._layer_seconds(index, word) for index, word in enumerate(memory.measures))
         gather = 0.0 if memory.gathered_once else self._gather_seconds
         states = memory.host.states if memory.offload_states else 0
-        copied = 2 * states / self.machine.host_copy_bytes_per_second
+        copied = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
         return layers + gather + copied
 
     def _layer_seconds(self, index: int, word: str) -> float:

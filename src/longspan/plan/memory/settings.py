@@ -11,6 +11,9 @@ Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "f
 # What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output
 # and log-sum-exp, and what a2a types exchanged; the same without what was exchanged; its input; these on the host.
 MEASURES: tuple[Measure, ...] = get_args(Measure)
+STATE_BUCKET_BYTES = 256 << 20
+"""States in a bucket that an update copies from the host, of which two are on the device: 5 ms of a bus of 55 GB/s, a
+thousand times what it takes to start a copy."""
 MOMENTS = {"adamw": 2.0, "sgd": 0.0}  # numbers of state of a weight
 
 

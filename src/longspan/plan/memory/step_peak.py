@@ -14,7 +14,7 @@ from longspan.plan.memory.bytes import Bytes
 from longspan.plan.memory.layer_tapes import EXCHANGED, KEPT_OF_ATTENTION, LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.parameters import ModelNumbers, Numbers, Stage
-from longspan.plan.memory.settings import Measure, MemorySettings
+from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Measure, MemorySettings
 from longspan.plan.memory.tape import Peaks, Tape
 
 CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels (bench/records/memory-measured-H200.json)
@@ -107,6 +107,12 @@ class StepPeak:
             return 0
         trained = every.share - tower.share + tower.trained if settings.trains_all else every.adapters + tower.trained
         return int(trained * settings.weight_bytes * settings.state_numbers / self.shards)
+
+    @property
+    def updated_states(self) -> int:
+        """Bytes of states on the device during an update: all, or of those on the host the most that it copies."""
+        every = self._state_bytes()
+        return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every
 
     def _communicators(self) -> int:
         if not self.settings.gpu:

@@ -2,8 +2,9 @@
 
 Each bucket's moments are copied to the device, updated there by the optimizer's own kernels, and copied back, so that
 parameters get the same bits as with moments on the device. On a GPU, two CUDA streams copy while it updates: the next
-bucket comes while the one before goes. No more than two buckets are on the device, of BUCKET_BYTES each, or of one
-parameter's moments where these are more and its optimizer takes no part of it. On a CPU the same code copies at once.
+bucket comes while the one before goes. No more than two buckets are on the device, of STATE_BUCKET_BYTES each, or of
+one parameter's moments where these are more and its optimizer takes no part of it. On a CPU the same code copies at
+once.
 
 Counts of steps and other single numbers stay on the device. Gradients and parameters are not moved.
 """
@@ -23,6 +24,7 @@ from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError
 from longspan.model.host_arena import HostArena, HostRange, check_host_room
 from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.state_parts import (
     Bucket,
     StateSizes,
@@ -32,11 +34,8 @@ from longspan.train.optim.state_parts import (
     with_local,
 )
 
-BUCKET_BYTES = 256 << 20
-"""Moments of a bucket: 5 ms of a bus of 55 GB/s, a thousand times what it takes to start a copy; two take 0.5 GiB."""
 
-
-def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> "OffloadedStates":
+def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> "OffloadedStates":
     """The optimizer with its moments in the host's memory; call it once, after `prepare`, on all ranks together.
 
     >>> optimizer = offload_states(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), world)
@@ -73,7 +72,7 @@ class OffloadedStates(Optimizer):
     returns. Schedulers and hooks belong to this optimizer. `inner`, which updates, has no states of its own.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner, self._bucket_bytes = optimizer, bucket_bytes
         optimizer.param_groups = self.param_groups

@@ -21,7 +21,7 @@ from longspan.errors import DataError, short_text
 from longspan.layout import Integers
 from longspan.layout.layout import short
 from longspan.train.reading.gathered import IDS, LABELS, Facts, GatheredDocuments, Rows, number_column
-from longspan.train.reading.local_batch import reading_error
+from longspan.train.reading.local_batch import prefix_rows, reading_error
 from longspan.train.reading.read_rows import WEIGHTS, NamesOfValues, check_integers
 
 
@@ -47,7 +47,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocuments":
     """Documents that every rank can read, of which each reads a share and the other ranks get their rows from it.
 
-    >>> documents = share_documents(run.order.select(run.corpus, step), run.world)
+    >>> documents = share_documents(corpus.select([3, 7, 1]), world)
 
     The documents keep their numbers. Shares have about as many tokens each; `documents` and their lengths are the same
     on every rank. For documents that take long to read, as those that are encoded then: without it each rank that has
@@ -128,10 +128,8 @@ class _Local:
                 f"document {number} gave {wrong!r} of shape {np.shape(values[wrong])} for {len(positions)} positions; "
                 "give a number for each"
             )
-        is_target = labels[1:] != NO_TARGET
-        before = int(is_target.argmax()) + 1 if is_target.any() else len(ids)
-        pieces = len(getattr(document, "pieces", ()))
-        self._facts.append((len(ids), int(is_target.sum()), before, pieces, int(WEIGHTS in values)))
+        targets, before = int((labels[1:] != NO_TARGET).sum()), prefix_rows(document, number, len(ids))
+        self._facts.append((len(ids), targets, before, len(getattr(document, "pieces", ())), int(WEIGHTS in values)))
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
         bits = {
@@ -189,7 +187,7 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 
 
 def _gather(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
-    """All ranks' shares as one; `numbers` are those of each rank's documents, by default in the order of ranks."""
+    """All ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
     shares = world.control.gather_objects(local.share(), "lengths of documents")
     _check_names(shares, world.home.ranks)
     if numbers is None:
@@ -235,7 +233,7 @@ def _refuse_copies(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
                 DataError(
                     f"ranks {first} and {rank} bring the same {len(share.facts)} documents of "
                     f"{short(share.facts[:, 0].tolist())} tokens, which would count twice; let each rank load "
-                    "documents of its own (DistributedSampler), or give [] on ranks that load what another one does, as "
+                    "documents of its own (DistributedSampler), or give [] on ranks that load what another does, as "
                     "ranks of one slot may. Documents that all ranks have go to run_step as they are"
                 )
             )

@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 class GatheredDocuments(Sequence["GatheredDocument"]):
     """All documents of a step, of which this rank read some: the same lengths and targets on every rank.
 
-    >>> documents.lengths, documents.targets, documents.local      # numbers of those that this rank brought
+    >>> documents.lengths, documents.targets, documents.local  # numbers of those that this rank brought
     ((900, 300, 20), 1217, (1,))
 
     `documents[d]` has a length and a number of targets on every rank. It has token ids, labels and values only of rows
@@ -93,9 +93,9 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         >>> rows = documents.rows_under(plan)
         >>> ids, labels = read_inputs_and_labels(rows, bind(micro_batch, world).with_padding())
 
-        `run_step`, `evaluate` and `token_log_probs` call it themselves. With a run of rows comes the one after it, which
-        its last row predicts; `depths` of multi-token prediction need as many more. Raises CommError where ranks hold
-        different plans, and DataError on every rank for a plan of other documents.
+        `run_step`, `evaluate` and `token_log_probs` call it themselves. With a run of rows comes the row after it,
+        which its last one predicts; `depths` of multi-token prediction need as many more. Raises CommError where ranks
+        hold different plans, and DataError on every rank for a plan of other documents.
         """
         digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
         need = read_agreed(lambda: self._needed_runs(plan, depths), digest, self.world, hint=_HINT)

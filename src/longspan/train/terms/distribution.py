@@ -1,7 +1,7 @@
 """Numbers of the distributions over the vocabulary that rows predict: entropy and the like, without gradients.
 
 `token_log_probs(…, also=)` gives them of every token, and a loss of one's own reads those of its rows, as `at.entropy`.
-They are those of the model's own logits, with its soft caps and scales; no temperature divides them.
+They are those of the model's own logits, with its soft caps and scales, divided by the step's temperature.
 """
 
 import hashlib

@@ -1,0 +1,78 @@
+"""Evaluation and prediction of a Trainer under the plans of evaluation: its own figures, and logits of whole batches."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.data.document import Document
+from longspan.hf.facade import Facade
+from longspan.hf.refusals import is_cross_entropy
+from longspan.plan import Plan
+from longspan.train.loss import Head
+from longspan.train.passes import Passes, read_batches, run_passes
+from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.step_check import check_step
+from longspan.train.terms.step_terms import input_terms
+
+
+class EvaluationPart:
+    """What a Trainer does in an evaluation, over plans of evaluation.
+
+    `eval_loss` is the Trainer's own figure, a mean of the means of batches; `eval_token_loss` beside it is the mean over
+    all tokens. Where metrics or predictions are wanted, the model answers with logits of the batch's shape.
+    """
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **keywords: Any) -> Any:
+        """Evaluate or predict as the Trainer does, and add the loss of the mean token."""
+        self._prepare_once()
+        self._facade.evaluated = [0.0, 0]
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **keywords)
+        total, tokens = self._facade.evaluated
+        if tokens and is_cross_entropy(self):
+            output.metrics[f"{metric_key_prefix}_token_loss"] = total / tokens
+        return output
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **keywords: Any) -> Any:
+        """Evaluate a batch; without `prediction_loss_only` the model answers with logits, too."""
+        with self._answering_logits(not prediction_loss_only):
+            return super().prediction_step(model, inputs, prediction_loss_only, **keywords)
+
+    @contextmanager
+    def _answering_logits(self, wanted: bool) -> Iterator[None]:
+        self._facade.logits_of = self._document_logits if wanted else None
+        try:
+            yield
+        finally:
+            self._facade.logits_of = None
+
+    def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
+        """Logits (length, V) of every row of documents, whole on every rank; one forward pass."""
+        self._agree_on_rows(documents)
+        plan = self._plan(documents, training=False)
+        with torch.autocast(self.args.device.type, enabled=False):
+            return gather_logits(facade.prepared, plan, documents, self.world)
+
+
+def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: Any) -> list[Tensor]:
+    """Logits (length, V) of all rows of a plan's documents, in the model's dtype, on every rank; all ranks enter."""
+    inputs = check_step(model, plan, documents, world, backward=False)
+    terms = input_terms(inputs)
+    batches = read_batches(inputs, terms)
+    parts: list[Tensor] = []
+
+    def keep_logits(batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        """Keep the logits of a micro-batch's rows (T, V) on the device; there is no loss."""
+        parts.append(head(hidden))
+        return hidden.new_zeros((), dtype=torch.float64)
+
+    run_passes(Passes.of(inputs, terms, keep_logits), batches)
+    gathered: dict[int, Tensor] = {}
+    for batch, local in zip(batches, parts, strict=True):
+        rows = batch.shard.gather(local.detach())
+        numbers = [d for group in batch.shard.micro_batch.groups for d in group.documents]
+        lengths = [plan.lengths[d] for d in numbers]
+        gathered |= dict(zip(numbers, rows.split(lengths), strict=True))
+    return [gathered[d] for d in range(len(plan.lengths))]

@@ -1,0 +1,107 @@
+"""Work of a Trainer that the first rank does for all: answers, rewards, tools.
+
+The others wait for its result, however long it takes, and take part in the calls of all ranks that the work makes,
+such as gathering weights. The work itself runs on the first rank only and must not communicate in any other way.
+"""
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, TypeVar
+
+from longspan.comm import World
+from longspan.comm.all_ranks import is_first_rank, waiting_for_all
+from longspan.comm.watch import one_line
+from longspan.errors import CommError, LongspanError
+
+Result = TypeVar("Result")
+_RESULT, _ERROR, _MESSAGE = "result", "error", "work of the first rank"
+
+
+class FirstRank:
+    """The first rank works; the others wait, join its calls, and get its result, or its error.
+
+    >>> first = FirstRank(world, {"weights": lambda: read_all(weights_by_name(model, world))})
+    >>> rewards = first.run(lambda: reward(answers), "rewards")
+
+    `calls` are what all ranks run together, by name, as `calling` says. Results travel by pickle.
+    """
+
+    def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
+        self._world, self._calls = world, calls
+        self._others: ExitStack | None = None  # keeps the other ranks waiting
+        self._lock = threading.Lock()  # a rollout may call from threads of its own
+
+    @property
+    def works(self) -> bool:
+        """Whether this is the first rank in the middle of its work, when the others only wait."""
+        return self._others is not None
+
+    def run(self, work: Callable[[], Result], what: str) -> Result:
+        """The result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
+
+        Where the work raises, the first rank raises its error, and the others CommError (or that LongspanError) with
+        its text and `what` was worked at.
+        """
+        if self.works:
+            return work()
+        if not is_first_rank(self._world):
+            return self._follow()
+        self._let_wait()
+        try:
+            result = work()
+            message = pickle.dumps((_RESULT, result))
+        except BaseException as error:
+            with suppress(CommError):  # another rank is gone, which is what failed here
+                self._send(pickle.dumps((_ERROR, _as_shared(error, what))))
+            self._others = None
+            raise
+        self._send(message)
+        return result
+
+    @contextmanager
+    def calling(self, name: str, *arguments: Any) -> Iterator[None]:
+        """A context in which the work communicates: the others meanwhile run `calls[name](*arguments)`.
+
+        Outside of work, when every rank enters it, it does nothing.
+        """
+        if not self.works:
+            yield
+            return
+        with self._lock:
+            self._send(pickle.dumps((name, arguments)))
+            try:
+                yield
+            finally:
+                self._let_wait()
+
+    def _let_wait(self) -> None:
+        self._others = ExitStack()
+        self._others.enter_context(waiting_for_all(self._world))
+
+    def _send(self, message: bytes) -> None:
+        """End the waiting, and send all ranks what comes next."""
+        others, self._others = self._others, None
+        assert others is not None
+        others.close()
+        self._world.control.broadcast_object(message, what=_MESSAGE)
+
+    def _follow(self) -> Any:
+        while True:
+            with waiting_for_all(self._world):
+                pass
+            name, value = pickle.loads(self._world.control.broadcast_object(b"", what=_MESSAGE))
+            if name == _RESULT:
+                return value
+            if name == _ERROR:
+                raise value
+            self._calls[name](*value)
+
+
+def _as_shared(error: BaseException, what: str) -> LongspanError:
+    """The error that the other ranks raise for one of the first."""
+    if isinstance(error, LongspanError):
+        with suppress(Exception):
+            return pickle.loads(pickle.dumps(error))
+    return CommError(f"the first rank, which makes {what} for all, failed with {one_line(error)}")

@@ -1,0 +1,162 @@
+"""GRPO and RLOO: answers and rewards come from the first rank, and inference engines get whole weights by name.
+
+Functions of the user (rewards, rollouts, tools, environments) run on the first rank only, so they need not give the
+same on every rank. The other ranks get their results, what they logged, and the state of the random numbers after
+them, so that all ranks go on alike.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import set_seed
+
+import longspan
+from longspan.comm.all_ranks import is_first_rank
+from longspan.data.document import Document
+from longspan.errors import ConfigError, ModelError
+from longspan.hf.first_rank import FirstRank
+
+ANSWERS = ("_generate_single_turn", "_generate", "_generate_and_score_completions")
+LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")  # what functions of the first rank log
+
+
+def refuse_generation(kind: type[Any], args: Any, given: Mapping[str, Any], takes: Any) -> None:
+    """Raise ConfigError where a trainer of this class would make answers by `generate` of the prepared model.
+
+    `given` are the arguments of its constructor, `takes` the names that it takes.
+    """
+    if not hasattr(kind, ANSWERS[0]):
+        return
+    rollout = given.get("rollout_func") is not None
+    if getattr(args, "use_adaptive_entropy", False):
+        raise ConfigError(
+            "args.use_adaptive_entropy is True: longspan does not compute the gradient of the entropy; leave it out"
+        )
+    if getattr(args, "use_transformers_continuous_batching", False) or not (
+        args.use_vllm or rollout or _has_own_answers(kind)
+    ):
+        ways = ["use_vllm=True (vllm_mode 'server' or 'colocate')"]
+        ways += ["rollout_func="] if "rollout_func" in takes else []
+        raise ConfigError(
+            f"{kind.__name__} would make its answers by generate of the model, which longspan shards: a forward pass "
+            f"there needs a plan. Use {', '.join(ways)} or a subclass that overrides _generate_single_turn"
+        )
+    size = getattr(args, "vllm_tensor_parallel_size", 1)
+    if rollout and args.use_vllm and args.vllm_mode == "colocate" and size > 1:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size is {size} with rollout_func= and vllm_mode 'colocate': longspan calls the "
+            f"rollout on the first rank only, whose engine would wait for {size - 1} more; use 1, or a server"
+        )
+
+
+def _has_own_answers(kind: type[Any]) -> bool:
+    """Whether a class outside of TRL and of here makes the answers."""
+    owners = (base for base in kind.__mro__ if any(name in vars(base) for name in ANSWERS))
+    return any(not base.__module__.startswith(("trl.", "longspan.hf.generation")) for base in owners)
+
+
+class GenerationPart:
+    """What a Trainer does to get answers and rewards."""
+
+    @cached_property
+    def _first(self) -> FirstRank:
+        """The first rank's work, and what it may call of all ranks."""
+        return FirstRank(self.world, {"weights": self._gather_weights, "vllm": self._call_vllm})
+
+    def _gather_weights(self, merge_adapter: bool) -> None:
+        deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0)
+
+    def _call_vllm(self, method: str, *arguments: Any) -> None:
+        getattr(self.vllm_generation, method)(*arguments)
+
+    def weights_by_name(self, *, merge_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights by the names of transformers, one at a time, for an inference engine of your own.
+
+        >>> engine.load_weights(trainer.weights_by_name())
+
+        All ranks iterate; inside rollout_func, a reward or `_generate_single_turn`, which run on the first rank, the
+        first does and the others follow. Adapters are merged, unless `merge_adapter` is False.
+        """
+        with self._first.calling("weights", merge_adapter):
+            weights = iter(longspan.weights_by_name(self.model, self.world, merge_adapter=merge_adapter))
+            try:
+                for named in weights:  # noqa: UP028 (a consumer that stops early must not close it)
+                    yield named
+            finally:
+                deque(weights, maxlen=0)  # the other ranks gather to the end
+
+    # ---- work of the first rank
+
+    def _generate(self, *args: Any, **keywords: Any) -> Any:
+        return self._by_first_rank(lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers")
+
+    def _calculate_rewards(self, *args: Any, **keywords: Any) -> Tensor:
+        rewards = super()._calculate_rewards
+        return self._by_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
+
+    def _by_first_rank(self, work: Callable[[], Any], what: str) -> Any:
+        """What `work` gives on the first rank, on every rank, with what it logged and the random state after it."""
+
+        def run() -> Any:
+            result = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, work())
+            logged = {name: getattr(self, name) for name in LOGGED if hasattr(self, name)}
+            numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            return result, logged, self.state.num_input_tokens_seen, numbers
+
+        result, logged, tokens, (python, numpy, torch_state) = self._first.run(run, what)
+        if not is_first_rank(self.world):
+            vars(self).update(logged)
+            self.state.num_input_tokens_seen = tokens
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(torch_state)
+        return result
+
+    def _token_values(self, facade: Any, documents: list[Document]) -> Any:
+        if self._first.works:
+            raise ModelError(
+                "the model is called inside a reward, a rollout or _generate_single_turn, which longspan runs on the "
+                "first rank only, and a forward pass needs all ranks; give rewards a model of their own, or score the "
+                "answers in compute_loss"
+            )
+        return super()._token_values(facade, documents)
+
+    # ---- construction
+
+    @contextmanager
+    def _making_generation(self) -> Iterator[None]:
+        """A context around TRL's constructor: its vLLM becomes ours, and ranks are seeded alike."""
+        if not hasattr(self, ANSWERS[0]):
+            yield
+            return
+        from longspan.hf.vllm import making_vllm
+
+        with making_vllm(self):
+            yield
+        set_seed(self.args.seed)  # TRL seeds each rank apart, and shuffles with it
+        if not is_first_rank(self.world):
+            self._leave_to_first_rank()
+
+    def _leave_to_first_rank(self) -> None:
+        """Free the reward models of a rank that calls none; its environments do nothing."""
+        for reward in self.reward_funcs:
+            if isinstance(reward, nn.Module):
+                reward.to("cpu")
+        if getattr(self, "environment_factories", None) is not None:
+            self.environment_factories = dict.fromkeys(self.environment_factories, NoEnvironment)
+            self._environment_pool = {name: [] for name in self.environment_factories}
+
+
+class NoEnvironment:
+    """The environment of a rank whose answers come from the first."""
+
+    def reset(self, **_: Any) -> None:
+        """Add nothing to the prompt."""

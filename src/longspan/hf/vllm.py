@@ -1,0 +1,100 @@
+"""TRL's vLLM under longspan: whole weights by name go to it, and on every GPU it makes a share of the answers.
+
+A server is talked to by the first rank. Engines in the ranks' own processes ("colocate") share the prompts, as they do
+in stock TRL on as many processes, and all ranks get all answers.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from trl.generation.vllm_generation import VLLMGeneration
+
+from longspan.comm.all_ranks import result_or_first_error
+from longspan.comm.watch import one_line
+from longspan.errors import CommError
+
+
+class LongspanVLLM(VLLMGeneration):
+    """vLLM as a trainer of TRL calls it, over the weights of a prepared model. `_trainer` is the longspan trainer."""
+
+    def __init__(self, _trainer: Any, *args: Any, **keywords: Any) -> None:
+        given = inspect.signature(super().__init__).bind(*args, **keywords).arguments
+        self._trainer, self._world = _trainer, _trainer.world
+        given["accelerator"] = RankAccelerator(given["accelerator"], self._world)
+        if given.get("max_num_seqs"):  # of the batch of all ranks; an engine has a rank's share
+            given["max_num_seqs"] = -(-given["max_num_seqs"] // len(self._world.home.ranks))
+        super().__init__(**given)
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights, one at a time, adapters merged."""
+        return self._trainer.weights_by_name()
+
+    def sync_weights(self) -> None:
+        """Give vLLM the weights; every rank's engine where ranks have their own."""
+        with nullcontext() if self.mode == "server" else self._trainer._first.calling("vllm", "sync_weights"):
+            super().sync_weights()
+
+    def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> Any:
+        """Answers to all prompts, as VLLMGeneration.generate gives them."""
+        first, make = self._trainer._first, super().generate
+        if self.mode == "server":
+            return first.run(lambda: make(prompts, images, num_generations, profiler), "answers")
+        asleep = self._llm_weights_sleeping
+        with profiler or nullcontext(), first.calling("vllm", "make_shares", prompts, num_generations, asleep):
+            return self.make_shares(prompts, num_generations, asleep)
+
+    def make_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
+        """All answers, of which each rank's engine makes an equal share; entered by all ranks."""
+        if asleep:
+            self.sync_weights()
+        ranks = len(self._world.home.ranks)
+        size = -(-len(prompts) // ranks)  # equal, as engines that share a model slice their common answers by it
+        padded = [*prompts, *prompts[-1:] * (size * ranks - len(prompts))]
+        mine = padded[self._world.rank * size :][:size]
+        make = super().generate
+        made = result_or_first_error(
+            self._world,
+            lambda: make(mine, None, num_generations),
+            lambda error: CommError(f"vLLM failed to make answers: {one_line(error)}"),
+        )
+        parts = zip(*self._world.control.gather_objects(made, "answers of vLLM"), strict=True)
+        return tuple(
+            None if part[0] is None else [answer for share in part for answer in share][: len(prompts)]
+            for part in parts
+        )
+
+
+class RankAccelerator:
+    """An accelerator that knows how many ranks there are, and which this is: an engine on each is one of several."""
+
+    def __init__(self, accelerator: Any, world: Any) -> None:
+        self._accelerator = accelerator
+        self.num_processes, self.process_index = len(world.home.ranks), world.rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+@contextmanager
+def making_vllm(trainer: Any) -> Iterator[None]:
+    """A context in which the modules of a trainer's classes make LongspanVLLM where they make VLLMGeneration."""
+    modules = [
+        module
+        for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)
+        if vars(module := sys.modules[name]).get("VLLMGeneration") is VLLMGeneration
+    ]
+
+    def make(*args: Any, **keywords: Any) -> LongspanVLLM:
+        return LongspanVLLM(trainer, *args, **keywords)
+
+    for module in modules:
+        vars(module)["VLLMGeneration"] = make
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module)["VLLMGeneration"] = VLLMGeneration

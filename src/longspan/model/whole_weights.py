@@ -1,0 +1,195 @@
+"""The whole weights of a prepared model by name, one at a time on every rank: for an inference engine, say.
+
+    for name, weight in weights_by_name(model, world, merge_adapter=True):
+        engine.load_weights([(name, weight)])
+
+Folders are written by `save.py`; encoders of a MultimodalModel are not read.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.adapters import adapter_of, belongs_to_adapter, is_adapted, model_inside, plain_name
+from longspan.model.lora.save import stock_name
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.prepared import refuse_unprepared
+
+_BASE = ".base_layer."
+
+
+def weights_by_name(
+    model: PreTrainedModel | PipelineModel, world: World, merge_adapter: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the whole weights of a prepared model: pairs of a name and a tensor on this rank's device.
+
+    >>> for name, weight in weights_by_name(model, world): ...
+
+    All ranks call it together and go through to the end; each gets every weight, in one order. Names are those of the
+    stock model's `state_dict`, with fused experts where transformers has them; a tied weight comes once. One weight is
+    whole at a time, of an adapted linear its adapter as well. Do not write to the tensors: one that is not sharded is
+    the parameter itself.
+
+    If the model has an adapter, `merge_adapter` adds it to the weights, as `merge_and_unload` of peft does: sums are in
+    float32 at least, and come in the weight's dtype. Otherwise weights are the base model's, and the adapter's come
+    under peft's names as well ("base_model.model.….lora_A.weight").
+
+    Raises ModelError for a model that was not prepared, for a MultimodalModel, and where an adapter cannot be merged.
+    """
+    if isinstance(model, MultimodalModel):
+        raise ModelError(
+            "weights_by_name got a MultimodalModel, whose encoders it does not read; give it model.language_model, or "
+            "write all of it: longspan.save_model(model, folder, world)"
+        )
+    inside: Any = model_inside(model)
+    refuse_unprepared(inside)
+    world.check_open()
+    weights = _WholeWeights(inside, world)
+    if merge_adapter:
+        weights.check_merge()
+    return weights.iterate_merged() if merge_adapter else weights.iterate_separately()
+
+
+class _Entry(NamedTuple):
+    """A weight that a rank of a stage has, by the prepared model's name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stage: int
+    tied: bool  # whether it has a second name
+    scaling: float | None  # of the adapter, if the weight is in an adapted module
+
+
+class _WholeWeights:
+    """Gathers the weights of a model one at a time; entered by all ranks in one order."""
+
+    def __init__(self, model: PreTrainedModel | PipelineModel, world: World) -> None:
+        self._world, self._adapter = world, adapter_of(model)
+        stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+        self._local: dict[str, Tensor] = {}
+        entries = list[_Entry]()
+        for stage in stages:
+            state, scalings, first_names = stage.state_dict(), self._scalings(stage), _first_names(stage)
+            for name, value in state.items():
+                if name not in first_names and name not in self._local:
+                    self._local[name] = value
+                    scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
+                    place = tuple(value.shape), value.dtype, world.coordinates.pp
+                    entries.append(_Entry(name, *place, name in first_names.values(), scaling))
+        entries = self._collect_entries(entries)
+        self._tied = {entry.name for entry in entries if entry.tied}
+        self._entries = dict[str, _Entry]()
+        for entry in entries:  # those that several stages have come from the first
+            self._entries.setdefault(entry.name, entry)
+        self._names = [*self._entries]
+
+    def _collect_entries(self, entries: list[_Entry]) -> list[_Entry]:
+        if self._world.home.pp == 1:
+            return entries
+        speaks = (self._world.slot, self._world.coordinates.tp) == (0, 0)
+        of_stage = {self._world.coordinates.pp: entries} if speaks else None
+        by_stage = self._world.control.reduce_object(of_stage, dict[int, list[_Entry]].__or__, "names of weights") or {}
+        return [entry for stage in range(self._world.home.pp) for entry in by_stage[stage]]
+
+    def _scalings(self, stage: nn.Module) -> Mapping[str, float]:
+        """What the adapter's output is scaled by, by the name of the adapted module."""
+        if self._adapter is None:
+            return {}
+        modules: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
+        return {name: float(module.scaling[self._adapter.name]) for name, module in modules.items()}
+
+    def iterate_separately(self) -> Iterator[tuple[str, Tensor]]:
+        """The base model's weights, and the adapter's under peft's names."""
+        for name in self._names:
+            stock = plain_name(name)
+            if self._adapter is not None and belongs_to_adapter(name):
+                stock = stock_name(name, self._adapter.name)
+            yield stock, self._gather(name)
+
+    def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights with the adapter in them."""
+        for name in self._names:
+            if ".lora_" in name or ".original_module." in name:
+                continue
+            parts = self._adapter_parts(name)
+            weight = self._gather(name)
+            if parts:
+                tensors = {part: self._gather(of) for part, of in parts.items()}
+                weight = _merge(name, weight, tensors, self._entries[name].scaling or 0.0)
+            yield plain_name(name), weight
+
+    def check_merge(self) -> None:
+        """Raise ModelError for adapters whose sum with the weights is not known here."""
+        if tied := sorted(name for name in self._tied if self._adapter_parts(name)):
+            raise ModelError(
+                f"merge_adapter: {tied[0]} has an adapter, and is the weight of the other end of the model as well "
+                "(tie_word_embeddings), which must not change; leave merge_adapter out, which gives base and adapter"
+            )
+        mergeable = {part for name in self._names for part in self._adapter_parts(name).values()}
+        if others := [name for name in self._names if ".lora_" in name and name not in mergeable]:
+            raise ModelError(
+                f"merge_adapter does not know what {', '.join(others[:3])} add to the model's weights; leave it out, "
+                "which gives base and adapter, or merge what longspan.save_model(model, folder, world) saved with peft"
+            )
+
+    def _adapter_parts(self, name: str) -> dict[str, str]:
+        """What an adapter adds to this weight or bias: the names of its tensors, by what they are."""
+        if self._adapter is None or _BASE not in name:
+            return {}
+        module, _, kind = name.rpartition(_BASE)
+        adapter = self._adapter.name
+        parts = {"bias": f"lora_B.{adapter}.bias"}
+        if kind == "weight":
+            parts = {"A": f"lora_A.{adapter}.weight", "B": f"lora_B.{adapter}.weight"}
+            parts |= {"embedding_A": f"lora_embedding_A.{adapter}", "embedding_B": f"lora_embedding_B.{adapter}"}
+            if f"{module}.lora_A.{adapter}.weight" in self._entries:
+                parts |= {"magnitude": f"lora_magnitude_vector.{adapter}.weight"}
+        inside = {part: f"{module}.{inner}" for part, inner in parts.items()}
+        return {part: inner for part, inner in inside.items() if inner in self._entries}
+
+    def _gather(self, name: str) -> Tensor:
+        """The whole tensor on this rank's device."""
+        entry, world = self._entries[name], self._world
+        with world.watch.naming(f"gathering of {name}", world.home.ranks):
+            if world.coordinates.pp == entry.stage:
+                value = self._local[name]
+                whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(world.device)
+                sends = [(stage, whole.contiguous()) for stage in range(world.home.pp) if stage != entry.stage]
+                receives = []
+            else:
+                whole = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
+                sends, receives = [], [(entry.stage, whole)]
+            if world.home.pp > 1:
+                world.channels.pipeline.exchange(sends, receives, "weights of a stage").wait()
+        return whole
+
+
+def _merge(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
+    """A weight (or a bias) with what an adapter adds to it."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    wide = {part: x.to(dtype) for part, x in parts.items()}
+    total = weight.to(dtype)
+    if "bias" in wide:
+        total = total + scaling * wide["bias"]
+    elif "embedding_A" in wide:
+        total = total + scaling * (wide["embedding_B"] @ wide["embedding_A"]).T
+    else:
+        total = total + scaling * (wide["B"] @ wide["A"])
+    if "magnitude" in wide:  # DoRA: the directions of rows, times lengths that are trained
+        total = total * (wide["magnitude"] / total.norm(dim=1)).unsqueeze(1)
+    return total.to(weight.dtype)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter that has several, by each of the others."""
+    first = dict[int, str]()
+    names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {name: first_name for name, first_name in names.items() if name != first_name}

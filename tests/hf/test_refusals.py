@@ -1,0 +1,138 @@
+"""What a longspan trainer does not run is refused by name at construction, and nothing is left open."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
+
+from longspan.errors import LongspanError
+from longspan.hf import LongspanArguments, LongspanTrainer, with_longspan
+from longspan.hf.one_process import OneProcess
+from longspan.testing import run_ranks
+from tests.hf.stock import Run, model_of
+from tests.hf.test_trainer import Halved, Texts, pad
+
+
+def _model(**values: Any) -> Any:
+    model = model_of()
+    for name, value in values.items():
+        setattr(model, name, value)
+    return model
+
+
+def _dropping() -> Any:
+    model = model_of()
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    return model
+
+
+def _bert() -> Any:
+    return BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+
+
+def _routed() -> Any:
+    model = model_of("qwen3-moe")
+    model.config.output_router_logits = True
+    return model
+
+
+def _reads_logits() -> None:
+    class Reads(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+            return model(**inputs).logits.mean()
+
+    trainer = _make(Reads)
+    try:
+        trainer.train()
+    finally:
+        trainer.end()
+
+
+def _other_batch(**values: Any) -> None:
+    trainer = _make()
+    trainer.data_collator = lambda rows: pad(rows) | values
+    try:
+        trainer.train()
+    finally:
+        trainer.end()
+
+
+def _make(kind: Any = Trainer, longspan: dict[str, Any] | None = None, **keywords: Any) -> Any:
+    changes = keywords.pop("args", {})
+    after = {name: changes.pop(name) for name in ("deepspeed", "fsdp", "parallelism_config") if name in changes}
+    args = TrainingArguments(**Run("unused").arguments() | changes)
+    for name, value in after.items():  # as it stands at construction
+        setattr(args, name, value)
+    given = {"model": model_of(), "data_collator": pad, "train_dataset": Texts(8)} | keywords
+    return with_longspan(kind)(**given, args=args, longspan=LongspanArguments(**longspan or {}))
+
+
+OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+CASES: dict[str, tuple[Any, str]] = {
+    "deepspeed": (lambda: _make(args={"deepspeed": {"zero": 3}}), "args.deepspeed is {'zero': 3}, which a longspan"),
+    "fsdp": (lambda: _make(args={"fsdp": "full_shard"}), "args.fsdp is 'full_shard', which a longspan trainer"),
+    "parallelism_config": (lambda: _make(args={"parallelism_config": "cp"}), "args.parallelism_config is 'cp'"),
+    "torch_compile": (lambda: _make(args={"torch_compile": True}), "args.torch_compile is True"),
+    "auto_find_batch_size": (lambda: _make(args={"auto_find_batch_size": True}), "max_tokens_per_slot bounds"),
+    "neftune": (lambda: _make(args={"neftune_noise_alpha": 5.0}), "args.neftune_noise_alpha is 5.0"),
+    "label smoothing": (lambda: _make(args={"label_smoothing_factor": 0.1}), "args.label_smoothing_factor is 0.1"),
+    "liger": (lambda: _make(args={"use_liger_kernel": True}), "args.use_liger_kernel is True"),
+    "bf16_full_eval": (lambda: _make(args={"bf16_full_eval": True}), "args.bf16_full_eval is True"),
+    "push_to_hub": (lambda: _make(args={"push_to_hub": True}), "push the saved folder afterwards"),
+    "optim": (lambda: _make(args={"optim": "adafactor"}), "args.optim is 'adafactor', which a longspan trainer"),
+    "split_batches": (lambda: _make(args={"accelerator_config": {"split_batches": True}}), "split_batches is true"),
+    "optimizers=": (lambda: _make(optimizers=(OPTIMIZER, None)), "optimizers= brings an optimizer of parameters"),
+    "pp": (lambda: _make(longspan={"pp": 2}), "pp is 2: a longspan trainer runs no pipelines"),
+    "device_map": (lambda: _make(model=_model(hf_device_map={"a": 0, "b": 1})), "a device_map over 2 devices"),
+    "quantized": (lambda: _make(model=_model(is_quantized=True)), "is quantized, which a longspan trainer"),
+    "no causal model": (
+        lambda: _make(model=BertForMaskedLM(_bert())),
+        "BertForMaskedLM is no causal language model",
+    ),
+    "router loss": (lambda: _make(model=_routed()), "output_router_logits of Qwen3MoeForCausalLM adds"),
+    "dropout": (lambda: _make(Halved, model=_dropping()), "drops 0.1 of its attention weights of Qwen3ForCausalLM"),
+    "search": (lambda: _ended(lambda t: t.hyperparameter_search()), "hyperparameter_search is not run by a longspan"),
+    "logits": (_reads_logits, "a loss reads 'logits' of the model's output; under longspan it may read loss, and"),
+    "images": (lambda: _other_batch(pixel_values=torch.zeros(1)), "pixel_values"),
+    "no Trainer": (lambda: with_longspan(dict), "with_longspan takes a Trainer class, and got <class 'dict'>"),
+    "planner": (lambda: _make(longspan={"planner": "fixt"}), "planner"),
+}
+
+
+def _ended(use: Any) -> None:
+    trainer = _make()
+    try:
+        use(trainer)
+    finally:
+        trainer.end()
+
+
+def refusals(rank: int, folder: str) -> dict[str, tuple[str, bool]]:
+    os.chdir(folder)
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name, (make, _) in CASES.items():
+        try:
+            make()
+            found[name] = ("nothing was refused", True)
+        except LongspanError as error:
+            found[name] = (str(error), OneProcess.now is None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bool]]:
+    return run_ranks(refusals, 1, str(tmp_path_factory.mktemp("refusals")))[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_refused_by_name(name: str, found: dict[str, tuple[str, bool]]) -> None:
+    message, closed = found[name]
+    assert CASES[name][1] in message
+    assert closed, "a refused trainer leaves nothing open"
+
+
+def test_a_class_is_wrapped_once() -> None:
+    assert with_longspan(LongspanTrainer) is LongspanTrainer
