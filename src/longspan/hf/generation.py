@@ -69,14 +69,13 @@ class GenerationPart:
     @cached_property
     def _first(self) -> FirstRank:
         """The first rank's work, and what it may call of all ranks."""
-        return FirstRank(
-            self.world,
-            {
-                "weights": lambda merge: deque(self.weights_by_name(merge_adapter=merge), maxlen=0),
-                "vllm_sync": lambda: self.vllm_generation.sync_weights(),
-                "vllm_share": lambda *share: self.vllm_generation.make_shares(*share),
-            },
-        )
+        return FirstRank(self.world, {"weights": self._gather_weights, "vllm": self._call_vllm})
+
+    def _gather_weights(self, merge_adapter: bool) -> None:
+        deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0)
+
+    def _call_vllm(self, method: str, *arguments: Any) -> None:
+        getattr(self.vllm_generation, method)(*arguments)
 
     def weights_by_name(self, *, merge_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Whole weights by the names of transformers, one at a time, for an inference engine of your own.

@@ -67,8 +67,9 @@ class StepsPart:
         training = prepared.training
         plan = self._plan(documents, training=training)
         try:
+            head = facade.head
             return token_log_probs(
-                prepared, plan, documents, self.world, **({"also": facade.head.values} if facade.head.values else {})
+                prepared, plan, documents, self.world, also=head.values, temperature=head.temperature
             )
         finally:
             prepared.train(training)
