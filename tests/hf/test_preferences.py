@@ -2,13 +2,14 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import trl.trainer.utils
+from accelerate.state import PartialState
 from peft import LoraConfig, get_peft_model
+from transformers import training_args
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTTrainer
 
 from longspan.errors import ConfigError, ModelError
@@ -78,10 +79,16 @@ def saved_model(run: Run) -> str:
     return folder
 
 
+class OnGpu(PartialState):
+    """Accelerate's state as it is on a GPU."""
+
+    device = property(lambda _: torch.device("cuda"))
+
+
 def dpo_without_reference(run: Run) -> Any:
     """The model comes by its path, and TRL loads a reference from there; on a GPU it would spread both over all."""
     if run.longspan:
-        trl.trainer.utils.PartialState = lambda: SimpleNamespace(device=torch.device("cuda"))
+        trl.trainer.utils.PartialState = OnGpu
     return dpo(run, model=saved_model(run), model_init_kwargs={"dtype": "auto"})
 
 
@@ -173,6 +180,8 @@ def cached(run: Run) -> Any:
 def default_arguments(run: Run) -> Any:
     """Without arguments, a trainer makes its own; here SFT, DPO and KTO."""
     os.chdir(Path(run.folder).parent)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    training_args.is_torch_bf16_gpu_available = lambda: True  # they ask for bfloat16
     model = saved_model(Run("model", rank=run.rank))
     trainers = []
     for kind, data in ((SFTTrainer, texts(4)), (DPOTrainer, preferences(4)), (KTOTrainer, judged(4))):
