@@ -22,7 +22,7 @@ from longspan.train.terms.step_terms import input_terms
 class EvaluationPart(StockTrainer):
     """What a Trainer does in an evaluation, over plans of evaluation.
 
-    `eval_loss` is the Trainer's own figure, a mean of the means of batches; `eval_token_loss` is the mean over all tokens.
+    `eval_loss` is the Trainer's own figure, a mean of the means of batches; `eval_token_loss` is that over tokens.
     Where metrics or predictions are wanted, the model answers with logits of the batch's shape.
     """
 

@@ -6,6 +6,7 @@ ends, and a stock Trainer made meanwhile, which would not sum its gradients, is 
 """
 
 import copy
+import os
 from collections.abc import Callable
 from functools import cached_property, wraps
 from typing import Any
@@ -38,6 +39,12 @@ class OneProcess:
     def enter(cls, make_home: Callable[[int], Layout]) -> "OneProcess":
         """Open the world of this layout, or share the one that is open. Raises ConfigError for another layout."""
         ranks = cls.now.ranks if cls.now else PartialState().num_processes
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks == 1 < started:
+            raise ConfigError(
+                f"{started} processes were started, and accelerate sees one, so each would train a model of its own; on "
+                "CPUs give the arguments use_cpu=True"
+            )
         home = make_home(ranks)
         if cls.now is None:
             device: Any = PartialState().device

@@ -150,13 +150,19 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
 def _default_arguments(kind: type[Any], model: Any) -> TrainingArguments:
     """The arguments that a trainer makes for itself where none are given."""
-    stock = next(base for base in kind.__mro__ if "args" in inspect.signature(base.__init__).parameters)
+    stock = next(base for base in kind.__mro__ if _takes_arguments(base))
     hints = inspect.signature(stock.__init__, eval_str=False).parameters["args"].annotation
     config = next((c for c in _classes(hints, stock) if c is not TrainingArguments), TrainingArguments)
     if config is TrainingArguments:
         return TrainingArguments(output_dir="tmp_trainer")
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     return config(f"{str(name).rstrip('/').split('/')[-1]}-{config.__name__.removesuffix('Config')}")
+
+
+def _takes_arguments(kind: type[Any]) -> bool:
+    """Whether the constructor of a class has a parameter `args` of its own; `*args` is none."""
+    args = inspect.signature(kind.__init__).parameters.get("args")
+    return args is not None and args.kind is not inspect.Parameter.VAR_POSITIONAL
 
 
 def _classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
