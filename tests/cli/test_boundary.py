@@ -1,8 +1,15 @@
 """Hosts that latency shows: for any numbering of ranks, from O(ranks) messages, against those of the launcher."""
 
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
+from longspan.bench.calibrate import command
 from longspan.bench.calibrate.boundary import (
     Boundary,
     check_boundary,
@@ -11,8 +18,15 @@ from longspan.bench.calibrate.boundary import (
     measure_boundary,
     measure_steady_boundary,
 )
+from longspan.bench.calibrate.ranks import CalibrationSettings, Measured, calibrate_ranks
+from longspan.cli.main import main
+from longspan.comm.groups.channel import Channel
 from longspan.errors import CommError
+from longspan.plan import Machine
+from longspan.plan.cost.links import KINDS, SHARDED_KINDS
+from longspan.testing import run_ranks
 
+LATENCY = 5e-3  # seconds, of messages between hosts
 BLOCKS = ((0, 1, 2, 3), (4, 5, 6, 7))
 ROUND_ROBIN = ((0, 2, 4, 6), (1, 3, 5, 7))
 
@@ -96,3 +110,34 @@ def test_hosts_that_are_numbered_otherwise_are_found_again_and_again() -> None:
     network = Network(ROUND_ROBIN)
     boundary = measure_steady_boundary(8, 4, network.measure)
     assert boundary == Boundary(ROUND_ROBIN) and network.messages == 4 * 2 * 7
+
+
+def _calibrate_two_hosts(rank: int, settings: CalibrationSettings) -> Measured:
+    """Calibrate as one of two ranks of a host; messages to the other host take `LATENCY` more."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    exchange = Channel.exchange
+
+    def exchange_late(channel: Channel, sends: Any, receives: Any, *others: Any, **named: Any) -> Any:
+        peers = {channel.ranks[member] for member, _ in (*sends, *receives)}
+        if any(peer // 2 != rank // 2 for peer in peers):
+            time.sleep(LATENCY)
+        return exchange(channel, sends, receives, *others, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "exchange", exchange_late)
+        return calibrate_ranks(rank, settings)
+
+
+def test_calibration_finds_two_hosts_and_measures_what_is_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Over a slow link between two torchruns: tests/launch/test_two_nodes.py, in `make test-all`."""
+    monkeypatch.setattr(command, "run_on_ranks", lambda _, args, n: run_ranks(_calibrate_two_hosts, n, *args)[0])
+    out = tmp_path / "machine.json"
+    sizes = ["--tokens=16,32", "--document=8", "--lengths=16,48", "--micro_batches=1,2", "--warmup=0", "--repeats=1"]
+    assert main(["bench", "calibrate", "--world", "4", *sizes, "--out", str(out)]) == 0
+    assert "\nhosts: 2 of 2 ranks, by messages between ranks and by the launcher\n" in capfd.readouterr().out
+    machine = Machine.from_json(json.loads(out.read_text()))
+    assert (machine.world, machine.node_size) == (4, 2) and not {"inside", "across"} & {*machine.assumed_parts}
+    assert set(machine.across.wires()) == {*KINDS, *SHARDED_KINDS}
+    assert 2 * float(machine.inside.point.seconds(64)) < float(machine.across.point.seconds(64)) > LATENCY

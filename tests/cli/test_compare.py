@@ -12,8 +12,7 @@ import pytest
 
 from longspan.cli.main import main
 from longspan.layout import Layout
-from longspan.plan import Cost, plan_fixed
-from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan import Cost, CostSettings, Machine, plan_fixed
 from longspan.plan.plan_rows import plan_row
 from longspan.plan.simulate.distributions import sample_lengths
 from longspan.plan.simulate.simulate import simulate
@@ -347,9 +346,8 @@ def test_depths_of_multi_token_prediction_are_counted(tmp_path: Path, capsys: py
     bare, one = simulated(), simulated("--mtp-depths", "1")
     assert one["activation_bytes"] / bare["activation_bytes"] == pytest.approx(13 / 8)
     for depths, found in enumerate((bare, one)):
-        plan = plan_fixed(
-            (4096,) * 4, Layout(2), 1, max_tokens_per_slot=8192, cost=cost_on_h200(tmp_path, depths=depths)
-        )
+        cost = Machine().cost(tmp_path, CostSettings(depths=depths, shards=2))
+        plan = plan_fixed((4096,) * 4, Layout(2), 1, max_tokens_per_slot=8192, cost=cost)
         assert found["seconds"] == pytest.approx(simulate(plan).seconds)
     assert simulated("--evaluation", "--mtp-depths", "1") == simulated("--evaluation")
 

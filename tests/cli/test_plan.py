@@ -11,10 +11,12 @@ from xml.etree import ElementTree
 import pytest
 
 from longspan.cli.main import main
+from longspan.config.file import load_config
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.train.plans import cost_of_run
 
 
 @pytest.fixture
@@ -295,7 +297,10 @@ def test_a_type_prices_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = model_folder(tmp_path)
     plan, _ = planned(["--same", "4x900", "--slots", "2", "--model", model], capsys)
-    assert plan.cost == cost_on_h200(model)
+    config = load_config(None, {"model.path": model})
+    assert plan.cost == cost_of_run(config, model, print, gpu=True, slots=2)  # as training prices it, FSDP2 included
+    free, _ = planned(["--same", "4x900", "--slots", "2", "--model", model, "--mode", "free"], capsys)
+    assert free.cost == cost_on_h200(model)
     assert main(["plan", "--same", "4x900", "--slots", "2", "--heads", "8", "--model", model]) == 2
     assert "--heads 8 and --model" in capsys.readouterr().err
 

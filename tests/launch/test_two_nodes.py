@@ -120,6 +120,7 @@ def test_a_link_has_its_limit_and_the_inside_of_a_node_has_none() -> None:
     assert inside < 0.3 and 0.5 < across < 2, "3 MB at 4 MB/s, less what passes at once"
 
 
+@pytest.mark.whole  # tests/cli/test_boundary.py finds two hosts without torchrun
 @on_cpus
 @pytest.mark.skipif(bool(missing_permission()), reason="no network namespaces here")
 def test_calibration_finds_the_nodes_and_the_speed_between_them(tmp_path: Path) -> None:

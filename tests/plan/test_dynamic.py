@@ -15,6 +15,7 @@ from longspan.plan.simulate.distributions import sample_lengths
 from tests.plan.cases import bounded
 
 COST = Cost()
+SEEDS = [pytest.param(seed, marks=[pytest.mark.whole] * (seed > 2)) for seed in range(6)]  # 70 drawn steps of each
 
 
 def group_seconds(group: Group, cost: Cost, node_size: int) -> float:
@@ -141,7 +142,7 @@ def random_case(rng: random.Random) -> tuple[list[int], int, dict]:
     return lengths, slots, arguments
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_plans_are_sound_and_never_worse_than_a_fixed_degree(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(70):
@@ -255,7 +256,7 @@ def power_of_two_seconds(lengths: list[int], slots: int, cap: int, spread: float
     return total
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS[2:4])
 def test_never_worse_than_powers_of_two(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(40):

@@ -84,7 +84,8 @@ def _plan_step(flags: PlanFlags) -> int:
     check_least(flags, slots=1, max_tokens_per_slot=0, max_image_rows=0)
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
-    cost = with_weights(read_price(flags), flags, slots=flags.slots, node_size=flags.node_size)
+    price = read_price(flags, slots=flags.slots, mode=flags.mode)
+    cost = with_weights(price, flags, slots=flags.slots, node_size=flags.node_size)
     plan, reason = make_plan(flags, lengths, _with_images(flags, lengths, cost))
     seconds = time.perf_counter() - began
     notes = [

@@ -54,7 +54,7 @@ def weights_by_name(
     weights = _WholeWeights(inside, world)
     if merge_adapter:
         weights.check_merge()
-    return weights.merged() if merge_adapter else weights.by_stock_names()
+    return weights.iterate_merged() if merge_adapter else weights.iterate_separately()
 
 
 class _Entry(NamedTuple):
@@ -84,14 +84,14 @@ class _WholeWeights:
                     scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
                     place = tuple(value.shape), value.dtype, world.coordinates.pp
                     entries.append(_Entry(name, *place, name in first_names.values(), scaling))
-        entries = self._of_all_stages(entries)
+        entries = self._collect_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
         self._entries = dict[str, _Entry]()
         for entry in entries:  # those that several stages have come from the first
             self._entries.setdefault(entry.name, entry)
         self._names = [*self._entries]
 
-    def _of_all_stages(self, entries: list[_Entry]) -> list[_Entry]:
+    def _collect_entries(self, entries: list[_Entry]) -> list[_Entry]:
         if self._world.home.pp == 1:
             return entries
         speaks = (self._world.slot, self._world.coordinates.tp) == (0, 0)
@@ -106,7 +106,7 @@ class _WholeWeights:
         modules: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
         return {name: float(module.scaling[self._adapter.name]) for name, module in modules.items()}
 
-    def by_stock_names(self) -> Iterator[tuple[str, Tensor]]:
+    def iterate_separately(self) -> Iterator[tuple[str, Tensor]]:
         """The base model's weights, and the adapter's under peft's names."""
         for name in self._names:
             stock = plain_name(name)
@@ -114,7 +114,7 @@ class _WholeWeights:
                 stock = stock_name(name, self._adapter.name)
             yield stock, self._gather(name)
 
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
+    def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
         """The weights with the adapter in them."""
         for name in self._names:
             if ".lora_" in name or ".original_module." in name:
@@ -152,8 +152,8 @@ class _WholeWeights:
             parts |= {"embedding_A": f"lora_embedding_A.{adapter}", "embedding_B": f"lora_embedding_B.{adapter}"}
             if f"{module}.lora_A.{adapter}.weight" in self._entries:
                 parts |= {"magnitude": f"lora_magnitude_vector.{adapter}.weight"}
-        found = {part: f"{module}.{inner}" for part, inner in parts.items()}
-        return {part: inner for part, inner in found.items() if inner in self._entries}
+        inside = {part: f"{module}.{inner}" for part, inner in parts.items()}
+        return {part: inner for part, inner in inside.items() if inner in self._entries}
 
     def _gather(self, name: str) -> Tensor:
         """The whole tensor on this rank's device."""

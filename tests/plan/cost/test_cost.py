@@ -1,6 +1,7 @@
 """The cost model, against values computed with the research model that it stands for."""
 
 import doctest
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import longspan.plan
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, plan_dynamic, plan_fixed
+from longspan.plan import Cost, Machine, plan_dynamic, plan_fixed
 from longspan.plan.cost.cost_changes import scale_times
+from longspan.plan.cost.links import Wire
+from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 CASES = [  # tokens, squares, degree, inside a node, seconds
     (65536, 65536**2, 8, True, 2.32021665099776),
@@ -66,6 +69,23 @@ def test_a_closing_gathers_within_replicas_and_sums_between_them(
     cost = Cost().with_closing(1e9, Layout(slots, dp_replicate=copies), node_size=node_size)
     wire = within / (40e9 if inside == "none" else 350e9) + between / (350e9 if inside == "both" else 40e9)
     assert cost.closing_seconds == pytest.approx(10e-3 + wire, rel=1e-12)
+
+
+def test_a_closing_has_the_measured_speeds_of_sharded_parameters() -> None:
+    """Where FSDP2's gathers and sums were measured on each link that they cross; else those of messages."""
+    speeds = {"sharded_gather": Wire.of(0.0, 5e9), "sharded_reduce": Wire.of(0.0, 2e9)}
+    inside, across = (replace(link, **speeds) for link in (Machine().inside, Machine().across))
+
+    def closing(machine: Machine, node_size: int) -> float:
+        cost = machine.cost(QWEN3_8B)
+        of_step = cost.with_closing(1e9, Layout(4), node_size=node_size)
+        assert cost.forward_only().with_closing(1e9, Layout(4), node_size=node_size) == of_step.forward_only()
+        return of_step.closing_seconds - cost.micro_batch_seconds
+
+    measured, plain = 0.75 * (2 / 5 + 4 / 2), Machine()
+    assert closing(replace(plain, inside=inside), 4) == pytest.approx(measured)
+    assert closing(replace(plain, inside=inside, across=across), 2) == pytest.approx(measured)
+    assert closing(replace(plain, inside=inside), 2) == pytest.approx(closing(plain, 2)) == pytest.approx(0.75 * 6 / 40)
 
 
 def test_a_free_step_over_sharded_parameters_pays_for_its_closing() -> None:

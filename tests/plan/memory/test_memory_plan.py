@@ -160,7 +160,7 @@ def test_an_update_has_two_buckets_of_the_states() -> None:
         plan = plan_fixed([8], home, cp=1)
         needs = MemoryNeeds.of(config, home, plan, MemorySettings(offload_states=True, shard_parameters=False))
         (place,) = needs.places
-        update = next(moments_of(place, needs.loads, ["none"] * needs.layers))
+        update = next(moments_of(place, needs.loads, needs.under("none").measures))
         assert update.gradients == update.weights
         assert update.states == (states or needs.under("none").host.states) > place.resident.states == 0
 

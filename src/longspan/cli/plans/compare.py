@@ -163,14 +163,14 @@ def home_of(flags: CompareFlags) -> Layout:
     return Layout(world, tp=flags.tp, pp=flags.pp)
 
 
-def _slot_price(flags: CompareFlags) -> tuple[Cost, int]:
-    """The cost of a slot, and the slots of a host."""
-    price = read_price(flags, training=not (flags.evaluation or flags.which_eval_degree))
-    return price.shared_by(flags.tp), max(1, flags.node_size // flags.tp)
+def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
+    """The cost of one of so many slots."""
+    training = not (flags.evaluation or flags.which_eval_degree)
+    return read_price(flags, slots=slots, tp=flags.tp, mode=mode, training=training).shared_by(flags.tp)
 
 
 def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
-    cost, node_size = _slot_price(flags)
+    cost, node_size = _slot_price(flags, home.slots, flags.mode), max(1, flags.node_size // flags.tp)
     return plan_options(
         flags,
         cp_comm_type=flags.cp_comm_type or "auto",
@@ -183,9 +183,9 @@ def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
 
 def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
     """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own."""
-    cost, _ = _slot_price(flags)
     for name, plan in _read_saved_plans(flags.plans):
-        price = cost if flags.machine or flags.model else plan.cost
+        of_flags = _slot_price(flags, plan.slots, plan.mode)
+        price = of_flags if flags.machine or flags.model else plan.cost
         price = with_weights(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
         passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}

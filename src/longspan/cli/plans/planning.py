@@ -98,9 +98,10 @@ def check_degrees(flags: PlanningFlags) -> None:
         raise ConfigError(f"--min-cp is {flags.min_cp} and --max-cp {flags.max_cp}; give a --max-cp that is not less")
 
 
-def read_price(flags: PlanningFlags, *, training: bool = True) -> Cost:
+def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lockstep", training: bool = True) -> Cost:
     """The cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
 
+    A model on a machine has what FSDP2 gathers and sums in lockstep over so many slots, whose `tp` ranks share weights.
     Raises ConfigError for a file without a cost and for depths without a model, PlanError for a model without a price.
     """
     depths = flags.mtp_depths
@@ -118,7 +119,8 @@ def read_price(flags: PlanningFlags, *, training: bool = True) -> Cost:
         say(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
         return machine
     if machine or flags.model:
-        settings = CostSettings(depths=depths if training else 0)
+        shards = slots if mode == "lockstep" else 0
+        settings = CostSettings(depths=depths if training else 0, shards=shards, weight_ranks=tp)
         return (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
     return DEFAULT_COST
 

@@ -17,7 +17,7 @@ from longspan.errors import PlanError
 from longspan.layout import Floats, Layout
 from longspan.plan.check import COMM_TYPES, check_choice, check_count, check_number
 from longspan.plan.cost.attention_price import Rows, exchanging_members, latency_seconds, price_attention
-from longspan.plan.cost.links import Network
+from longspan.plan.cost.links import SHARDED_KINDS, Network
 from longspan.plan.cost.model_flops import FORWARD_SHARES, ModelRates, check_rate, price_model
 from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
@@ -228,24 +228,24 @@ class Cost:
         0.133
 
         With a closing micro-batch of launches, each of the w = slots / dp_replicate slots of a replica takes in
-        (w − 1) / w of the weights, of `gather_bytes` each, and of the sums of gradients, of `reduce_bytes`; summing its
-        1 / w of these over the r replicas by a ring brings 2 (r − 1) / r of it again. A host has `node_size` slots.
+        (w − 1) / w of the weights, of `gather_bytes` each, and of sums of gradients, of `reduce_bytes`; a ring over the
+        r replicas brings 2 (r − 1) / r of its 1 / w of these again. A host has `node_size` slots.
         """
-        copies, width = home.dp_replicate, home.slots // home.dp_replicate
-        together = home.slots <= node_size
-        within = self._speed(together or node_size % width == 0)  # else some replica is on two hosts
-        gathered = weights * gather_bytes * (width - 1) / width / within
+        copies, width, together = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
+        gather, reduce = (self._speed(together or node_size % width == 0, kind) for kind in SHARDED_KINDS)
+        gathered = weights * gather_bytes * (width - 1) / width / gather
         forward = self.forward_only()
         forward = dataclasses.replace(forward, closing_seconds=forward.micro_batch_seconds + gathered)
         if self.passes == "forward":
             return forward
-        reduced = weights * reduce_bytes * (width - 1) / width / within
+        reduced = weights * reduce_bytes * (width - 1) / width / reduce
         summed = weights / width * reduce_bytes * 2 * (copies - 1) / copies / self._speed(together)
         closing = self.micro_batch_seconds + gathered + reduced + summed
         return dataclasses.replace(self, closing_seconds=closing, forward=forward)
 
-    def _speed(self, inside: bool) -> float:
-        return self.inside_bytes_per_second if inside else self.across_bytes_per_second
+    def _speed(self, inside: bool, kind: str = "") -> float:
+        measured = self.network.sharding_speed(kind, inside=inside) if kind and self.network else None
+        return measured or (self.inside_bytes_per_second if inside else self.across_bytes_per_second)
 
     def shared_by(self, tp: int) -> "Cost":
         """The cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""

@@ -210,6 +210,11 @@ class Network:
         """The share of the gradients of keys and values in a ring's bytes."""
         return 1 - 2 * self.block_share
 
+    def sharding_speed(self, kind: str, *, inside: bool) -> float | None:
+        """Bytes/s that a slot receives of sharded parameters, by the slowest link; None where one was not measured."""
+        wires = [getattr(link, kind) for link in ([self.inside] if inside else [self.inside, self.across])]
+        return None if None in wires else min(wire.bytes_per_second for wire in wires)
+
     def shared_by(self, tp: int) -> "Network":
         """The network as a tensor-parallel rank uses it, whose heads are a share of all."""
         return dataclasses.replace(self, heads=max(1, self.heads // tp), kv_heads=max(1, self.kv_heads // tp))

@@ -21,7 +21,7 @@ from longspan.errors import DataError, short_text
 from longspan.layout import Integers
 from longspan.layout.layout import short
 from longspan.train.reading.gathered import IDS, LABELS, Facts, GatheredDocuments, Rows, number_column
-from longspan.train.reading.local_batch import reading_error
+from longspan.train.reading.local_batch import prefix_rows, reading_error
 from longspan.train.reading.read_rows import WEIGHTS, NamesOfValues, check_integers
 
 
@@ -128,10 +128,8 @@ class _Local:
                 f"document {number} gave {wrong!r} of shape {np.shape(values[wrong])} for {len(positions)} positions; "
                 "give a number for each"
             )
-        is_target = labels[1:] != NO_TARGET
-        before = int(is_target.argmax()) + 1 if is_target.any() else len(ids)
-        pieces = len(getattr(document, "pieces", ()))
-        self._facts.append((len(ids), int(is_target.sum()), before, pieces, int(WEIGHTS in values)))
+        targets, before = int((labels[1:] != NO_TARGET).sum()), prefix_rows(document, number, len(ids))
+        self._facts.append((len(ids), targets, before, len(getattr(document, "pieces", ())), int(WEIGHTS in values)))
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
         bits = {

@@ -34,7 +34,7 @@ class TokenLogProbs:
 
     def of(self, document: int) -> Floats:
         """Of each token of a document (length,), at its own position; 0 where there is no label, and at position 0."""
-        return self._of(self.values, document)
+        return self._document_values(self.values, document)
 
     def value(self, name: str, document: int) -> Floats:
         """Another number of each token (length,), in its place as by `of`.
@@ -46,9 +46,9 @@ class TokenLogProbs:
                 f"{short_text(name)} of tokens was not asked for (these were: {', '.join(self.also) or 'none'}); call "
                 f"token_log_probs(…, also=[{short_text(name)}])"
             )
-        return self._of(self.also[name], document)
+        return self._document_values(self.also[name], document)
 
-    def _of(self, values: Floats, document: int) -> Floats:
+    def _document_values(self, values: Floats, document: int) -> Floats:
         start = self._starts[document]
         return values[start : start + self.lengths[document]]
 

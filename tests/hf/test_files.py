@@ -1,0 +1,354 @@
+"""Files of a Trainer: folders that transformers and peft load, checkpoints that resume bit for bit, nothing half."""
+
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from longspan.errors import CheckpointError, CommError, ConfigError
+from longspan.hf import LongspanArguments, with_longspan
+from longspan.model import load_model
+from longspan.testing import run_ranks
+
+Weights = dict[str, Tensor]
+TIMES = ("runtime", "per_second", "total_flos", "train_loss")
+
+
+def rows(count: int = 26) -> list[dict[str, list[int]]]:
+    generator = np.random.default_rng(0)
+    return [{"input_ids": generator.integers(3, 64, n).tolist()} for n in generator.integers(5, 40, count)]
+
+
+def collate(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Rows padded to the longest, a share of their labels masked at random: by torch, numpy and python."""
+    longest = max(len(row["input_ids"]) for row in batch)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in batch])
+    mask = torch.tensor([[1] * len(r["input_ids"]) + [0] * (longest - len(r["input_ids"])) for r in batch])
+    drawn = torch.rand(ids.shape) + torch.from_numpy(np.random.rand(*ids.shape)) + random.random()
+    labels = torch.where((mask == 1) & (drawn > 0.9), ids, -100)
+    labels[:, 0] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class StepCounter(TrainerCallback, ExportableState):
+    """Counts the steps of all runs of a training; a checkpoint keeps its count."""
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps = steps
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """One more."""
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        """As the checkpoint keeps it."""
+        return {"args": {"steps": self.steps}, "attributes": {}}
+
+
+def make_model(dtype: str = "float64", lora: bool = False, seed: int = 0, dropout: float = 0.0) -> Any:
+    model = load_model(None, "qwen3-tiny", dtype=dtype, seed=seed, vocab_size=64)
+    model.config.attention_dropout = dropout
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = dropout
+    if not lora:
+        return model
+    torch.manual_seed(seed)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], r=4, init_lora_weights=False))
+    return adapted.to(getattr(torch, dtype))
+
+
+def make(folder: Path, model: Any, cp: int = 2, kind: Any = Trainer, ours: bool = True, **changes: Any) -> Any:
+    """A trainer over a few rows; 2 rows of each of two ranks and 3 micro-batches a step, by default."""
+    plain = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "restore_callback_states_from_checkpoint": True,
+    }
+    keywords = {
+        "model": model,
+        "data_collator": collate,
+        "train_dataset": rows(),
+        "callbacks": [StepCounter()],
+        "eval_dataset": rows()[:4],
+    }
+    keywords |= {name: changes.pop(name) for name in list(changes) if name in keywords}
+    keywords["args"] = TrainingArguments(**plain | changes)
+    if not ours:
+        return kind(**keywords)
+    return with_longspan(kind)(**keywords, longspan=LongspanArguments(context_parallel_size=cp))
+
+
+def whole(trainer: Any) -> Weights:
+    """All weights and moments, whole, by name."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    values = {}
+    for name, parameter in trainer.model.named_parameters():
+        values[name] = parameter.detach()
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        values |= {f"{name}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+    return {n: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for n, x in values.items()}
+
+
+def history(trainer: Any) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history
+    ]
+
+
+def steps_counted(trainer: Any) -> int:
+    return next(c.steps for c in trainer.callback_handler.callbacks if isinstance(c, StepCounter))
+
+
+def finished(trainer: Any, **resume: Any) -> tuple[list[dict[str, float]], Weights, int]:
+    """Train, and end: the history, the weights with their moments, and what the callback counted."""
+    trainer.train(**resume)
+    result = history(trainer), whole(trainer), steps_counted(trainer)
+    trainer.end()
+    return result
+
+
+def assert_same_bits(one: Weights, other: Weights) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one), "other bits"
+
+
+# ---- resumed in the middle of an epoch
+
+
+DROPOUT = 0.1  # its masks are of the run's seed and the step
+
+
+def straight_and_resumed(rank: int, folder: Path, made: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """Straight on, with a save in the middle of the second epoch; and once more, from there."""
+    straight = finished(make(folder, make_model(**made), save_strategy="steps", save_steps=4, **settings))
+    torch.manual_seed(77 + rank)  # nothing may depend on what was drawn before
+    random.seed(rank)
+    changed = settings | {"learning_rate": 5.0, "weight_decay": 0.3}  # the checkpoint's are taken, as stock does
+    again = finished(
+        make(folder, make_model(**made | {"seed": 5}), **changed), resume_from_checkpoint=str(folder / "checkpoint-4")
+    )
+    assert straight[0] == again[0] and len(straight[0]) == 7
+    assert (straight[2], again[2]) == (6, 6)
+    assert_same_bits(straight[1], again[1])
+    return straight
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a run of two ranks, and how it ended; it was resumed there, bit for bit."""
+    folder = tmp_path_factory.mktemp("run")
+    results = run_ranks(straight_and_resumed, 2, folder, {"dropout": DROPOUT}, {})
+    assert results[0][0] == results[1][0]
+    return folder, results[0]
+
+
+def test_a_resumed_run_has_the_same_bits_and_a_checkpoint_its_weights_once(run: tuple[Path, Any]) -> None:
+    folder, (_, weights, _) = run
+    checkpoint = folder / "checkpoint-4"
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "optimizer",
+        "rng",
+        "scheduler.pt",
+        "trainer_state.json",
+        "training_args.bin",
+    ]
+    stored = FileSystemReader(checkpoint / "optimizer" / "step-000004").read_metadata().state_dict_metadata
+    assert stored and all(name.startswith("optimizer.") for name in stored)
+    args = torch.load(checkpoint / "training_args.bin", weights_only=False)
+    assert args.per_device_train_batch_size == 2  # as it was given
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert loaded.dtype == torch.float64
+    assert not torch.equal(loaded.lm_head.weight, weights["model.embed_tokens.weight"])  # of step 4, not of 6
+
+
+def resumed_elsewhere(rank: int, folder: Path, cp: int, dropout: float, settings: dict[str, Any], path: Any) -> Any:
+    trainer = make(folder, make_model(seed=5, dropout=dropout), cp, **settings)
+    return finished(trainer, resume_from_checkpoint=path)
+
+
+@pytest.mark.parametrize(("ranks", "cp", "settings"), [(1, 1, {"per_device_train_batch_size": 4})])
+def test_another_number_of_processes_ends_with_the_same_weights(
+    run: tuple[Path, Any], ranks: int, cp: int, settings: dict[str, Any]
+) -> None:
+    folder, (logs, weights, _) = run
+    found, other, _ = run_ranks(resumed_elsewhere, ranks, folder, cp, DROPOUT, settings, str(folder / "checkpoint-4"))[0]
+    for one, two in zip(logs, found, strict=True):
+        assert one.keys() == two.keys() and all(abs(one[k] - two[k]) <= 2e-7 * max(1, abs(one[k])) for k in one)
+    assert all((other[n] - x).norm() <= 1e-10 * max(1.0, float(x.norm())) for n, x in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("made", "settings"),
+    [
+        ({"dtype": "float32"}, {"bf16": True, "optim": "sgd"}),  # computes in bf16 over weights in float32
+        ({"lora": True}, {}),
+    ],
+    ids=["bf16", "lora"],
+)
+def test_resumed_bits_of_other_kinds(tmp_path: Path, made: dict[str, Any], settings: dict[str, Any]) -> None:
+    run_ranks(straight_and_resumed, 2, tmp_path, made, settings)
+    checkpoint = tmp_path / "checkpoint-4"
+    if made.get("lora"):
+        loaded = PeftModel.from_pretrained(make_model(), checkpoint)
+        assert not (checkpoint / "model.safetensors").exists()
+        assert any("lora_A" in name for name in loaded.state_dict())
+    else:
+        assert {x.dtype for x in load_file(checkpoint / "model.safetensors").values()} == {torch.float32}
+
+
+# ---- what is not resumed from
+
+
+def refusals(rank: int, folder: Path, other: Path) -> list[str]:
+    texts = []
+
+    def note(error: type[Exception], work: Callable[[], Any]) -> None:
+        with pytest.raises(error) as raised:
+            work()
+        texts.append(str(raised.value))
+
+    stock = make(other, make_model(), ours=False, max_steps=1, save_strategy="steps", save_steps=1)
+    stock.train()
+    trainer = make(folder, make_model(), 1)
+    note(ConfigError, lambda: trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4")))
+    note(CheckpointError, lambda: trainer.train(resume_from_checkpoint=str(other / "checkpoint-1")))
+    note(CheckpointError, lambda: trainer.train(resume_from_checkpoint=str(other / "checkpoint-9")))
+    trainer.end()
+    trainer = make(other, make_model(), 1, max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True)
+    trainer.train()
+    assert not (other / "checkpoint-2" / "optimizer").exists()
+    note(CheckpointError, lambda: trainer.train(resume_from_checkpoint=True))
+    trainer.save_state()
+    assert (other / "trainer_state.json").is_file()
+    trainer.end()
+    empty = make(other / "empty", make_model(), 1)
+    note(ValueError, lambda: empty.train(resume_from_checkpoint=True))
+    empty.end()
+    return texts
+
+
+def test_other_rows_a_step_and_checkpoints_of_others_are_refused(run: tuple[Path, Any], tmp_path: Path) -> None:
+    (texts,) = run_ranks(refusals, 1, run[0], tmp_path)
+    assert "checkpoint-4 was trained with 12 rows a step, and this run takes 6 (per_device_train_batch_size 2 × 1" in texts[0]
+    assert re.search(r"checkpoint-1 cannot be resumed .* saved by a Trainer without longspan.*from_pretrained", texts[1])
+    assert "there is no checkpoint" in texts[2]
+    assert re.search(r"checkpoint-2 cannot be resumed from .*save_only_model", texts[3])
+    assert "No valid checkpoint" in texts[4]
+
+
+# ---- the best model, and how many checkpoints stay
+
+
+def best(rank: int, folder: Path, settings: dict[str, Any], ours: bool) -> Any:
+    size = 2 if ours else 4
+    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    # a rate at which the loss of evaluation falls at first, and then rises
+    fixed = {"max_steps": 6, "learning_rate": 3e-2, "warmup_steps": 0, "lr_scheduler_type": "constant"}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    trainer = make(folder, make_model("float32"), ours=ours, **sizes | fixed | evaluated | settings)
+    trainer.train()
+    trainer.save_model()
+    names = sorted(path.name for path in folder.iterdir())
+    path = trainer.state.best_model_checkpoint
+    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    weights = {n: x for n, x in whole(trainer).items() if "/" not in n}
+    if ours:
+        trainer.end()
+    return names, Path(path).name, losses, weights
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}, {"save_strategy": "best"}],
+    ids=["limit", "best"],
+)
+def test_the_best_model_and_the_checkpoints_that_stay_are_stocks(tmp_path: Path, settings: dict[str, Any]) -> None:
+    ((names, path, losses, _),) = run_ranks(best, 1, tmp_path / "stock", settings, False)
+    (ours, our_path, our_losses, weights), _ = run_ranks(best, 2, tmp_path / "ours", settings, True)
+    assert our_losses == pytest.approx(losses, rel=1e-4)
+    assert losses.index(min(losses)) < len(losses) - 1, losses
+    assert (ours, our_path) == (names, path), (ours, names)
+    kept = load_file(tmp_path / "ours" / path / "model.safetensors")
+    assert_same_bits({n: x for n, x in weights.items() if n in kept}, kept)
+    assert_same_bits(kept, load_file(tmp_path / "ours" / "model.safetensors"))  # save_model() next to the checkpoints
+
+
+# ---- interrupted, and failed
+
+
+class Interrupted(Trainer):
+    """Ctrl-C on the second rank, in the middle of its second save."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self.args.process_index == 1 and self.state.global_step == 4:
+            raise KeyboardInterrupt
+        super()._save_scaler(output_dir)
+
+
+def caught(rank: int, folder: Path, kind: type[Trainer], settings: dict[str, Any], evaluates: bool) -> str:
+    trainer = make(folder, make_model(), kind=kind, **settings)
+    try:
+        trainer.evaluate() if evaluates else trainer.train()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    texts = run_ranks(caught, 2, tmp_path, Interrupted, settings, False)
+    assert texts[1].startswith("KeyboardInterrupt")
+    assert texts[0].startswith("CommError") and "rank 1 left with KeyboardInterrupt" in texts[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "unfinished"]
+    (logs, _, _), _ = run_ranks(resumed_elsewhere, 2, tmp_path, 2, 0.0, settings, True)
+    assert [log["step"] for log in logs] == [1, 2, 3, 4, 5, 6, 6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def broken(rank: int, batch: Any) -> Any:
+    raise ValueError("row 7 cannot be read")
+
+
+class BrokenCollator(Trainer):
+    """Whose collator fails on the second rank."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        if self.args.process_index == 1:
+            self.data_collator = partial(broken, 1)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_rank_that_fails_in_a_collator_ends_all_with_its_error(tmp_path: Path, evaluates: bool) -> None:
+    texts = run_ranks(caught, 2, tmp_path, BrokenCollator, {}, evaluates)
+    assert texts[1] == "ValueError: row 7 cannot be read"
+    assert texts[0].startswith(CommError.__name__) and "rank 1 left with ValueError: row 7 cannot be read" in texts[0]
