@@ -20,9 +20,9 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from tests.hf.stock import SIZES, VOCABULARY, WORDS, Run, compare, model_of, tokenizer
 
 CP = {"context_parallel_size": 2}
-EXACT = {"loss": 1e-9, "metric": 1e-9}
+EXACT: dict[str, Any] = {"loss": 1e-9, "metric": 1e-9}
 # Stock pads prompts on the left, which shifts their positions, and rotary angles are in float32.
-PADDED = {"loss": 1e-5, "metric": 1e-5, "weights": 1e-4}
+PADDED: dict[str, Any] = {"loss": 1e-5, "metric": 1e-5, "weights": 1e-4}
 GENERATIONS: dict[str, Any] = {"num_generations": 2, "max_completion_length": 16}
 DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": 64}
 

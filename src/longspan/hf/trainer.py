@@ -1,6 +1,5 @@
 """`with_longspan(TrainerClass)`: a Trainer of transformers or TRL whose ranks share documents by longspan's plans."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import longspan
 from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
+from longspan.hf.construction import GivenArguments
 from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
@@ -35,24 +35,24 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
         self.longspan = longspan or LongspanArguments()
-        takes = inspect.signature(super().__init__)
-        given = takes.bind_partial(*args, **keywords)
-        arguments = given.arguments.get("args") or _default_arguments(type(self), given.arguments.get("model"))
-        refuse_arguments(arguments, self.longspan, given.arguments)
-        if isinstance(given.arguments.get("model"), nn.Module):
-            refuse_kind(given.arguments["model"])
-        refuse_generation(type(self), arguments, given.arguments, takes.parameters)
+        given = GivenArguments(type(self), super().__init__, args, keywords)
+        arguments, model = given.args, given.values.get("model")
+        refuse_arguments(arguments, self.longspan, given.values)
+        if isinstance(model, nn.Module):
+            refuse_kind(model)
+        refuse_generation(type(self), arguments, given.values, given.takes)
         self._one = OneProcess.enter(self.longspan.home)
         self._open = True
         try:
             self._stock_arguments = arguments
-            given.arguments["args"] = _without_checkpointing(self._one.arguments(arguments))
-            if isinstance(given.arguments.get("model"), str):
-                load_on_one_device(given.arguments["args"])
+            mine = _without_checkpointing(self._one.arguments(arguments))
+            if isinstance(model, str):
+                load_on_one_device(mine)
+            positional, named = given.call_with(mine)
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
             with self._making_generation():
-                super().__init__(*given.args, **given.kwargs)
+                super().__init__(*positional, **named)
             refuse_model(self)
             self._refuse_reference()
         except BaseException:
@@ -146,35 +146,6 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         if self._open:
             self._open = False
             self._one.leave()
-
-
-def _default_arguments(kind: type[Any], model: Any) -> TrainingArguments:
-    """The arguments that a trainer makes for itself where none are given."""
-    stock = next(base for base in kind.__mro__ if _takes_arguments(base))
-    hints = inspect.signature(stock.__init__, eval_str=False).parameters["args"].annotation
-    config = next((c for c in _classes(hints, stock) if c is not TrainingArguments), TrainingArguments)
-    if config is TrainingArguments:
-        return TrainingArguments(output_dir="tmp_trainer")
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    return config(f"{str(name).rstrip('/').split('/')[-1]}-{config.__name__.removesuffix('Config')}")
-
-
-def _takes_arguments(kind: type[Any]) -> bool:
-    """Whether the constructor of a class has a parameter `args` of its own; `*args` is none."""
-    args = inspect.signature(kind.__init__).parameters.get("args")
-    return args is not None and args.kind is not inspect.Parameter.VAR_POSITIONAL
-
-
-def _classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
-    """The argument classes that an annotation names, by the module of the class that has it."""
-    if isinstance(annotation, str):
-        module = inspect.getmodule(owner)
-        annotation = eval(annotation, vars(module))
-    return [
-        c
-        for c in getattr(annotation, "__args__", (annotation,))
-        if isinstance(c, type) and issubclass(c, TrainingArguments)
-    ]
 
 
 def _without_checkpointing(args: TrainingArguments) -> TrainingArguments:
