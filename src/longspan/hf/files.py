@@ -4,10 +4,15 @@ A checkpoint is the Trainer's folder `checkpoint-8`: the model as `save_model` w
 are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer only; `rng/`, the
 random states of each rank; `scheduler.pt` and `trainer_state.json` as transformers writes them. It is written in
 `unfinished/` and gets its name when all ranks are done, so one that has its name is whole.
+
+As in transformers, what a collator itself draws at random is not repeated in the first step after a resume in the
+middle of an epoch: its loader had drawn a batch ahead.
 """
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +128,8 @@ class FilesPart:
         found = find_checkpoint(root / OPTIMIZER, self.world, _log.warning)
         assert found is not None, f"{checkpoint} was checked, and holds no checkpoint of an optimizer"
         load_weights(prepared, root, self.world)
-        state = load_checkpoint(found, prepared, optimizer, self.world, weights=False)
+        with _without_empty_groups(optimizer):
+            state = load_checkpoint(found, prepared, optimizer, self.world, weights=False)
         schedule = run_on_every_rank(
             self.world, lambda: torch.load(root / SCHEDULER, weights_only=True), CheckpointError
         )
@@ -182,6 +188,21 @@ class FilesPart:
                 f"batch_size {each} × {len(self.world.home.ranks)} processes × gradient_accumulation_steps {batches}): "
                 f"a longspan trainer resumes with as many rows a step; set these two to make {saved_rows}"
             )
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Any) -> Iterator[None]:
+    """Inside, an optimizer has no groups without parameters, which torch (2.11 to 2.13) cannot load.
+
+    Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.
+    """
+    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for place, group in empty:
+            optimizer.param_groups.insert(place, group)
 
 
 def _plain(value: Any) -> Any:
