@@ -60,7 +60,7 @@ class StepCounter(TrainerCallback, ExportableState):
 
 
 def make_model(dtype: str = "float64", lora: bool = False, seed: int = 0, dropout: float = 0.0) -> Any:
-    model = load_model(None, "qwen3-tiny", dtype=dtype, seed=seed, vocab_size=64)
+    model = load_model(None, "qwen3-tiny", dtype=dtype, seed=0 if lora else seed, vocab_size=64)
     model.config.attention_dropout = dropout
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = dropout

@@ -59,7 +59,7 @@ def reload_rank(rank: int, folder: Path) -> str:
         with pytest.raises(ModelError) as refused:
             load_weights(second, folder / "0", world)
         plain = prepare(model_of("qwen3-moe-tiny", 1), world, probe=False)
-        with pytest.raises(ModelError, match="lacks .* weights"):
+        with pytest.raises(ModelError, match=r"lacks .* weights"):
             load_weights(plain, folder / "0", world)
         return str(refused.value)
 

@@ -1,7 +1,7 @@
 """What a Trainer writes and reads: models that transformers and peft load, checkpoints that resume bit for bit.
 
 A checkpoint is the Trainer's folder `checkpoint-8`: the model as `save_model` writes it, whose weights are those that
-are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer only; `rng/`, the
+are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer; `rng/`, the
 random states of each rank; `scheduler.pt` and `trainer_state.json` as transformers writes them. It is written in
 `unfinished/` and gets its name when all ranks are done, so one that has its name is whole.
 
@@ -41,11 +41,11 @@ class FilesPart:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model, its tokenizer and the arguments; entered by all ranks."""
-        folder = output_dir or self.args.output_dir
+        folder = Path(output_dir or self.args.output_dir)
         self._prepare_once()
         files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         longspan.save_model(self._facade.prepared, folder, self.world, files)
-        arguments = os.path.join(folder, "training_args.bin")
+        arguments = folder / "training_args.bin"
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
     # ---- a checkpoint
@@ -96,7 +96,7 @@ class FilesPart:
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(os.path.join(output_dir, RANDOM, str(self.world.rank)))
+        super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
 
     # ---- resuming
 
@@ -138,7 +138,7 @@ class FilesPart:
         self.world.seed = state["seed"]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Take up this rank's random states; on another number of ranks the first's, which they share where it counts."""
+        """Take up this rank's random states; on another number of ranks all take the first's."""
         if checkpoint is None:
             return
         root, ranks = Path(checkpoint) / RANDOM, len(self.world.home.ranks)
