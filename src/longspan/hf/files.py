@@ -20,6 +20,7 @@ import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError
+from longspan.hf.one_process import StockTrainer
 from longspan.model.reload import load_weights
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
@@ -27,7 +28,7 @@ UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "sc
 _log = logging.get_logger(__name__)
 
 
-class FilesPart:
+class FilesPart(StockTrainer):
     """Saving and resuming of a Trainer over a prepared model."""
 
     _unfinished: str | None = None  # the folder in which a checkpoint is being written

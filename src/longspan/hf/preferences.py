@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from longspan.errors import ConfigError, ModelError
+from longspan.hf.one_process import StockTrainer
 
 
 def load_on_one_device(args: Any) -> None:
@@ -26,7 +27,7 @@ def load_on_one_device(args: Any) -> None:
     args.model_init_kwargs = {**keywords, "device_map": None}
 
 
-class PreferencesPart:
+class PreferencesPart(StockTrainer):
     """Precomputing of a reference's log-probabilities, under the plan of evaluation."""
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:

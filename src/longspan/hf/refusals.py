@@ -130,7 +130,8 @@ def refuse_search(*_: Any, **__: Any) -> LongspanError:
 
 
 def _has_head(model: Any) -> bool:
-    return hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+    head: Any = getattr(model, "get_output_embeddings", None)
+    return head is not None and head() is not None
 
 
 def _dropout(model: nn.Module) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longspan.comm.all_ranks import result_or_first_error
@@ -29,7 +28,7 @@ class LongspanVLLM(VLLMGeneration):
             given["max_num_seqs"] = -(-given["max_num_seqs"] // len(self._world.home.ranks))
         super().__init__(**given)
 
-    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_named_params(self) -> Any:
         """Whole weights, one at a time, adapters merged."""
         return self._trainer.weights_by_name()
 
