@@ -42,8 +42,8 @@ class OneProcess:
         started = int(os.environ.get("WORLD_SIZE", "1"))
         if ranks == 1 < started:
             raise ConfigError(
-                f"{started} processes were started, and accelerate sees one, so each would train a model of its own; on "
-                "CPUs give the arguments use_cpu=True"
+                f"{started} processes were started, and accelerate sees one, so each would train a model of its own: "
+                "on CPUs give the arguments use_cpu=True"
             )
         home = make_home(ranks)
         if cls.now is None:
