@@ -115,9 +115,7 @@ def whole(trainer: Any) -> Weights:
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
-    return [
-        {k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history
-    ]
+    return [{k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history]
 
 
 def steps_counted(trainer: Any) -> int:
@@ -200,7 +198,9 @@ def test_another_number_of_processes_ends_with_the_same_weights(
     run: tuple[Path, Any], ranks: int, cp: int, settings: dict[str, Any]
 ) -> None:
     folder, (logs, weights, _) = run
-    found, other, _ = run_ranks(resumed_elsewhere, ranks, folder, cp, DROPOUT, settings, str(folder / "checkpoint-4"))[0]
+    found, other, _ = run_ranks(resumed_elsewhere, ranks, folder, cp, DROPOUT, settings, str(folder / "checkpoint-4"))[
+        0
+    ]
     for one, two in zip(logs, found, strict=True):
         assert one.keys() == two.keys() and all(abs(one[k] - two[k]) <= 2e-7 * max(1, abs(one[k])) for k in one)
     assert all((other[n] - x).norm() <= 1e-10 * max(1.0, float(x.norm())) for n, x in weights.items())
@@ -258,8 +258,13 @@ def refusals(rank: int, folder: Path, other: Path) -> list[str]:
 
 def test_other_rows_a_step_and_checkpoints_of_others_are_refused(run: tuple[Path, Any], tmp_path: Path) -> None:
     (texts,) = run_ranks(refusals, 1, run[0], tmp_path)
-    assert "checkpoint-4 was trained with 12 rows a step, and this run takes 6 (per_device_train_batch_size 2 × 1" in texts[0]
-    assert re.search(r"checkpoint-1 cannot be resumed .* saved by a Trainer without longspan.*from_pretrained", texts[1])
+    assert (
+        "checkpoint-4 was trained with 12 rows a step, and this run takes 6 (per_device_train_batch_size 2 × 1"
+        in texts[0]
+    )
+    assert re.search(
+        r"checkpoint-1 cannot be resumed .* saved by a Trainer without longspan.*from_pretrained", texts[1]
+    )
     assert "there is no checkpoint" in texts[2]
     assert re.search(r"checkpoint-2 cannot be resumed from .*save_only_model", texts[3])
     assert "No valid checkpoint" in texts[4]
