@@ -117,10 +117,6 @@ def whole(trainer: Any) -> Weights:
 
 def history(trainer: Any) -> list[dict[str, float]]:
     return [{k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history]
-<<<<<<< .merge_file_gmu2Z2
-=======
-
->>>>>>> .merge_file_bZ49Li
 
 
 def finished(trainer: Any, **resume: Any) -> tuple[list[dict[str, float]], Weights, int, list[float]]:
@@ -199,13 +195,8 @@ def resumed_elsewhere(rank: int, folder: Path, cp: int, dropout: float, settings
 def test_another_number_of_processes_ends_with_the_same_weights(
     run: tuple[Path, Any], ranks: int, cp: int, settings: dict[str, Any]
 ) -> None:
-<<<<<<< .merge_file_gmu2Z2
     folder, (logs, weights, *_) = run
     found, other, *_ = run_ranks(resumed_elsewhere, ranks, folder, cp, DROPOUT, settings, str(folder / "checkpoint-4"))[
-=======
-    folder, (logs, weights, _) = run
-    found, other, _ = run_ranks(resumed_elsewhere, ranks, folder, cp, DROPOUT, settings, str(folder / "checkpoint-4"))[
->>>>>>> .merge_file_bZ49Li
         0
     ]
     for one, two in zip(logs, found, strict=True):
