@@ -72,14 +72,14 @@ class PreferencesPart(StockTrainer):
 
     def _cache_of_first_rank(self, path: str) -> str:
         """The file of a cache on this rank: it is there on all ranks, with the same content, or on none."""
-        first, file = self.world.rank == 0, Path(path)
-        content = file.read_bytes() if first and file.exists() else None
+        first, cache = self.world.rank == 0, Path(path)
+        content = cache.read_bytes() if first and cache.exists() else None
         content = self.world.control.broadcast_object(content)
         if first:
             return path
         if not hasattr(self, "_caches"):  # a dataset maps its file as long as it lives
             self._caches = tempfile.TemporaryDirectory(prefix="longspan-reference-")
-        mine = Path(self._caches.name) / file.name
+        mine = Path(self._caches.name) / cache.name
         if content is not None:
             mine.write_bytes(content)
         return str(mine)
