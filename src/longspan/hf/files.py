@@ -1,13 +1,18 @@
 """What a Trainer writes and reads: models that transformers and peft load, checkpoints that resume bit for bit.
 
 A checkpoint is the Trainer's folder `checkpoint-8`: the model as `save_model` writes it, whose weights are those that
-are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer only; `rng/`, the
+are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer; `rng/`, the
 random states of each rank; `scheduler.pt` and `trainer_state.json` as transformers writes them. It is written in
 `unfinished/` and gets its name when all ranks are done, so one that has its name is whole.
+
+As in transformers, what a collator itself draws at random is not repeated in the first step after a resume in the
+middle of an epoch: its loader had drawn a batch ahead.
 """
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError
+from longspan.hf.one_process import StockTrainer
 from longspan.model.reload import load_weights
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
@@ -27,7 +33,7 @@ UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "sc
 _log = logging.get_logger(__name__)
 
 
-class FilesPart:
+class FilesPart(StockTrainer):
     """Saving and resuming of a Trainer over a prepared model."""
 
     _unfinished: str | None = None  # the folder in which a checkpoint is being written
@@ -36,11 +42,11 @@ class FilesPart:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model, its tokenizer and the arguments; entered by all ranks."""
-        folder = output_dir or self.args.output_dir
+        folder = Path(output_dir or self.args.output_dir)
         self._prepare_once()
         files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         longspan.save_model(self._facade.prepared, folder, self.world, files)
-        arguments = os.path.join(folder, "training_args.bin")
+        arguments = folder / "training_args.bin"
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
     # ---- a checkpoint
@@ -91,7 +97,7 @@ class FilesPart:
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(os.path.join(output_dir, RANDOM, str(self.world.rank)))
+        super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
 
     # ---- resuming
 
@@ -123,7 +129,8 @@ class FilesPart:
         found = find_checkpoint(root / OPTIMIZER, self.world, _log.warning)
         assert found is not None, f"{checkpoint} was checked, and holds no checkpoint of an optimizer"
         load_weights(prepared, root, self.world)
-        state = load_checkpoint(found, prepared, optimizer, self.world, weights=False)
+        with _without_empty_groups(optimizer):
+            state = load_checkpoint(found, prepared, optimizer, self.world, weights=False)
         schedule = run_on_every_rank(
             self.world, lambda: torch.load(root / SCHEDULER, weights_only=True), CheckpointError
         )
@@ -132,7 +139,7 @@ class FilesPart:
         self.world.seed = state["seed"]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Take up this rank's random states; on another number of ranks the first's, which they share where it counts."""
+        """Take up this rank's random states; on another number of ranks all take the first's."""
         if checkpoint is None:
             return
         root, ranks = Path(checkpoint) / RANDOM, len(self.world.home.ranks)
@@ -182,6 +189,21 @@ class FilesPart:
                 f"batch_size {each} × {len(self.world.home.ranks)} processes × gradient_accumulation_steps {batches}): "
                 f"a longspan trainer resumes with as many rows a step; set these two to make {saved_rows}"
             )
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Any) -> Iterator[None]:
+    """Inside, an optimizer has no groups without parameters, which torch (2.11 to 2.13) cannot load.
+
+    Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.
+    """
+    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for place, group in empty:
+            optimizer.param_groups.insert(place, group)
 
 
 def _plain(value: Any) -> Any:

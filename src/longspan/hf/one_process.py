@@ -6,6 +6,7 @@ ends, and a stock Trainer made meanwhile, which would not sum its gradients, is 
 """
 
 import copy
+import os
 from collections.abc import Callable
 from functools import cached_property, wraps
 from typing import Any
@@ -20,6 +21,7 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 
+StockTrainer: Any = object  # the Trainer class that comes after our parts in the order of bases
 OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
 
 
@@ -37,10 +39,16 @@ class OneProcess:
     def enter(cls, make_home: Callable[[int], Layout]) -> "OneProcess":
         """Open the world of this layout, or share the one that is open. Raises ConfigError for another layout."""
         ranks = cls.now.ranks if cls.now else PartialState().num_processes
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks == 1 < started:
+            raise ConfigError(
+                f"{started} processes were started, and accelerate sees one, so each would train a model of its own: "
+                "on CPUs give the arguments use_cpu=True"
+            )
         home = make_home(ranks)
         if cls.now is None:
-            device = "cpu" if PartialState().device.type == "cpu" else None
-            opened = cls(home, World(home, device=device).__enter__())
+            device: Any = PartialState().device
+            opened = cls(home, World(home, device="cpu" if device.type == "cpu" else None).open())
             try:
                 opened._tell_accelerate()
             except BaseException:
@@ -74,7 +82,7 @@ class OneProcess:
         PartialState._shared_state.update(self._state)
         if AcceleratorState._shared_state:  # it reads the number of processes of the other
             AcceleratorState._shared_state["distributed_type"] = self._state["distributed_type"]
-        self.world.__exit__(None, None, None)
+        self.world.close()
 
     def arguments(self, args: TrainingArguments) -> TrainingArguments:
         """A copy of arguments whose batches are those of all ranks."""
@@ -106,7 +114,7 @@ class OneProcess:
 
         devices = cached_property(set_up_devices)
         devices.__set_name__(TrainingArguments, "_setup_devices")
-        stock_size = TrainingArguments.world_size.fget
+        stock_size: Any = TrainingArguments.__dict__["world_size"].fget
         size = property(lambda args: 1 if hasattr(args, OURS) else one.ranks if stock_size(args) else 0)
         self._patch(Trainer, "__init__", refuse_stock)
         self._patch(TrainingArguments, "_setup_devices", devices)
@@ -138,7 +146,7 @@ class OneAccelerator(Accelerator):
     every_rank_writes = False  # for a time, each rank does what the main process does
 
     @property
-    def process_index(self) -> int:
+    def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The first, of one."""
         return 0
 

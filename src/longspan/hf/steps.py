@@ -13,6 +13,7 @@ from torch import Tensor
 from longspan.comm import World
 from longspan.data.document import NO_TARGET, Document
 from longspan.hf.facade import AheadBatch, Facade, Offset, read_batch, with_coefficients
+from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import model_inside
 from longspan.model.seams.call_rules import refuse_dropout_in_two_passes
 from longspan.train import (
@@ -30,7 +31,7 @@ from longspan.train.plans import cost_of_run, query_heads
 _log = logging.getLogger(__name__)
 
 
-class StepsPart:
+class StepsPart(StockTrainer):
     """What a Trainer does in a step, over plans.
 
     A step whose loss is the mean cross entropy of its tokens takes one pass: it runs ahead of the Trainer's loss with

@@ -166,7 +166,7 @@ def _answer_calls(prepared: Any, facade: Facade) -> None:
     prepared.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-class LongspanTrainer(LongspanMixin, Trainer):
+class LongspanTrainer(LongspanMixin, Trainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """transformers' Trainer whose ranks share documents by longspan's plans."""
 
 
