@@ -35,12 +35,12 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
         self.longspan = longspan or LongspanArguments()
-        call = GivenArguments(type(self), super().__init__, args, keywords)
-        arguments, model = call.args, call.values.get("model")
-        refuse_arguments(arguments, self.longspan, call.values)
+        construction = GivenArguments(type(self), super().__init__, args, keywords)
+        arguments, model = construction.args, construction.values.get("model")
+        refuse_arguments(arguments, self.longspan, construction.values)
         if isinstance(model, nn.Module):
             refuse_kind(model)
-        refuse_generation(type(self), arguments, call.values, call.takes)
+        refuse_generation(type(self), arguments, construction.values, construction.takes)
         self._one = OneProcess.enter(self.longspan.home)
         self._open = True
         try:
@@ -48,7 +48,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             mine = _turn_off_checkpointing(self._one.arguments(arguments))
             if isinstance(model, str):
                 load_on_one_device(mine)
-            positional, named = call.call_with(mine)
+            positional, named = construction.call_with(mine)
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
             with self._making_generation():

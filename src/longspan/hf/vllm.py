@@ -21,12 +21,12 @@ class LongspanVLLM(VLLMGeneration):
     """vLLM as a trainer of TRL calls it, over the weights of a prepared model. `_trainer` is the longspan trainer."""
 
     def __init__(self, _trainer: Any, *args: Any, **keywords: Any) -> None:
-        bound = inspect.signature(super().__init__).bind(*args, **keywords).arguments
+        arguments = inspect.signature(super().__init__).bind(*args, **keywords).arguments
         self._trainer, self._world = _trainer, _trainer.world
-        bound["accelerator"] = RankAccelerator(bound["accelerator"], self._world)
-        if bound.get("max_num_seqs"):  # of the batch of all ranks; an engine has a rank's share
-            bound["max_num_seqs"] = -(-bound["max_num_seqs"] // len(self._world.home.ranks))
-        super().__init__(**bound)
+        arguments["accelerator"] = RankAccelerator(arguments["accelerator"], self._world)
+        if arguments.get("max_num_seqs"):  # of the batch of all ranks; an engine has a rank's share
+            arguments["max_num_seqs"] = -(-arguments["max_num_seqs"] // len(self._world.home.ranks))
+        super().__init__(**arguments)
 
     def _iter_named_params(self) -> Any:
         """Whole weights, one at a time, adapters merged."""
