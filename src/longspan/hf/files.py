@@ -107,8 +107,8 @@ class FilesPart(StockTrainer):
         Raises ConfigError for another number of rows a step, CheckpointError for a folder that cannot be resumed from.
         """
         if resume_from_checkpoint is True:
-            found = run_on_first_rank(self.world, self._newest_checkpoint, CheckpointError)
-            resume_from_checkpoint = found or True  # where there is none, the Trainer says so
+            newest = run_on_first_rank(self.world, self._newest_checkpoint, CheckpointError)
+            resume_from_checkpoint = newest or True  # where there is none, the Trainer says so
         return super().train(resume_from_checkpoint, *args, **keywords)
 
     def _newest_checkpoint(self) -> str | None:
@@ -126,11 +126,11 @@ class FilesPart(StockTrainer):
         if checkpoint is None:
             return
         prepared, optimizer, root = self._facade.prepared, self._torch_optimizer(), Path(checkpoint)
-        found = find_checkpoint(root / OPTIMIZER, self.world, _log.warning)
-        assert found is not None, f"{checkpoint} was checked, and holds no checkpoint of an optimizer"
+        saved = find_checkpoint(root / OPTIMIZER, self.world, _log.warning)
+        assert saved is not None, f"{checkpoint} was checked, and holds no checkpoint of an optimizer"
         load_weights(prepared, root, self.world)
-        with _without_empty_groups(optimizer):
-            state = load_checkpoint(found, prepared, optimizer, self.world, weights=False)
+        with _hide_empty_groups(optimizer):
+            state = load_checkpoint(saved, prepared, optimizer, self.world, weights=False)
         schedule = run_on_every_rank(
             self.world, lambda: torch.load(root / SCHEDULER, weights_only=True), CheckpointError
         )
@@ -172,13 +172,13 @@ class FilesPart(StockTrainer):
         saved = complete_checkpoints(checkpoint / OPTIMIZER)
         if not saved or not all((checkpoint / name).exists() for name in (SCHEDULER, RANDOM, STATE)):
             stock = (checkpoint / "optimizer.pt").exists()
-            what = (
+            reason = (
                 "it was saved by a Trainer without longspan, whose optimizer holds other tensors"
                 if stock
                 else "it has no state of an optimizer, as save_only_model leaves it out, or it is not whole"
             )
             raise CheckpointError(
-                f"{checkpoint} cannot be resumed from by a longspan trainer: {what}; begin anew from its weights: "
+                f"{checkpoint} cannot be resumed from by a longspan trainer: {reason}; begin anew from its weights: "
                 f"AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}), and train() without resume_from_checkpoint"
             )
         rows, saved_rows = self._rows_of_step(), read_state(saved[0])["rows"]
@@ -192,7 +192,7 @@ class FilesPart(StockTrainer):
 
 
 @contextmanager
-def _without_empty_groups(optimizer: Any) -> Iterator[None]:
+def _hide_empty_groups(optimizer: Any) -> Iterator[None]:
     """Inside, an optimizer has no groups without parameters, which torch (2.11 to 2.13) cannot load.
 
     Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.
