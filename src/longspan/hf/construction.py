@@ -27,13 +27,13 @@ class GivenArguments:
         self.takes = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
         with suppress(TypeError):  # positions of another constructor: names alone are known
-            passed = stock.bind_partial(None, *self._passed(positional, ()), **self._passed(rest, {}))
+            passed = stock.bind_partial(None, *self._get_passed(positional, ()), **self._get_passed(rest, {}))
             self.values |= {name: value for name, value in passed.arguments.items() if name != "self"}
 
     @property
     def args(self) -> TrainingArguments:
         """The TrainingArguments, or those that the stock class makes for itself."""
-        values = (self.values.get("args"), *self._passed(self._positional, ()))
+        values = (self.values.get("args"), *self._get_passed(self._positional, ()))
         return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -41,7 +41,7 @@ class GivenArguments:
 
         Raises ConfigError for a constructor that takes none.
         """
-        positional, bound = self._passed(self._positional, ()), self._bound.arguments
+        positional, bound = self._get_passed(self._positional, ()), self._bound.arguments
         if "args" in self._names:
             bound["args"] = arguments
         elif any(isinstance(value, TrainingArguments) for value in positional):
@@ -49,7 +49,7 @@ class GivenArguments:
                 arguments if isinstance(value, TrainingArguments) else value for value in positional
             )
         elif self._rest:
-            bound[self._rest] = self._passed(self._rest, {}) | {"args": arguments}
+            bound[self._rest] = self._get_passed(self._rest, {}) | {"args": arguments}
         else:
             raise ConfigError(
                 f"the constructor takes {', '.join(self._names) or 'nothing'}, and longspan must give it args: the "
@@ -57,7 +57,7 @@ class GivenArguments:
             )
         return self._bound.args, self._bound.kwargs
 
-    def _passed(self, name: str, nothing: Any) -> Any:
+    def _get_passed(self, name: str, nothing: Any) -> Any:
         return self._bound.arguments.get(name, nothing)
 
     def _default(self) -> TrainingArguments:

@@ -29,7 +29,7 @@ class EvaluationPart(StockTrainer):
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **keywords: Any) -> Any:
         """Evaluate or predict as the Trainer does, and add the loss of the mean token."""
         self._prepare_once()
-        self._facade.evaluated = [0.0, 0]
+        self._facade.evaluated = (0.0, 0)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **keywords)
         total, tokens = self._facade.evaluated
         if tokens and is_cross_entropy(self):
@@ -54,7 +54,7 @@ class EvaluationPart(StockTrainer):
         self._agree_on_rows(documents)
         plan = self._plan(documents, training=False)
         with torch.autocast(self.args.device.type, enabled=False):
-            return gather_logits(facade.prepared, plan, documents, self.world)
+            return gather_logits(facade.inner_model, plan, documents, self.world)
 
 
 def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: Any) -> list[Tensor]:

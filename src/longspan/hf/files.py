@@ -45,7 +45,7 @@ class FilesPart(StockTrainer):
         folder = Path(output_dir or self.args.output_dir)
         self._prepare_once()
         files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        longspan.save_model(self._facade.prepared, folder, self.world, files)
+        longspan.save_model(self._facade.inner_model, folder, self.world, files)
         arguments = folder / "training_args.bin"
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
@@ -91,7 +91,7 @@ class FilesPart(StockTrainer):
         optimizer, root = self._torch_optimizer(), Path(output_dir)
         groups = [{key: _plain(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
         state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
-        step, prepared = self.state.global_step, self._facade.prepared
+        step, prepared = self.state.global_step, self._facade.inner_model
         save_checkpoint(root / OPTIMIZER, prepared, optimizer, self.world, step=step, state=state, weights=False)
         schedule = self.lr_scheduler.state_dict()
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
@@ -125,11 +125,11 @@ class FilesPart(StockTrainer):
         """Read weights, moments, settings of the optimizer and the schedule; entered by all ranks."""
         if checkpoint is None:
             return
-        prepared, optimizer, root = self._facade.prepared, self._torch_optimizer(), Path(checkpoint)
+        prepared, optimizer, root = self._facade.inner_model, self._torch_optimizer(), Path(checkpoint)
         saved = find_checkpoint(root / OPTIMIZER, self.world, _log.warning)
         assert saved is not None, f"{checkpoint} was checked, and holds no checkpoint of an optimizer"
         load_weights(prepared, root, self.world)
-        with _hide_empty_groups(optimizer):
+        with _drop_empty_groups(optimizer):
             state = load_checkpoint(saved, prepared, optimizer, self.world, weights=False)
         schedule = run_on_every_rank(
             self.world, lambda: torch.load(root / SCHEDULER, weights_only=True), CheckpointError
@@ -152,7 +152,7 @@ class FilesPart(StockTrainer):
             _log.warning(f"{best}, the best checkpoint, is not there any more: the model stays that of the last step")
             return
         _log.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
-        load_weights(self._facade.prepared, best, self.world)
+        load_weights(self._facade.inner_model, best, self.world)
 
     # ---- what a checkpoint says of the run
 
@@ -192,7 +192,7 @@ class FilesPart(StockTrainer):
 
 
 @contextmanager
-def _hide_empty_groups(optimizer: Any) -> Iterator[None]:
+def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
     """Inside, an optimizer has no groups without parameters, which torch (2.11 to 2.13) cannot load.
 
     Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.

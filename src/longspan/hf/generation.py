@@ -97,13 +97,13 @@ class GenerationPart(StockTrainer):
     # ---- work of the first rank
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
-        return self._by_first_rank(lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers")
+        return self._run_on_first_rank(lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers")
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Tensor:
         rewards = super()._calculate_rewards
-        return self._by_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
+        return self._run_on_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 
-    def _by_first_rank(self, work: Callable[[], Any], what: str) -> Any:
+    def _run_on_first_rank(self, work: Callable[[], Any], what: str) -> Any:
         """What `work` gives on the first rank, on every rank, with what it logged and the random state after it."""
 
         def run() -> Any:

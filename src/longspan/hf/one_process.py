@@ -37,14 +37,11 @@ class OneProcess:
 
     @classmethod
     def enter(cls, make_home: Callable[[int], Layout]) -> "OneProcess":
-        """Open the world of this layout, or share the one that is open. Raises ConfigError for another layout."""
-        ranks = cls.now.ranks if cls.now else PartialState().num_processes
-        started = int(os.environ.get("WORLD_SIZE", "1"))
-        if ranks == 1 < started:
-            raise ConfigError(
-                f"{started} processes were started, and accelerate sees one, so each would train a model of its own: "
-                "on CPUs give the arguments use_cpu=True"
-            )
+        """Open the world of this layout, or share the one that is open.
+
+        Raises ConfigError for another layout, and for processes that accelerate does not know.
+        """
+        ranks = cls.now.ranks if cls.now else _started_ranks()
         home = make_home(ranks)
         if cls.now is None:
             device: Any = PartialState().device
@@ -138,6 +135,17 @@ class OneProcess:
             for kind, state in states:
                 kind._shared_state.clear()
                 kind._shared_state.update(state)
+
+
+def _started_ranks() -> int:
+    """How many processes accelerate knows. Raises ConfigError where a launcher started others: each would train alone."""
+    ranks, started = PartialState().num_processes, int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != started:
+        raise ConfigError(
+            f"the launcher started {started} processes (WORLD_SIZE), and accelerate knows {ranks}, each of which would "
+            "train by itself; without GPUs give use_cpu=True to the arguments, or set ACCELERATE_USE_CPU=true"
+        )
+    return ranks
 
 
 class OneAccelerator(Accelerator):

@@ -38,16 +38,16 @@ class PreferencesPart(StockTrainer):
         self._refuse_reference()
         self._prepare_once()
         reference = self.ref_model or self._facade
-        training = reference.prepared.training
+        training = reference.inner_model.training
         dataset = copy.copy(dataset)
         path_of = dataset._get_cache_file_path
         dataset._get_cache_file_path = lambda fingerprint: self._cache_of_first_rank(path_of(fingerprint))
         self.accelerator.every_rank_writes = True
-        reference.prepared.eval()
+        reference.inner_model.eval()
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)
         finally:
-            reference.prepared.train(training)
+            reference.inner_model.train(training)
             self.accelerator.every_rank_writes = False
 
     def _refuse_reference(self) -> None:
@@ -59,7 +59,7 @@ class PreferencesPart(StockTrainer):
                 "model first (model.merge_and_unload()) and give a new one as peft_config="
             )
         reference = getattr(self, "ref_model", None)
-        if reference is not None and not isinstance(getattr(reference, "prepared", reference), PreTrainedModel):
+        if reference is not None and not isinstance(getattr(reference, "inner_model", reference), PreTrainedModel):
             raise ModelError(
                 f"ref_model is {type(reference).__name__}: a longspan trainer prepares models of transformers; merge "
                 "an adapter into it first (ref_model.merge_and_unload())"
@@ -72,14 +72,14 @@ class PreferencesPart(StockTrainer):
 
     def _cache_of_first_rank(self, path: str) -> str:
         """The file of a cache on this rank: it is there on all ranks, with the same content, or on none."""
-        first, found = self.world.rank == 0, Path(path)
-        content = found.read_bytes() if first and found.exists() else None
+        first, file = self.world.rank == 0, Path(path)
+        content = file.read_bytes() if first and file.exists() else None
         content = self.world.control.broadcast_object(content)
         if first:
             return path
         if not hasattr(self, "_caches"):  # a dataset maps its file as long as it lives
             self._caches = tempfile.TemporaryDirectory(prefix="longspan-reference-")
-        mine = Path(self._caches.name) / found.name
+        mine = Path(self._caches.name) / file.name
         if content is not None:
             mine.write_bytes(content)
         return str(mine)

@@ -35,20 +35,20 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
         self.longspan = longspan or LongspanArguments()
-        given = GivenArguments(type(self), super().__init__, args, keywords)
-        arguments, model = given.args, given.values.get("model")
-        refuse_arguments(arguments, self.longspan, given.values)
+        call = GivenArguments(type(self), super().__init__, args, keywords)
+        arguments, model = call.args, call.values.get("model")
+        refuse_arguments(arguments, self.longspan, call.values)
         if isinstance(model, nn.Module):
             refuse_kind(model)
-        refuse_generation(type(self), arguments, given.values, given.takes)
+        refuse_generation(type(self), arguments, call.values, call.takes)
         self._one = OneProcess.enter(self.longspan.home)
         self._open = True
         try:
             self._stock_arguments = arguments
-            mine = _without_checkpointing(self._one.arguments(arguments))
+            mine = _turn_off_checkpointing(self._one.arguments(arguments))
             if isinstance(model, str):
                 load_on_one_device(mine)
-            positional, named = given.call_with(mine)
+            positional, named = call.call_with(mine)
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
             with self._making_generation():
@@ -148,7 +148,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self._one.leave()
 
 
-def _without_checkpointing(args: TrainingArguments) -> TrainingArguments:
+def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:
     """The arguments with what transformers would checkpoint turned off: `prepare` does it."""
     for name in CHECKPOINTING:
         if getattr(args, name, None):

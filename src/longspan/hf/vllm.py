@@ -21,12 +21,12 @@ class LongspanVLLM(VLLMGeneration):
     """vLLM as a trainer of TRL calls it, over the weights of a prepared model. `_trainer` is the longspan trainer."""
 
     def __init__(self, _trainer: Any, *args: Any, **keywords: Any) -> None:
-        given = inspect.signature(super().__init__).bind(*args, **keywords).arguments
+        bound = inspect.signature(super().__init__).bind(*args, **keywords).arguments
         self._trainer, self._world = _trainer, _trainer.world
-        given["accelerator"] = RankAccelerator(given["accelerator"], self._world)
-        if given.get("max_num_seqs"):  # of the batch of all ranks; an engine has a rank's share
-            given["max_num_seqs"] = -(-given["max_num_seqs"] // len(self._world.home.ranks))
-        super().__init__(**given)
+        bound["accelerator"] = RankAccelerator(bound["accelerator"], self._world)
+        if bound.get("max_num_seqs"):  # of the batch of all ranks; an engine has a rank's share
+            bound["max_num_seqs"] = -(-bound["max_num_seqs"] // len(self._world.home.ranks))
+        super().__init__(**bound)
 
     def _iter_named_params(self) -> Any:
         """Whole weights, one at a time, adapters merged."""

@@ -89,8 +89,8 @@ def _find_hosts(world: World, clock: Clock) -> str:
     boundary = Boundary(())
     for size in (SHORT, LONG):
         measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
-        found = measure_steady_boundary(slots, node_size, measure)
-        boundary = found if found.hosts else boundary
+        told = measure_steady_boundary(slots, node_size, measure)
+        boundary = told if told.hosts else boundary
         if boundary.hosts and not contradicts(boundary, slots, node_size):
             break
     return check_boundary(boundary, slots, node_size)
