@@ -144,10 +144,10 @@ def straight_and_resumed(rank: int, folder: Path, made: dict[str, Any], settings
     straight = finished(make(folder, make_model(**made), save_strategy="steps", save_steps=4, **settings))
     torch.manual_seed(77 + rank)  # nothing may depend on what was drawn before
     random.seed(rank)
-    changed = settings | {"learning_rate": 5.0, "weight_decay": 0.3}  # the checkpoint's are taken, as stock does
-    again = finished(
-        make(folder, make_model(**made | {"seed": 5}), **changed), resume_from_checkpoint=str(folder / "checkpoint-4")
-    )
+    changed: dict[str, Any] = settings | {"learning_rate": 5.0, "weight_decay": 0.3}  # the checkpoint's are taken
+    other: dict[str, Any] = made | {"seed": 5}
+    trainer = make(folder, make_model(**other), **changed)
+    again = finished(trainer, resume_from_checkpoint=str(folder / "checkpoint-4"))
     assert straight[0] == again[0] and len(straight[0]) == 7
     assert (straight[2], again[2]) == (6, 6) and straight[3][-6:] == again[3]
     assert_same_bits(straight[1], again[1])
