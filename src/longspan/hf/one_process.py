@@ -41,7 +41,7 @@ class OneProcess:
 
         Raises ConfigError for another layout, and for processes that accelerate does not know.
         """
-        ranks = cls.now.ranks if cls.now else _started_ranks()
+        ranks = cls.now.ranks if cls.now else _count_ranks()
         home = make_home(ranks)
         if cls.now is None:
             device: Any = PartialState().device
@@ -137,8 +137,8 @@ class OneProcess:
                 kind._shared_state.update(state)
 
 
-def _started_ranks() -> int:
-    """How many processes accelerate knows. Raises ConfigError where a launcher started others: each would train alone."""
+def _count_ranks() -> int:
+    """Count the processes. Raises ConfigError where a launcher started more than accelerate knows."""
     ranks, started = PartialState().num_processes, int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != started:
         raise ConfigError(
