@@ -30,6 +30,7 @@ _SETTINGS: dict[str, str] = {
     "fp16_full_eval": "the model would be cast between training and evaluation; leave it out",
     "bf16_full_eval": "the model would be cast between training and evaluation; leave it out",
     "entropy_coef": "the gradient of the entropy is not computed; set it to 0",
+    "enable_jit_checkpoint": "each rank would save by a timer of its own; use save_steps",
     "push_to_hub": "files are pushed by one process; push the saved folder afterwards",
 }
 

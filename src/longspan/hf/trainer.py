@@ -126,9 +126,13 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
-        """Inside, an error of this rank, as of a collator or a metric, is in the failure report of ranks that wait."""
+        """Inside, an error of this rank, as of a collator or a metric, is in the failure report of ranks that wait.
+
+        All ranks wait at the end, so that none goes on without one whose metric failed.
+        """
         try:
             yield
+            self.world.control.barrier("the end of train, evaluate or predict")
         except BaseException as error:
             if not getattr(error, "on_all_ranks", False):
                 self.world.watch.leave(error)

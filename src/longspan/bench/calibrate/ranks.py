@@ -90,7 +90,7 @@ def _find_hosts(world: World, clock: Clock) -> str:
     for size in (SHORT, LONG):
         measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
         of_size = measure_steady_boundary(slots, node_size, measure)
-        boundary = of_size if told.hosts else boundary
+        boundary = of_size if of_size.hosts else boundary
         if boundary.hosts and not contradicts(boundary, slots, node_size):
             break
     return check_boundary(boundary, slots, node_size)
