@@ -94,7 +94,7 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     optimizer = make_optimizer(config, world, model, memory=memory)
     first_guess = memory.rows if memory is not None else None
     config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)
-    cost = settings.cost if memory is None else _cost_under(settings, memory)
+    cost = settings.cost if memory is None else _cost_with_memory(settings, memory)
     memory = plan_on_ranks(replace(run_memory, config=config), memory, world)
     return Training(config, world, model, optimizer, cost, memory=memory)
 
@@ -107,7 +107,7 @@ def _run_memory(settings: StepSettings, config: RunConfig, world: World) -> RunM
     return RunMemory(config=config, model=settings.configuration, ahead=ahead, gpu=world.device.type == "cuda")
 
 
-def _cost_under(settings: StepSettings, memory: MemoryPlan) -> Cost:
+def _cost_with_memory(settings: StepSettings, memory: MemoryPlan) -> Cost:
     """The cost of plans if layers keep what was chosen."""
     gpu, slots = settings.device == "cuda", settings.home.slots
     return cost_of_run(settings.config, settings.configuration, print, gpu=gpu, slots=slots, memory=memory)
