@@ -226,7 +226,7 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     """
     if not len(spans):
         return ()
-    tiles = _later_key_tiles(spans.among(q), spans.among(k))
+    tiles = _later_key_tiles(spans.find_rows(q), spans.find_rows(k))
     return min((make_tilings(arrays) for arrays in (tiles, split_at_left(tiles))), key=len)
 
 

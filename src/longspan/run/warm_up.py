@@ -71,7 +71,7 @@ def kind_of_group(group: Group) -> GroupKind:
     )
 
 
-def smallest_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[GroupKind] = ()) -> dict[GroupKind, Group]:
+def smallest_group_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[GroupKind] = ()) -> dict[GroupKind, Group]:
     """The group with the fewest rows of each kind in these plans, large ones first."""
     smallest: dict[GroupKind, Group] = {}
     for plan in plans:
@@ -199,18 +199,18 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
     """The warm-up of some plans, with `in_flight` copies of the largest micro-batch, as a pipeline holds at once."""
-    groups = smallest_of_each_kind(plans)
+    groups = smallest_group_of_each_kind(plans)
     batches = [largest_micro_batch(plans)] * in_flight
     batches += [batch for group in groups.values() for batch in repeat_on_all_slots(group, plans[0].slots)]
     batches += batches[-1:] * (-len(batches) % in_flight)
     forward = None if evaluation is None else _forward_plan(evaluation, groups, in_flight)
     all_plans = [*plans, *([evaluation] if evaluation else [])]
-    return WarmUp(number_plan(batches, plans[0]), plans[0], forward, len(smallest_of_each_kind(all_plans)))
+    return WarmUp(number_plan(batches, plans[0]), plans[0], forward, len(smallest_group_of_each_kind(all_plans)))
 
 
 def _forward_plan(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int) -> Plan:
     """The kinds of groups that only evaluation has, and its largest micro-batch."""
-    groups = smallest_of_each_kind([evaluation], leave_out=warm)
+    groups = smallest_group_of_each_kind([evaluation], leave_out=warm)
     batches = [largest_micro_batch([evaluation])]
     batches += [batch for group in groups.values() for batch in repeat_on_all_slots(group, evaluation.slots)]
     return number_plan(batches + batches[-1:] * (-len(batches) % in_flight), evaluation)

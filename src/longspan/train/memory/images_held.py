@@ -15,7 +15,7 @@ from longspan.errors import ConfigError
 from longspan.model.exactness.trial_documents import probe_image
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.model.parts import modes_restored
+from longspan.model.parts import preserve_modes
 from longspan.model.sharding import reshard
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.train.memory.live_bytes import LiveBytes
@@ -77,7 +77,7 @@ def _measure_row_bytes(encoder: Encoder, tokens: ImageTokens) -> float:
     """Measure a forward pass of one image: bytes of a row, with a graph unless the encoder is frozen; on every rank."""
     module, device = encoder.module, encoder.world.device
     image = probe_image(module.base, tokens.merge, PROBE_ROWS)
-    with modes_restored(module), torch.set_grad_enabled(not encoder.frozen):
+    with preserve_modes(module), torch.set_grad_enabled(not encoder.frozen):
         _ = _run_encoder(encoder, image)  # what the first call makes once
         if device.type == "cuda":
             torch.cuda.synchronize(device)
