@@ -29,9 +29,10 @@ from transformers import AutoModelForCausalLM
 
 from longspan.cli.machine import machine
 from longspan.comm import World
+from longspan.host_memory import free_host_bytes
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.host_arena import HostArena, free_host_bytes
+from longspan.model.host_arena import HostArena
 from longspan.model.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.presets import preset_config
 from longspan.plan import plan_fixed

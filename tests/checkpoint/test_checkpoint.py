@@ -237,6 +237,30 @@ def test_an_optimizer_keeps_its_hyperparameters_and_takes_the_moments(tmp_path: 
     run_ranks(hyperparameters_rank, 2, 2, tmp_path, optimizer)
 
 
+def without_weights_rank(rank: int, ranks: int, root: Path) -> str:
+    """A checkpoint of the optimizer only: the model that it is loaded next to stays as it is."""
+    with World(Layout(ranks), backend=backend(), timeout=60) as world:
+        model, before = opened(world)
+        update(model, before)
+        path = save_checkpoint(root, model, before, world, step=1, weights=False)
+        other, after = opened(world, seed=7)
+        weights = contents(other, after)
+        assert load_checkpoint(path, other, after, world, weights=False) == {"step": 1}
+        loaded, saved = contents(other, after), contents(model, before)
+        assert all(map(torch.equal, weights, loaded[: len(weights)]))
+        assert len(loaded) == len(saved) and all(map(torch.equal, saved[len(weights) :], loaded[len(weights) :]))
+        with pytest.raises(CheckpointError) as error:
+            load_checkpoint(path, other, after, world)
+        return str(error.value)
+
+
+def test_a_checkpoint_of_the_optimizer_only(tmp_path: Path) -> None:
+    texts = run_ranks(without_weights_rank, 2, 2, tmp_path)
+    assert texts[0] == texts[1] and "step-000001 holds an optimizer without weights" in texts[0]
+    stored = FileSystemReader(tmp_path / "step-000001").read_metadata().state_dict_metadata
+    assert stored and all(name.startswith("optimizer.") for name in stored)
+
+
 def moments_rank(rank: int, ranks: int, root: Path) -> list[str]:
     """Checkpoints of optimizers that have no moments, or not for all parameters; returns what was refused."""
     with World(Layout(ranks), backend=backend(), timeout=60) as world:

@@ -313,6 +313,7 @@ def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: b
     memory = run.memory_of(plans)
     slots = run.home.slots
     cost = cost_of_run(config, model, print, gpu=True, slots=slots, memory=memory).shared_by(run.home.tp)
+    assert run.cost() == cost_of_run(config, model, print, gpu=True, slots=slots)  # by which plans are made
     priced = sum(plan.timeline(cost).step_seconds for plan in plans) / 2
     seconds = run.seconds(plans, memory)
     assert seconds > priced if extra else seconds == pytest.approx(priced)

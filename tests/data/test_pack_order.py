@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from longspan import Document, Layout, World, plan_dynamic, plan_fixed, prepare, run_step
+from longspan.bridge.item_documents import ItemDocuments
 from longspan.config.defaults import resolve_defaults
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.data.document import LabelledPack, Piece
@@ -20,6 +21,7 @@ from longspan.data.documents import Corpus
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError
 from longspan.plan import Plan
+from longspan.plan.items import Item
 from longspan.run.checks.config_check import check_config
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import backend, run_ranks
@@ -172,3 +174,12 @@ def test_packs_cut_texts_where_nothing_else_is_said() -> None:
     too_long = replace(config, context=replace(config.context, max_tokens_per_slot=128))
     with pytest.raises(ConfigError, match=r"data\.pack_to 512"):
         check_config(too_long, 4)
+
+
+def test_labels_on_placeholders_of_packs_are_no_targets() -> None:
+    """As the rows are read, so they are counted; the plan's own number is replaced."""
+    chats = [Document([5, 6, 7, 8], labels=[-100, 6, 7, 8]), Document([3, 4, 5], labels=[3, -100, 5])]
+    pack = LabelledPack((Piece(chats[0], 0, 4), Piece(chats[1], 0, 3)))
+    documents = ItemDocuments([pack], [Item(0, ((2, 4),))], [None])
+    plan = plan_fixed([7], Layout(1), cp=1)
+    assert pack.targets == 5 and with_targets_of(documents, plan).targets == 3 == documents.targets

@@ -1,7 +1,7 @@
 """Families chosen from the census, one for each kind of attention and a few that must be refused, on two ranks."""
 
 import json
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,8 @@ WITH_IMAGES = {
     "llava_next": "tiles, unpadded, and a parameter that ends lines of patches",
     "smolvlm": "tiles in a dim of their own",
 }
+# In the whole suite: other tests of this kind of attention or router compare these with the stock model in CI.
+WHOLE = ("gemma2", "mistral", "mixtral", "opt", "nemotron")
 CASES = (Case(cp=2, plan="several", recompute="full"), Case(cp=2, cp_comm_type="all_gather"))
 IMAGE_CASES = (Case(cp=2, plan="several", recompute="full", encoder=1),)
 
@@ -68,22 +70,26 @@ def _prove_here(rank: int, models: list[str]) -> dict[str, tuple[Outcome, ...]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[str, tuple[Outcome, ...]]]:
+@cache
+def outcomes_of(whole: bool) -> dict[str, tuple[Outcome, ...]]:
     there = {*names(), *image_names()}
-    models = [name for name in (*EXACT, *REFUSED, *WITH_IMAGES) if name in there]
-    yield run_local(_prove_here, 2, (models,), timeout=280)[0]
+    models = [name for name in (*EXACT, *REFUSED, *WITH_IMAGES) if name in there and (name in WHOLE) == whole]
+    return run_local(_prove_here, 2, (models,), timeout=280)[0]
 
 
-@pytest.mark.parametrize("name", [*EXACT, *WITH_IMAGES])
-def test_a_family_is_exact(name: str, outcomes: dict[str, tuple[Outcome, ...]]) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.whole] * (name in WHOLE)) for name in (*EXACT, *WITH_IMAGES)]
+)
+def test_a_family_is_exact(name: str) -> None:
+    outcomes = outcomes_of(name in WHOLE)
     if name not in outcomes:
         pytest.skip("this transformers has no such class")
     assert {outcome.status for outcome in outcomes[name]} == {"exact"}, [outcome.row() for outcome in outcomes[name]]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_family_is_refused_with_its_reason(name: str, outcomes: dict[str, tuple[Outcome, ...]]) -> None:
+def test_a_family_is_refused_with_its_reason(name: str) -> None:
+    outcomes = outcomes_of(False)
     if name not in outcomes:
         pytest.skip("this transformers has no such class")
     assert {outcome.status for outcome in outcomes[name]} == {"refused"}

@@ -17,31 +17,22 @@ the stock process only, unless `exact=False`.
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, disable_progress_bars
-from tokenizers import Tokenizer, models, pre_tokenizers
+from datasets import disable_progress_bars
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
 
 from longspan.launch import local_ranks as fork_server
 from longspan.testing import run_ranks
+from tests.hf.tiny import SIZES, VOCABULARY, WORDS, model_of, tokenizer
+
+__all__ = ["SIZES", "VOCABULARY", "WORDS", "Ran", "Run", "compare", "model_of", "ours", "stock", "tokenizer"]
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo"))
 fork_server.PRELOAD = (*fork_server.PRELOAD, *(m for m in (*TRAINERS, "peft") if m not in fork_server.PRELOAD))
@@ -49,115 +40,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TIMES = ("runtime", "per_second", "step_time", "total_flos")
 LOSS, METRIC = 1e-6, 1e-5
-VOCABULARY = 64
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-DELTA_NET = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-    "shared_expert_intermediate_size": 24,
-}
-FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "qwen3": (Qwen3Config, {}),
-    "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"router_aux_loss_coef": 0.0}),
-    "gemma3": (Gemma3TextConfig, {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
-    "gpt-oss": (
-        GptOssConfig,
-        {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0},
-    ),
-    "qwen3-next": (Qwen3NextConfig, EXPERTS | DELTA_NET | {"router_aux_loss_coef": 0.0}),
-}
-
-
-def model_of(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """A tiny model whose weights depend on the seed; its norms, biases and sinks are random too."""
-    kind, values = FAMILIES[family]
-    config = kind(**SIZES | values | changes)
-    attention = "eager" if family == "gpt-oss" else "sdpa"
-    torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, experts_implementation="eager"
-    )
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return model.to(dtype)
-
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'a: ' }}{% generation %}{{ m['content'] + ' </s>' }}"
-    "{% endgeneration %}{{ ' ' }}{% else %}{{ 'u: ' + m['content'] + ' ' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'a: ' }}{% endif %}"
-)
-WORDS = tuple(f"w{i}" for i in range(VOCABULARY - 5))
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A word is a token; 0 is padding, 1 the end of a text, and its chat template marks the assistant's words."""
-    words = {word: i for i, word in enumerate(("<pad>", "</s>", "<unk>", "u:", "a:", *WORDS))}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    fast.chat_template = TEMPLATE
-    return fast
-
-
-def _texts(seed: int) -> Callable[[int, int], str]:
-    generator = np.random.default_rng(seed)
-    return lambda low, high: " ".join(generator.choice(WORDS, generator.integers(low, high)))
-
-
-def texts(count: int, seed: int = 0) -> Dataset:
-    """Plain texts of 5 to 40 words."""
-    text = _texts(seed)
-    return Dataset.from_list([{"text": text(5, 40)} for _ in range(count)])
-
-
-def conversations(count: int, seed: int = 0) -> Dataset:
-    """Chats of one or two turns."""
-    text = _texts(seed)
-
-    def turn() -> list[dict[str, str]]:
-        return [{"role": "user", "content": text(2, 12)}, {"role": "assistant", "content": text(2, 20)}]
-
-    return Dataset.from_list([{"messages": [m for _ in range(1 + i % 2) for m in turn()]} for i in range(count)])
-
-
-def completions(count: int, seed: int = 0) -> Dataset:
-    """Prompts, and a completion of each."""
-    text = _texts(seed)
-    return Dataset.from_list([{"prompt": text(2, 12) + " ", "completion": text(2, 20)} for _ in range(count)])
-
-
-def preferences(count: int, seed: int = 0) -> Dataset:
-    """Prompts, each with a chosen and a rejected answer."""
-    text = _texts(seed)
-    return Dataset.from_list(
-        [{"prompt": text(2, 12) + " ", "chosen": text(2, 20), "rejected": text(2, 20)} for _ in range(count)]
-    )
-
-
-def judged(count: int, seed: int = 0) -> Dataset:
-    """Prompts, a completion of each, and whether it is wanted."""
-    text = _texts(seed)
-    return Dataset.from_list(
-        [{"prompt": text(2, 12) + " ", "completion": text(2, 20), "label": i % 3 != 0} for i in range(count)]
-    )
 
 
 @dataclass
@@ -199,6 +81,9 @@ class Run:
         return plain | changes
 
 
+Case = Callable[[Run], Any]
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a case left: the Trainer's log, without times; weights by name; what the case kept."""
@@ -208,16 +93,19 @@ class Ran:
     kept: dict[str, Any]
 
 
-def run_case(
-    rank: int, case: Callable[[Run], Any], folder: str, ranks: int, longspan: dict[str, Any] | None, exact: bool
-) -> Ran:
-    """Run a case on this rank."""
+def run_cases(
+    rank: int, cases: Sequence[Case], folder: str, ranks: int, longspan: dict[str, Any] | None, exact: bool
+) -> list[Ran]:
+    """Run cases on this rank, one after another."""
     os.environ["CI"] = "1"  # TRL sends nothing about its use
     disable_progress_bars()
     torch.set_default_dtype(torch.float64 if exact else torch.float32)
     if exact and longspan is None:
         sum_in_float64()
-    run = Run(folder, ranks, longspan, rank)
+    return [_run_case(case, Run(f"{folder}/{n}", ranks, longspan, rank)) for n, case in enumerate(cases)]
+
+
+def _run_case(case: Case, run: Run) -> Ran:
     trainer = case(run)
     weights = {
         name.replace("base_model.model.", "", 1): (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy()
@@ -225,27 +113,43 @@ def run_case(
         if p.requires_grad
     }
     logs = [{k: v for k, v in log.items() if not any(time in k for time in TIMES)} for log in trainer.state.log_history]
-    if longspan is not None:
+    if run.longspan is not None:
         trainer.end()
-    return Ran(logs, weights if rank == 0 else {}, run.kept)
+    return Ran(logs, weights if run.rank == 0 else {}, run.kept)
 
 
-def stock(case: Callable[[Run], Any], exact: bool = True) -> Ran:
-    """The case by the stock trainer in one process."""
+def stock_each(cases: Sequence[Case], exact: bool = True) -> list[Ran]:
+    """Cases by the stock trainer in one process."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(run_case, 1, case, folder, 1, None, exact)[0]
+        return run_ranks(run_cases, 1, cases, folder, 1, None, exact)[0]
 
 
-def ours(case: Callable[[Run], Any], longspan: dict[str, Any], ranks: int, exact: bool = True) -> Ran:
-    """The case by ours: the first rank's, after all ranks were seen to log the same."""
+def ours_each(cases: Sequence[Case], longspan: dict[str, Any], ranks: int, exact: bool = True) -> list[Ran]:
+    """Cases by ours: the first rank's, after all ranks were seen to log the same."""
     with tempfile.TemporaryDirectory() as folder:
-        ran = run_ranks(run_case, ranks, case, folder, ranks, longspan, exact)
-    assert all(other.logs == ran[0].logs for other in ran)
+        ran = run_ranks(run_cases, ranks, cases, folder, ranks, longspan, exact)
+    assert all(mine.logs == first.logs for other in ran for mine, first in zip(other, ran[0], strict=True))
     return ran[0]
 
 
+def stock(case: Case, exact: bool = True) -> Ran:
+    """One case by the stock trainer."""
+    return stock_each([case], exact)[0]
+
+
+def ours(case: Case, longspan: dict[str, Any], ranks: int, exact: bool = True) -> Ran:
+    """One case by ours."""
+    return ours_each([case], longspan, ranks, exact)[0]
+
+
+def compare_each(cases: Sequence[Case], longspan: dict[str, Any], *, ranks: int = 2, **bounds: float) -> None:
+    """Assert of cases, which share processes, what `compare` does of one."""
+    for case, expected, found in zip(cases, stock_each(cases), ours_each(cases, longspan, ranks), strict=True):
+        print(case.__name__, check(expected, found, **bounds))
+
+
 def compare(
-    case: Callable[[Run], Any],
+    case: Case,
     longspan: dict[str, Any],
     *,
     ranks: int = 2,
@@ -261,6 +165,13 @@ def compare(
     relative to the norm of a weight. `reference` is stock's, where several runs of ours are compared with it.
     """
     expected, found = reference or stock(case, exact), ours(case, longspan, ranks, exact)
+    return check(expected, found, loss=loss, metric=metric, weights=weights)
+
+
+def check(
+    expected: Ran, found: Ran, *, loss: float = LOSS, metric: float = METRIC, weights: float | None = 1e-8
+) -> dict[str, float]:
+    """Assert what `compare` does of two that ran."""
     errors = log_errors(expected.logs, found.logs)
     if weights is not None:
         assert expected.weights.keys() == found.weights.keys(), expected.weights.keys() ^ found.weights.keys()

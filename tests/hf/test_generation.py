@@ -2,19 +2,21 @@
 
 import os
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+import trl
 import trl.generation.vllm_generation as vllm
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from longspan.errors import CommError
 from longspan.hf.first_rank import FirstRank
 from longspan.testing import run_ranks
-from tests.hf.stock import VOCABULARY, Ran, Run, log_errors, ours, stock
+from tests.hf.stock import VOCABULARY, Ran, Run, log_errors, ours, stock, tokenizer
 from tests.hf.test_grpo import CP, EVALUATION, answers_to, grpo
 
 
@@ -163,6 +165,52 @@ def test_a_rollout_runs_on_the_first_rank() -> None:
     assert max(log_errors(expected.logs, found.logs).values()) < 1e-9
     assert found.kept["of all"] == [expected.kept["calls"], []]
     assert found.kept["first weights"][0] == ("model.embed_tokens.weight", (VOCABULARY, 32))
+
+
+class Garden:
+    """An environment whose observations and rewards depend on the rank, and on how often it was used."""
+
+    made: ClassVar[list["Garden"]] = []
+
+    def __init__(self) -> None:
+        self.resets = 0
+        self.made.append(self)
+
+    def reset(self, **_: Any) -> str:
+        """Begin anew."""
+        self.resets += 1
+        return f" w{int(os.environ.get('RANK', '0')) + self.resets}"
+
+    def water(self, times: int) -> str:
+        """Water it.
+
+        Args:
+            times: how often
+        """
+        return str(times)
+
+    def get_reward(self) -> float:
+        """A reward."""
+        return self.resets + len(self.made) / 3
+
+
+def in_a_garden(run: Run) -> Any:
+    """GRPO whose prompts and rewards come from environments with a tool."""
+    reader = tokenizer()
+    reader.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
+    trainer = grpo(run, chat=True, environment_factory=Garden, reward_funcs=None, processing_class=reader)
+    run.kept["resets"] = [garden.resets for garden in Garden.made]
+    if run.longspan:
+        run.kept["of all"] = trainer.world.control.gather_objects(run.kept["resets"])
+    return trainer
+
+
+@pytest.mark.whole
+def test_environments_run_on_the_first_rank() -> None:
+    """Those of the other ranks are made once, for the tools that they have, and not used."""
+    expected, found = stock(in_a_garden), ours(in_a_garden, CP, 2)
+    assert max(log_errors(expected.logs, found.logs).values()) < 1e-9
+    assert found.kept["of all"] == [expected.kept["resets"], [0]]
 
 
 def failing(rank: int, folder: str) -> list[str]:

@@ -20,9 +20,9 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from tests.hf.stock import SIZES, VOCABULARY, WORDS, Run, compare, model_of, tokenizer
 
 CP = {"context_parallel_size": 2}
-EXACT = {"loss": 1e-9, "metric": 1e-9}
+EXACT: dict[str, Any] = {"loss": 1e-9, "metric": 1e-9}
 # Stock pads prompts on the left, which shifts their positions, and rotary angles are in float32.
-PADDED = {"loss": 1e-5, "metric": 1e-5, "weights": 1e-4}
+PADDED: dict[str, Any] = {"loss": 1e-5, "metric": 1e-5, "weights": 1e-4}
 GENERATIONS: dict[str, Any] = {"num_generations": 2, "max_completion_length": 16}
 DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": 64}
 
@@ -69,7 +69,7 @@ async def some(completion_ids: list[list[int]], number: list[int], **_: Any) -> 
     return [len(set(ids)) / 10 if n % 2 == 0 else None for ids, n in zip(completion_ids, number, strict=True)]
 
 
-MORE = ("kind", "reward_funcs", "rollout_func")
+MORE = ("kind", "reward_funcs", "rollout_func", "environment_factory", "processing_class")
 
 
 def grpo(run: Run, rows: int = 4, steps: int = 2, config: Any = GRPOConfig, **settings: Any) -> Any:
@@ -154,6 +154,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "lora with beta": TWICE | {"lora": True, "beta": 0.1},
     "generation batch": {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "steps": 4},
     "rewards by batch": {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"},
+    "reference follows": TWICE | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
     "judge": {"judge": True},
     "chat": {"chat": True},
     "uneven": TWICE | {"even": False},
@@ -164,9 +165,9 @@ LEFT_PADDED = ("uneven", "padded")
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", TABLE)
-def test_grpo_table(name: str) -> None:
+def test_grpo_table(saved: str, name: str) -> None:
     """Losses and settings of GRPO."""
-    compare(partial(grpo, **TABLE[name]), CP, **PADDED if name in LEFT_PADDED else EXACT)
+    compare(partial(grpo, path=saved, **TABLE[name]), CP, **PADDED if name in LEFT_PADDED else EXACT)
 
 
 @pytest.mark.whole

@@ -22,7 +22,7 @@ def arguments(**changes: Any) -> TrainingArguments:
 
 
 def trainer(args: TrainingArguments | None = None, longspan: LongspanArguments = CP2, kind: Any = None) -> Any:
-    keywords = {} if kind is Trainer else {"longspan": longspan}
+    keywords: dict[str, Any] = {} if kind is Trainer else {"longspan": longspan}
     return (kind or LongspanTrainer)(
         model=model_of(), args=args or arguments(), data_collator=pad, train_dataset=Texts(8), **keywords
     )

@@ -81,6 +81,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "liger": (lambda: _make(args={"use_liger_kernel": True}), "args.use_liger_kernel is True"),
     "bf16_full_eval": (lambda: _make(args={"bf16_full_eval": True}), "args.bf16_full_eval is True"),
     "push_to_hub": (lambda: _make(args={"push_to_hub": True}), "push the saved folder afterwards"),
+    "jit checkpoint": (lambda: _make(args={"enable_jit_checkpoint": True}), "args.enable_jit_checkpoint is True"),
     "optim": (lambda: _make(args={"optim": "adafactor"}), "args.optim is 'adafactor', which a longspan trainer"),
     "split_batches": (lambda: _make(args={"accelerator_config": {"split_batches": True}}), "split_batches is true"),
     "optimizers=": (lambda: _make(optimizers=(OPTIMIZER, None)), "optimizers= brings an optimizer of parameters"),

@@ -3,21 +3,25 @@
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from tests.hf.stock import Run, compare, completions, conversations, model_of, stock, texts, tokenizer
+from tests.hf.stock import Run, compare, compare_each, stock
+from tests.hf.tiny import completions, conversations, model_of, texts, tokenizer
 
 CP2 = {"context_parallel_size": 2}
 DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": "64"}
 
 
-def train(run: Run, dataset: Any, family: str = "qwen3", peft_config: Any = None, **changes: Any) -> Any:
+def train(
+    run: Run, dataset: Any, family: str = "qwen3", peft_config: Any = None, dtype: Any = torch.float64, **changes: Any
+) -> Any:
     """A trained SFTTrainer of a tiny model."""
     args = SFTConfig(**run.arguments(**changes))
     trainer = run.trainer(
         SFTTrainer,
-        model=model_of(family),
+        model=model_of(family, dtype=dtype),
         args=args,
         train_dataset=dataset,
         eval_dataset=dataset.select(range(6)) if "eval_strategy" in changes else None,
@@ -66,6 +70,7 @@ def adapters(run: Run) -> Any:
 
 
 def moe(run: Run) -> Any:
+    """Experts, without their balance loss."""
     return train(run, completions(12), "qwen3-moe")
 
 
@@ -75,6 +80,7 @@ def gemma3(run: Run) -> Any:
 
 
 def gpt_oss(run: Run) -> Any:
+    """Sinks, windows and experts."""
     return train(run, completions(12), "gpt-oss")
 
 
@@ -89,22 +95,37 @@ def qwen3_next_packed(run: Run) -> Any:
     return train(run, completions(12), "qwen3-next", adam_epsilon=1e-2, **more)
 
 
-CASES = (packed, wrapped, padding_free, prompts, dft, adapters, moe, gpt_oss)
-FLOAT32 = (gemma3, qwen3_next, qwen3_next_packed)
+def streamed(run: Run) -> Any:
+    """A dataset that is read as it comes."""
+    return train(run, texts(16).to_iterable_dataset())
+
+
+def in_float32(run: Run) -> Any:
+    """TRL's own head and sums."""
+    return train(run, completions(12), dtype=torch.float32)
 
 
 def test_chats_on_two_ranks_and_dynamic_on_four() -> None:
     expected = stock(chats)
-    evaluation = {"eval_context_parallel_size": "1"}
-    print(compare(chats, CP2 | evaluation, reference=expected))
-    print(compare(chats, DYNAMIC, ranks=4, reference=expected))
+    compare(chats, CP2 | {"eval_context_parallel_size": "1"}, reference=expected)
+    compare(chats, DYNAMIC, ranks=4, reference=expected)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_equals_stock(case: Any) -> None:
-    print(case.__name__, compare(case, CP2))
+def test_equals_stock() -> None:
+    compare_each((packed, adapters, dft, moe, gpt_oss), CP2)
 
 
-@pytest.mark.parametrize("case", FLOAT32, ids=lambda case: case.__name__)
-def test_equals_stock_where_stock_computes_in_float32(case: Any) -> None:
-    print(case.__name__, compare(case, CP2, weights=1e-5))
+def test_equals_stock_where_stock_computes_in_float32() -> None:
+    compare_each((gemma3, qwen3_next), CP2, weights=1e-5)
+
+
+@pytest.mark.whole
+def test_more_that_equals_stock() -> None:
+    compare_each((wrapped, padding_free, prompts, streamed), CP2)
+    compare_each((qwen3_next_packed,), CP2, weights=1e-5)
+    compare_each((padding_free, dft, moe), DYNAMIC, ranks=4)
+
+
+@pytest.mark.whole
+def test_equals_trls_own_head_in_float32() -> None:
+    compare(in_float32, CP2, exact=False, weights=None)

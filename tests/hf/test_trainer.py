@@ -15,7 +15,7 @@ from longspan.hf import steps
 from tests.hf.stock import VOCABULARY, Ran, Run, compare, log_errors, model_of, ours, stock
 from tests.mutation import Change, mutated
 
-EXACT = {"loss": 1e-10, "metric": 1e-10, "weights": 1e-10}
+EXACT: dict[str, Any] = {"loss": 1e-10, "metric": 1e-10, "weights": 1e-10}
 ROWS, STEPS = 8, 20  # a micro-batch of all ranks; the data has 6 micro-batches, the last of them short
 
 
@@ -150,7 +150,9 @@ class Weighted(Trainer):
 class Halved(Trainer):
     """A loss of the user's own over the model's."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any
+    ) -> Any:
         """Half of the model's loss."""
         out = model(**inputs)
         return (out["loss"] / 2, out) if return_outputs else out.loss / 2

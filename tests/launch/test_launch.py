@@ -150,6 +150,9 @@ def test_what_cannot_be_started_is_refused() -> None:
 SCRIPT = """
 import os, signal, sys, time
 from longspan.comm import run_local
+from longspan.launch import local_ranks
+
+local_ranks.PRELOAD = ("torch",)  # its ranks need no more, and transformers takes seconds
 
 def wait_for_a_signal(rank, number):
     seen = []

@@ -14,9 +14,10 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.host_memory import free_host_bytes
 from longspan.layout import Layout
 from longspan.model import host_arena, prepare
-from longspan.model.host_arena import HostArena, HostRange, check_host_room, free_host_bytes
+from longspan.model.host_arena import HostArena, HostRange, check_host_room
 from longspan.model.host_offload import HostOffload, find_host_arena
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
@@ -135,15 +136,15 @@ def test_all_ranks_of_a_host_are_counted_together() -> None:
 
 def test_free_memory_is_the_least_of_linux_and_control_groups(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) is None
-    _write(tmp_path / "proc/meminfo", "MemTotal: 900 kB\nMemAvailable:     800 kB\n")
-    assert free_host_bytes(tmp_path) == 800 * 1024
+    _write(tmp_path / "proc/meminfo", "MemTotal: 900 kB\nMemAvailable:     800 kB\nSwapFree: 24 kB\n")
+    assert (free_host_bytes(tmp_path), free_host_bytes(tmp_path, swap=True)) == (800 * 1024, 824 * 1024)
     group = tmp_path / "sys/fs/cgroup"
     _write(group / "memory.max", "max\n")
     _write(group / "memory.current", "100000\n")
     _write(group / "memory.stat", "anon 5\ninactive_file 30000\n")
     assert free_host_bytes(tmp_path) == 800 * 1024
     _write(group / "memory.max", "500000\n")
-    assert free_host_bytes(tmp_path) == 430000
+    assert free_host_bytes(tmp_path) == free_host_bytes(tmp_path, swap=True) == 430000
     _write(group / "memory/memory.limit_in_bytes", "90\n")
     _write(group / "memory/memory.usage_in_bytes", "80\n")
     _write(group / "memory/memory.stat", "total_inactive_file 7\n")

@@ -298,7 +298,7 @@ def _check_names(path: Path, saved: set[str], weights: set[str]) -> None:
     """
     if weights and not saved:
         raise CheckpointError(
-            f"checkpoint {path} holds an optimizer without weights (save_checkpoint(…, weights=False)): read the weights "
+            f"checkpoint {path} holds an optimizer without weights (save_checkpoint(…, weights=False)): read weights "
             "from the folder that save_model wrote, and the rest by load_checkpoint(…, weights=False)"
         )
     if saved != weights:

@@ -184,6 +184,9 @@ def warn_of_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
         )
 
 
+DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+
+
 def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
     """The dtype of a run's arithmetic on a kind of device: "auto" is bfloat16 on GPUs over float32, else `model.dtype`.
 

@@ -18,7 +18,7 @@ def _key(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-@dataclass
+@dataclass(frozen=True)
 class LongspanArguments:
     """How ranks share documents in a Trainer; names, values and defaults are those of `longspan train`'s keys.
 

@@ -1,4 +1,4 @@
-"""Evaluation and prediction of a Trainer under the plans of evaluation: its own figures, and logits of whole batches."""
+"""Evaluation and prediction of a Trainer under plans of evaluation: its own figures, and logits of whole batches."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longspan.data.document import Document
 from longspan.hf.facade import Facade
+from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import is_cross_entropy
 from longspan.plan import Plan
 from longspan.train.loss import Head
@@ -18,17 +19,17 @@ from longspan.train.step_check import check_step
 from longspan.train.terms.step_terms import input_terms
 
 
-class EvaluationPart:
+class EvaluationPart(StockTrainer):
     """What a Trainer does in an evaluation, over plans of evaluation.
 
-    `eval_loss` is the Trainer's own figure, a mean of the means of batches; `eval_token_loss` beside it is the mean over
-    all tokens. Where metrics or predictions are wanted, the model answers with logits of the batch's shape.
+    `eval_loss` is the Trainer's own figure, a mean of the means of batches; `eval_token_loss` is that over tokens.
+    Where metrics or predictions are wanted, the model answers with logits of the batch's shape.
     """
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **keywords: Any) -> Any:
         """Evaluate or predict as the Trainer does, and add the loss of the mean token."""
         self._prepare_once()
-        self._facade.evaluated = [0.0, 0]
+        self._facade.evaluated = (0.0, 0)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **keywords)
         total, tokens = self._facade.evaluated
         if tokens and is_cross_entropy(self):
@@ -53,7 +54,7 @@ class EvaluationPart:
         self._agree_on_rows(documents)
         plan = self._plan(documents, training=False)
         with torch.autocast(self.args.device.type, enabled=False):
-            return gather_logits(facade.prepared, plan, documents, self.world)
+            return gather_logits(facade.inner_model, plan, documents, self.world)
 
 
 def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: Any) -> list[Tensor]:

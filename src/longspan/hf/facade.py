@@ -8,7 +8,7 @@ log-probabilities is exact, whoever wrote it.
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,8 +64,7 @@ def take_fused_head(model: Any) -> FusedHead:
     return FusedHead(float(settings["temperature"]), tuple(settings["outputs"]))
 
 
-@dataclass
-class CalledBatch:
+class CalledBatch(NamedTuple):
     """One batch that the Trainer called the model with: its documents, and what its loss leaves in the leaf."""
 
     rows: BatchDocuments
@@ -117,20 +116,23 @@ class AheadBatch(NamedTuple):
         return labels is not None and torch.equal(self.input_ids, input_ids) and torch.equal(self.labels, labels)
 
 
-@dataclass
 class Facade:
     """A prepared model as the Trainer calls it; attributes are the model's.
 
-    `token_values(model, documents, head)` gives the values of documents' tokens, of the model as it stands.
+    `token_values(facade, documents)` gives the values of documents' tokens, of the model as it stands.
     """
 
-    _model: Callable[[], Any]
-    _token_values: Callable[["Facade", list[Document]], TokenLogProbs]
-    head: FusedHead = field(default_factory=FusedHead)
-    called: list[CalledBatch] = field(default_factory=list)  # of this optimizer step, with gradients
-    ahead: list[AheadBatch] = field(default_factory=list)  # of this optimizer step, not called with yet
-    evaluated: list[float] = field(default_factory=lambda: [0.0, 0])  # of an evaluation: the sum of losses, and tokens
-    logits_of: Callable[["Facade", list[Document]], list[Tensor]] | None = None  # where an evaluation wants logits
+    def __init__(
+        self,
+        model: Callable[[], Any],
+        token_values: Callable[["Facade", list[Document]], TokenLogProbs],
+        head: FusedHead | None = None,
+    ) -> None:
+        self._model, self._token_values, self.head = model, token_values, head or FusedHead()
+        self.called: list[CalledBatch] = []  # of this optimizer step, with gradients
+        self.ahead: list[AheadBatch] = []  # of this optimizer step, not called with yet
+        self.evaluated = (0.0, 0)  # of an evaluation: the sum of losses, and tokens
+        self.logits_of: Callable[[Facade, list[Document]], list[Tensor]] | None = None  # where they are wanted
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -144,7 +146,7 @@ class Facade:
         return self.ahead.pop(0).values
 
     @property
-    def prepared(self) -> Any:
+    def inner_model(self) -> Any:
         """The prepared model, without an adapter's wrapper."""
         return model_inside(self._model())
 
@@ -172,19 +174,19 @@ class Facade:
         values = self._values_ahead(input_ids, labels)
         if values is None:
             values = Offset(self._token_values(self, [rows.documents[d] for d in scored]), 0) if scored else None
-        dtype = torch.float64 if self.prepared.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if self.inner_model.dtype == torch.float64 else torch.float32
         device = torch.as_tensor(input_ids).device
 
-        def shifted(name: str, kind: torch.dtype) -> Tensor:
+        def table_of(name: str, kind: torch.dtype) -> Tensor:
             of_documents = {d: values.value(name, i) for i, d in enumerate(scored)} if values else {}
             return rows.to_batch(of_documents, dtype=kind, device=device)[:, 1:]
 
-        leaf = shifted("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
+        leaf = table_of("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
         out = self._answer_loss(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
-        more: Mapping[str, Any] = {name: shifted(name, dtype) for name in self.head.values if name != "top1"}
-        top1 = shifted("top1", torch.bool) if "top1" in self.head.values else None
+        more: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
+        top1 = table_of("top1", torch.bool) if "top1" in self.head.values else None
         absent = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
         return TokenOutput({**out, **absent, **more, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1})
 
@@ -194,12 +196,12 @@ class Facade:
         if torch.is_grad_enabled():
             self.called.append(CalledBatch(rows, leaf))
         else:
-            self.evaluated = [self.evaluated[0] + total.item(), self.evaluated[1] + int(targets)]
+            self.evaluated = (self.evaluated[0] + total.item(), self.evaluated[1] + int(targets))
         return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
 
     def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
         """Logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels."""
-        width = self.prepared.config.get_text_config().vocab_size
+        width = self.inner_model.config.get_text_config().vocab_size
         table = self._empty_table(rows, width)
         log_probs = torch.zeros(rows.shape, dtype=torch.float64, device=table.device)
         for document, place, values in zip(rows.documents, rows.places, logits, strict=True):
@@ -214,8 +216,8 @@ class Facade:
         return TokenOutput(self._answer_loss(rows, log_probs[:, 1:].to(dtype), labels, items), logits=table)
 
     def _empty_table(self, rows: BatchDocuments, width: int) -> Tensor:
-        parameter = next(self.prepared.parameters())
-        return torch.zeros((*rows.shape, width), dtype=self.prepared.dtype, device=parameter.device)
+        parameter = next(self.inner_model.parameters())
+        return torch.zeros((*rows.shape, width), dtype=self.inner_model.dtype, device=parameter.device)
 
 
 def _mask(labels: Any) -> Tensor:

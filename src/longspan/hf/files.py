@@ -1,13 +1,18 @@
 """What a Trainer writes and reads: models that transformers and peft load, checkpoints that resume bit for bit.
 
 A checkpoint is the Trainer's folder `checkpoint-8`: the model as `save_model` writes it, whose weights are those that
-are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer only; `rng/`, the
+are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer; `rng/`, the
 random states of each rank; `scheduler.pt` and `trainer_state.json` as transformers writes them. It is written in
 `unfinished/` and gets its name when all ranks are done, so one that has its name is whole.
+
+As in transformers, what a collator itself draws at random is not repeated in the first step after a resume in the
+middle of an epoch: its loader had drawn a batch ahead.
 """
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError
+from longspan.hf.one_process import StockTrainer
 from longspan.model.reload import load_weights
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
@@ -27,7 +33,7 @@ UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "sc
 _log = logging.get_logger(__name__)
 
 
-class FilesPart:
+class FilesPart(StockTrainer):
     """Saving and resuming of a Trainer over a prepared model."""
 
     _unfinished: str | None = None  # the folder in which a checkpoint is being written
@@ -36,11 +42,11 @@ class FilesPart:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model, its tokenizer and the arguments; entered by all ranks."""
-        folder = output_dir or self.args.output_dir
+        folder = Path(output_dir or self.args.output_dir)
         self._prepare_once()
         files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        longspan.save_model(self._facade.prepared, folder, self.world, files)
-        arguments = os.path.join(folder, "training_args.bin")
+        longspan.save_model(self._facade.inner_model, folder, self.world, files)
+        arguments = folder / "training_args.bin"
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
     # ---- a checkpoint
@@ -85,13 +91,13 @@ class FilesPart:
         optimizer, root = self._torch_optimizer(), Path(output_dir)
         groups = [{key: _plain(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
         state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
-        step, prepared = self.state.global_step, self._facade.prepared
+        step, prepared = self.state.global_step, self._facade.inner_model
         save_checkpoint(root / OPTIMIZER, prepared, optimizer, self.world, step=step, state=state, weights=False)
         schedule = self.lr_scheduler.state_dict()
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(os.path.join(output_dir, RANDOM, str(self.world.rank)))
+        super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
 
     # ---- resuming
 
@@ -101,8 +107,8 @@ class FilesPart:
         Raises ConfigError for another number of rows a step, CheckpointError for a folder that cannot be resumed from.
         """
         if resume_from_checkpoint is True:
-            found = run_on_first_rank(self.world, self._newest_checkpoint, CheckpointError)
-            resume_from_checkpoint = found or True  # where there is none, the Trainer says so
+            newest = run_on_first_rank(self.world, self._newest_checkpoint, CheckpointError)
+            resume_from_checkpoint = newest or True  # where there is none, the Trainer says so
         return super().train(resume_from_checkpoint, *args, **keywords)
 
     def _newest_checkpoint(self) -> str | None:
@@ -119,11 +125,12 @@ class FilesPart:
         """Read weights, moments, settings of the optimizer and the schedule; entered by all ranks."""
         if checkpoint is None:
             return
-        prepared, optimizer, root = self._facade.prepared, self._torch_optimizer(), Path(checkpoint)
-        found = find_checkpoint(root / OPTIMIZER, self.world, _log.warning)
-        assert found is not None, f"{checkpoint} was checked, and holds no checkpoint of an optimizer"
+        prepared, optimizer, root = self._facade.inner_model, self._torch_optimizer(), Path(checkpoint)
+        saved = find_checkpoint(root / OPTIMIZER, self.world, _log.warning)
+        assert saved is not None, f"{checkpoint} was checked, and holds no checkpoint of an optimizer"
         load_weights(prepared, root, self.world)
-        state = load_checkpoint(found, prepared, optimizer, self.world, weights=False)
+        with _drop_empty_groups(optimizer):
+            state = load_checkpoint(saved, prepared, optimizer, self.world, weights=False)
         schedule = run_on_every_rank(
             self.world, lambda: torch.load(root / SCHEDULER, weights_only=True), CheckpointError
         )
@@ -132,7 +139,7 @@ class FilesPart:
         self.world.seed = state["seed"]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Take up this rank's random states; on another number of ranks the first's, which they share where it counts."""
+        """Take up this rank's random states; on another number of ranks all take the first's."""
         if checkpoint is None:
             return
         root, ranks = Path(checkpoint) / RANDOM, len(self.world.home.ranks)
@@ -145,7 +152,7 @@ class FilesPart:
             _log.warning(f"{best}, the best checkpoint, is not there any more: the model stays that of the last step")
             return
         _log.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
-        load_weights(self._facade.prepared, best, self.world)
+        load_weights(self._facade.inner_model, best, self.world)
 
     # ---- what a checkpoint says of the run
 
@@ -165,13 +172,13 @@ class FilesPart:
         saved = complete_checkpoints(checkpoint / OPTIMIZER)
         if not saved or not all((checkpoint / name).exists() for name in (SCHEDULER, RANDOM, STATE)):
             stock = (checkpoint / "optimizer.pt").exists()
-            what = (
+            reason = (
                 "it was saved by a Trainer without longspan, whose optimizer holds other tensors"
                 if stock
                 else "it has no state of an optimizer, as save_only_model leaves it out, or it is not whole"
             )
             raise CheckpointError(
-                f"{checkpoint} cannot be resumed from by a longspan trainer: {what}; begin anew from its weights: "
+                f"{checkpoint} cannot be resumed from by a longspan trainer: {reason}; begin anew from its weights: "
                 f"AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}), and train() without resume_from_checkpoint"
             )
         rows, saved_rows = self._rows_of_step(), read_state(saved[0])["rows"]
@@ -182,6 +189,21 @@ class FilesPart:
                 f"batch_size {each} × {len(self.world.home.ranks)} processes × gradient_accumulation_steps {batches}): "
                 f"a longspan trainer resumes with as many rows a step; set these two to make {saved_rows}"
             )
+
+
+@contextmanager
+def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
+    """Inside, an optimizer has no groups without parameters, which torch (2.11 to 2.13) cannot load.
+
+    Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.
+    """
+    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for place, group in empty:
+            optimizer.param_groups.insert(place, group)
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ from longspan.comm.all_ranks import is_first_rank
 from longspan.data.document import Document
 from longspan.errors import ConfigError, ModelError
 from longspan.hf.first_rank import FirstRank
+from longspan.hf.one_process import StockTrainer
 
 ANSWERS = ("_generate_single_turn", "_generate", "_generate_and_score_completions")
 LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")  # what functions of the first rank log
@@ -63,7 +64,7 @@ def _has_own_answers(kind: type[Any]) -> bool:
     return any(not base.__module__.startswith(("trl.", "longspan.hf.generation")) for base in owners)
 
 
-class GenerationPart:
+class GenerationPart(StockTrainer):
     """What a Trainer does to get answers and rewards."""
 
     @cached_property
@@ -96,13 +97,13 @@ class GenerationPart:
     # ---- work of the first rank
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
-        return self._by_first_rank(lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers")
+        return self._result_of_first_rank(lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers")
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Tensor:
         rewards = super()._calculate_rewards
-        return self._by_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
+        return self._result_of_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 
-    def _by_first_rank(self, work: Callable[[], Any], what: str) -> Any:
+    def _result_of_first_rank(self, work: Callable[[], Any], what: str) -> Any:
         """What `work` gives on the first rank, on every rank, with what it logged and the random state after it."""
 
         def run() -> Any:
@@ -113,7 +114,7 @@ class GenerationPart:
 
         result, logged, tokens, (python, numpy, torch_state) = self._first.run(run, what)
         if not is_first_rank(self.world):
-            vars(self).update(logged)
+            self.__dict__.update(logged)
             self.state.num_input_tokens_seen = tokens
             random.setstate(python)
             np.random.set_state(numpy)

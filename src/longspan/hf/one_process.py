@@ -21,6 +21,7 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 
+StockTrainer: Any = object  # the Trainer class that comes after our parts in the order of bases
 OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
 
 
@@ -40,11 +41,11 @@ class OneProcess:
 
         Raises ConfigError for another layout, and for processes that accelerate does not know.
         """
-        ranks = cls.now.ranks if cls.now else _started_ranks()
+        ranks = cls.now.ranks if cls.now else _count_ranks()
         home = make_home(ranks)
         if cls.now is None:
-            device = "cpu" if PartialState().device.type == "cpu" else None
-            opened = cls(home, World(home, device=device).__enter__())
+            device: Any = PartialState().device
+            opened = cls(home, World(home, device="cpu" if device.type == "cpu" else None).open())
             try:
                 opened._tell_accelerate()
             except BaseException:
@@ -78,7 +79,7 @@ class OneProcess:
         PartialState._shared_state.update(self._state)
         if AcceleratorState._shared_state:  # it reads the number of processes of the other
             AcceleratorState._shared_state["distributed_type"] = self._state["distributed_type"]
-        self.world.__exit__(None, None, None)
+        self.world.close()
 
     def arguments(self, args: TrainingArguments) -> TrainingArguments:
         """A copy of arguments whose batches are those of all ranks."""
@@ -110,7 +111,7 @@ class OneProcess:
 
         devices = cached_property(set_up_devices)
         devices.__set_name__(TrainingArguments, "_setup_devices")
-        stock_size = TrainingArguments.world_size.fget
+        stock_size: Any = TrainingArguments.__dict__["world_size"].fget
         size = property(lambda args: 1 if hasattr(args, OURS) else one.ranks if stock_size(args) else 0)
         self._patch(Trainer, "__init__", refuse_stock)
         self._patch(TrainingArguments, "_setup_devices", devices)
@@ -136,8 +137,8 @@ class OneProcess:
                 kind._shared_state.update(state)
 
 
-def _started_ranks() -> int:
-    """How many processes accelerate knows. Raises ConfigError where a launcher started others: each would train alone."""
+def _count_ranks() -> int:
+    """Count the processes. Raises ConfigError where a launcher started more than accelerate knows."""
     ranks, started = PartialState().num_processes, int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != started:
         raise ConfigError(
@@ -153,7 +154,7 @@ class OneAccelerator(Accelerator):
     every_rank_writes = False  # for a time, each rank does what the main process does
 
     @property
-    def process_index(self) -> int:
+    def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The first, of one."""
         return 0
 

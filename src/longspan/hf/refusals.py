@@ -30,6 +30,7 @@ _SETTINGS: dict[str, str] = {
     "fp16_full_eval": "the model would be cast between training and evaluation; leave it out",
     "bf16_full_eval": "the model would be cast between training and evaluation; leave it out",
     "entropy_coef": "the gradient of the entropy is not computed; set it to 0",
+    "enable_jit_checkpoint": "each rank would save by a timer of its own; use save_steps",
     "push_to_hub": "files are pushed by one process; push the saved folder afterwards",
 }
 
@@ -100,10 +101,11 @@ def refuse_model(trainer: Any) -> None:
             f"{name} with {type(trainer.processing_class).__name__} reads images, which a longspan trainer does not; "
             "give its tokenizer as processing_class for text, or use longspan train"
         )
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):
         raise ModelError(
             f"output_router_logits of {name} adds the routers' balance loss as transformers computes it, a batch at a "
-            "time; a longspan trainer does not: set it to False in the configuration, or use longspan train"
+            "time; a longspan trainer does not: set it to False in the configuration, or for TRL "
+            "args.router_aux_loss_coef to 0.0; or use longspan train"
         )
     if not is_cross_entropy(trainer) and (dropped := _dropout(trainer.model)):
         raise ModelError(
@@ -129,7 +131,8 @@ def refuse_search(*_: Any, **__: Any) -> LongspanError:
 
 
 def _has_head(model: Any) -> bool:
-    return hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+    head: Any = getattr(model, "get_output_embeddings", None)
+    return head is not None and head() is not None
 
 
 def _dropout(model: nn.Module) -> str:

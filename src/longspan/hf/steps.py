@@ -13,6 +13,7 @@ from torch import Tensor
 from longspan.comm import World
 from longspan.data.document import NO_TARGET, Document
 from longspan.hf.facade import AheadBatch, Facade, Offset, read_batch, with_coefficients
+from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import model_inside
 from longspan.model.seams.call_rules import refuse_dropout_in_two_passes
 from longspan.train import (
@@ -30,7 +31,7 @@ from longspan.train.plans import cost_of_run, query_heads
 _log = logging.getLogger(__name__)
 
 
-class StepsPart:
+class StepsPart(StockTrainer):
     """What a Trainer does in a step, over plans.
 
     A step whose loss is the mean cross entropy of its tokens takes one pass: it runs ahead of the Trainer's loss with
@@ -63,7 +64,7 @@ class StepsPart:
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         """Values of documents' tokens from one forward pass, without gradients."""
         self._agree_on_rows(documents)
-        prepared = facade.prepared
+        prepared = facade.inner_model
         training = prepared.training
         plan = self._plan(documents, training=training)
         try:
@@ -110,7 +111,7 @@ class StepsPart:
         batches = [self._prepare_inputs(dict(batch)) for batch in batches]
         documents, firsts = list[Document](), list[int]()
         for batch in batches:
-            rows = [document for document in read_batch(_of_documents(batch)).documents if document.targets]
+            rows = [document for document in read_batch(_document_entries(batch)).documents if document.targets]
             counted = float(items) if items is not None and self.model_accepts_loss_kwargs else 0.0
             divisor = counted or max(1, sum(document.targets for document in rows)) * len(batches)
             firsts.append(len(documents))
@@ -134,14 +135,14 @@ class StepsPart:
             return
         if guessed:
             self._guesses = False
-            self._facade.prepared.zero_grad()
+            self._facade.inner_model.zero_grad()
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
-        refuse_dropout_in_two_passes(self._facade.prepared, "losses that are not the mean cross entropy")
+        refuse_dropout_in_two_passes(self._facade.inner_model, "losses that are not the mean cross entropy")
         documents = [d for d in documents if np.any(d.token_values(np.arange(len(d)))["coefficient"])]
         if documents:
             self._run_step(documents)
             return
-        for parameter in self._facade.prepared.parameters():
+        for parameter in self._facade.inner_model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -150,10 +151,10 @@ class StepsPart:
         self._agree_on_rows(documents)
         facade, plan = self._facade, self._plan(documents, training=True)
         collected = CollectedTokens(plan.lengths, names)
-        facade.prepared.train()
+        facade.inner_model.train()
         with torch.autocast(self.args.device.type, enabled=False):
             run_step(
-                facade.prepared,
+                facade.inner_model,
                 plan,
                 documents,
                 self.world,
@@ -166,10 +167,10 @@ class StepsPart:
         return collected.sum_over_ranks(self.world)
 
     def _clip_grad_norm(self, model: Any) -> float:
-        return clip_grad_norm(self._facade.prepared, self.args.max_grad_norm, self.world)
+        return clip_grad_norm(self._facade.inner_model, self.args.max_grad_norm, self.world)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
-        return norm_of(self._facade.prepared, self.world) if grad_norm is None else grad_norm
+        return norm_of(self._facade.inner_model, self.world) if grad_norm is None else grad_norm
 
 
 class CollectedTokens:
@@ -198,7 +199,7 @@ class CollectedTokens:
         return TokenLogProbs(self._lengths, sums[0], np.zeros(len(self._lengths)), also)
 
 
-def _of_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
     names = ("input_ids", "labels", "attention_mask", "position_ids")
     return {name: batch[name] for name in names if name in batch}
 
@@ -213,7 +214,7 @@ def _same_coefficients(documents: Sequence[Document], guessed: Sequence[Document
             return False
         positions = np.flatnonzero(document.labels() != NO_TARGET)
         positions = positions[positions > 0]
-        found, wanted = (d.token_values(positions)["coefficient"] for d in (document, guess))
-        if not np.allclose(found, wanted, rtol=bound, atol=0):
+        slopes, guesses = (d.token_values(positions)["coefficient"] for d in (document, guess))
+        if not np.allclose(slopes, guesses, rtol=bound, atol=0):
             return False
     return True

@@ -1,6 +1,5 @@
 """`with_longspan(TrainerClass)`: a Trainer of transformers or TRL whose ranks share documents by longspan's plans."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import longspan
 from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.hf.arguments import LongspanArguments
+from longspan.hf.construction import GivenArguments
 from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
@@ -35,24 +35,24 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
         self.longspan = longspan or LongspanArguments()
-        takes = inspect.signature(super().__init__)
-        given = takes.bind_partial(*args, **keywords)
-        arguments = given.arguments.get("args") or _default_arguments(type(self), given.arguments.get("model"))
-        refuse_arguments(arguments, self.longspan, given.arguments)
-        if isinstance(given.arguments.get("model"), nn.Module):
-            refuse_kind(given.arguments["model"])
-        refuse_generation(type(self), arguments, given.arguments, takes.parameters)
+        construction = GivenArguments(type(self), super().__init__, args, keywords)
+        arguments, model = construction.args, construction.values.get("model")
+        refuse_arguments(arguments, self.longspan, construction.values)
+        if isinstance(model, nn.Module):
+            refuse_kind(model)
+        refuse_generation(type(self), arguments, construction.values, construction.takes)
         self._one = OneProcess.enter(self.longspan.home)
         self._open = True
         try:
             self._stock_arguments = arguments
-            given.arguments["args"] = _without_checkpointing(self._one.arguments(arguments))
-            if isinstance(given.arguments.get("model"), str):
-                load_on_one_device(given.arguments["args"])
+            mine = _turn_off_checkpointing(self._one.arguments(arguments))
+            if isinstance(model, str):
+                load_on_one_device(mine)
+            positional, named = construction.call_with(mine)
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
             with self._making_generation():
-                super().__init__(*given.args, **given.kwargs)
+                super().__init__(*positional, **named)
             refuse_model(self)
             self._refuse_reference()
         except BaseException:
@@ -126,9 +126,13 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
-        """Inside, an error of this rank, as of a collator or a metric, is in the failure report of ranks that wait."""
+        """Inside, an error of this rank, as of a collator or a metric, is in the failure report of ranks that wait.
+
+        All ranks wait at the end, so that none goes on without one whose metric failed.
+        """
         try:
             yield
+            self.world.control.barrier("the end of train, evaluate or predict")
         except BaseException as error:
             if not getattr(error, "on_all_ranks", False):
                 self.world.watch.leave(error)
@@ -148,30 +152,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self._one.leave()
 
 
-def _default_arguments(kind: type[Any], model: Any) -> TrainingArguments:
-    """The arguments that a trainer makes for itself where none are given."""
-    stock = next(base for base in kind.__mro__ if "args" in inspect.signature(base.__init__).parameters)
-    hints = inspect.signature(stock.__init__, eval_str=False).parameters["args"].annotation
-    config = next((c for c in _classes(hints, stock) if c is not TrainingArguments), TrainingArguments)
-    if config is TrainingArguments:
-        return TrainingArguments(output_dir="tmp_trainer")
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    return config(f"{str(name).rstrip('/').split('/')[-1]}-{config.__name__.removesuffix('Config')}")
-
-
-def _classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
-    """The argument classes that an annotation names, by the module of the class that has it."""
-    if isinstance(annotation, str):
-        module = inspect.getmodule(owner)
-        annotation = eval(annotation, vars(module))
-    return [
-        c
-        for c in getattr(annotation, "__args__", (annotation,))
-        if isinstance(c, type) and issubclass(c, TrainingArguments)
-    ]
-
-
-def _without_checkpointing(args: TrainingArguments) -> TrainingArguments:
+def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:
     """The arguments with what transformers would checkpoint turned off: `prepare` does it."""
     for name in CHECKPOINTING:
         if getattr(args, name, None):
@@ -189,7 +170,7 @@ def _answer_calls(prepared: Any, facade: Facade) -> None:
     prepared.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-class LongspanTrainer(LongspanMixin, Trainer):
+class LongspanTrainer(LongspanMixin, Trainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """transformers' Trainer whose ranks share documents by longspan's plans."""
 
 

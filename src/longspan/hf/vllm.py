@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longspan.comm.all_ranks import result_or_first_error
@@ -22,14 +21,14 @@ class LongspanVLLM(VLLMGeneration):
     """vLLM as a trainer of TRL calls it, over the weights of a prepared model. `_trainer` is the longspan trainer."""
 
     def __init__(self, _trainer: Any, *args: Any, **keywords: Any) -> None:
-        given = inspect.signature(super().__init__).bind(*args, **keywords).arguments
+        arguments = inspect.signature(super().__init__).bind(*args, **keywords).arguments
         self._trainer, self._world = _trainer, _trainer.world
-        given["accelerator"] = RankAccelerator(given["accelerator"], self._world)
-        if given.get("max_num_seqs"):  # of the batch of all ranks; an engine has a rank's share
-            given["max_num_seqs"] = -(-given["max_num_seqs"] // len(self._world.home.ranks))
-        super().__init__(**given)
+        arguments["accelerator"] = RankAccelerator(arguments["accelerator"], self._world)
+        if arguments.get("max_num_seqs"):  # of the batch of all ranks; an engine has a rank's share
+            arguments["max_num_seqs"] = -(-arguments["max_num_seqs"] // len(self._world.home.ranks))
+        super().__init__(**arguments)
 
-    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_named_params(self) -> Any:
         """Whole weights, one at a time, adapters merged."""
         return self._trainer.weights_by_name()
 

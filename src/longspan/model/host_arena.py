@@ -16,7 +16,6 @@ import weakref
 from bisect import insort
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from socket import gethostname
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, plural
+from longspan.host_memory import free_host_bytes
 
 ALIGNMENT = 256  # bytes: what CUDA's own allocations begin at a multiple of
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
@@ -205,38 +205,6 @@ def _unregister(address: int, copies: torch.cuda.Stream, process: int) -> None:
             copies.synchronize()
             cudart: Any = torch.cuda.cudart()
             cudart.cudaHostUnregister(address)
-
-
-def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of the host's memory that this process may still take, by Linux and by its control group; None: not known.
-
-    Files that Linux keeps in memory, and drops for others, count as free.
-    """
-    figures = [_meminfo(root / "proc/meminfo"), *_room_in_groups(root / "sys/fs/cgroup")]
-    known = [figure for figure in figures if figure is not None]
-    return max(0, min(known)) if known else None
-
-
-def _meminfo(file: Path) -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in file.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _room_in_groups(folder: Path) -> list[int]:
-    """What limits of control groups leave, of version 2 and of version 1, as a container sees them."""
-    rooms = list[int]()
-    for base, limit, used, files in (
-        (folder, "memory.max", "memory.current", "inactive_file"),
-        (folder / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with suppress(OSError, ValueError):  # no such group, or "max"
-            most, now = int((base / limit).read_text()), int((base / used).read_text())
-            statistics = dict(line.split() for line in (base / "memory.stat").read_text().splitlines())
-            rooms.append(most - now + int(statistics.get(files, 0)))
-    return rooms
 
 
 def check_host_room(bytes: int, world: World, what: str = "this run keeps on the host") -> None:

@@ -69,7 +69,7 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
             values = stored.get_slice(name)
             if tuple(values.get_shape()) != tuple(tensor.shape):
                 raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
-            local_tensor(tensor).copy_(values[LocalPart.of(tensor).block or ...])
+            local_tensor(tensor).copy_(values[LocalPart.of(tensor).block])
 
 
 def _error(folder: Path, error: Exception) -> ModelError:

@@ -90,7 +90,7 @@ def test_every_rank_says_so(tmp_path: Path, gpus: str, room: int) -> None:
 
 def _small_host(rank: int, config: RunConfig) -> str:
     """A model of eight billion weights on a host whose memory cannot hold them; the error."""
-    model_fits.available_on_host = lambda: 6 << 30
+    model_fits.free_host_bytes = lambda swap: 6 << 30
     with World(Layout(2)) as world, pytest.raises(ConfigError) as error:
         model = load_model(config=preset_config("qwen3-8b"), sharded=True)
         check_model_fits(config, model, world, torch.float32, training=True)
@@ -101,12 +101,6 @@ def test_a_host_that_is_too_small_is_named() -> None:
     first, last = run_ranks(_small_host, 2, CONFIG)
     assert "a rank needs at least 66.4 GiB" in first and "rank 0, one of 2 on its host, has 3.0 GiB free" in first
     assert "does its configuration say all of its sizes?" in first and last.startswith(first)
-
-
-def test_what_linux_has_to_give(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:    5000 kB\nSwapFree:  24 kB\nHugePages: 0\n")
-    assert model_fits.available_on_host(tmp_path / "meminfo") == 1024 * 5024
-    assert model_fits.available_on_host(tmp_path / "none") is None
 
 
 def test_published_presets_are_counted_without_memory() -> None:

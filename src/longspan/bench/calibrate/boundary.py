@@ -49,7 +49,7 @@ def measure_boundary(ranks: int, measure: Callable[[int], Seconds], pivots: int 
 
 
 def measure_steady_boundary(ranks: int, node_size: int, measure: Callable[[int], Seconds]) -> Boundary:
-    """Find the hosts as `measure_boundary` does, and measure up to `TRIES` times until it tells hosts that the launcher has too.
+    """Find the hosts as `measure_boundary` does, up to `TRIES` times until it tells hosts that the launcher has too.
 
     The fastest message between two ranks counts: on busy hosts a rank may be slow for a while.
     """

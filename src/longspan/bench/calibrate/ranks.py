@@ -82,15 +82,15 @@ def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
 def _find_hosts(world: World, clock: Clock) -> str:
     """A line about the hosts. Raises CommError where messages show others than the launcher.
 
-    Hosts are told apart by the latency of short messages or, if that is about the same everywhere or contradicts the
+    Hosts are of_size apart by the latency of short messages or, if that is about the same everywhere or contradicts the
     launcher, by longer ones.
     """
     slots, node_size = world.home.slots, world.node_size
     boundary = Boundary(())
     for size in (SHORT, LONG):
         measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
-        found = measure_steady_boundary(slots, node_size, measure)
-        boundary = found if found.hosts else boundary
+        of_size = measure_steady_boundary(slots, node_size, measure)
+        boundary = of_size if of_size.hosts else boundary
         if boundary.hosts and not contradicts(boundary, slots, node_size):
             break
     return check_boundary(boundary, slots, node_size)

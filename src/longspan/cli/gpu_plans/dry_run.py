@@ -5,9 +5,7 @@ and without a world, only documents are read.
 """
 
 import os
-import re
 from dataclasses import replace
-from pathlib import Path
 
 from longspan.cli.gpu_plans.ask_gpus import log_line, show_answer
 from longspan.cli.gpu_plans.fit import Choices
@@ -19,6 +17,7 @@ from longspan.cli.machine import gpu_here
 from longspan.cli.processes import has_torchrun, ranks_on_this_host, reports_here, usable_gpus
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
+from longspan.host_memory import free_host_bytes
 from longspan.plan import Machine
 from longspan.plan.cost.machine import find_device
 from longspan.run.checks.check_data import check_files
@@ -67,14 +66,5 @@ def _gpus_of(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     machine = known or Machine.known("H200")
     assumed = () if known else ("the speed of H200s",)
     local = ranks_on_this_host() if has_torchrun() else ranks
-    host = int(HOST_SHARE * free_on_host() / max(1, local)) or HOST_BYTES
+    host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, local)) or HOST_BYTES
     return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=host, name=name, assumed=assumed)
-
-
-def free_on_host(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """The memory that Linux could give now, in bytes; 0 where it does not say."""
-    try:
-        match = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    except OSError:
-        return 0
-    return 1024 * int(match.group(1)) if match else 0

@@ -12,6 +12,7 @@ from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest
 from longspan.config.keys import AUTO
 from longspan.errors import LayoutError, PlanError
 from longspan.plan import FixedMemory, MemoryPlan, MicroBatch, Plan
+from longspan.plan.memory.choose import most_that_fits
 from longspan.train.plans import degrees_to_compare
 
 UNIT = 1024  # rows of a slot: longest documents are whole multiples
@@ -143,12 +144,7 @@ def longest_under(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tup
         plan = plan or _with_length(short, rows * degree)
         return any(memory.fits(run.budget) for memory in leanest(run, [plan], fixed))
 
-    low, high = 0, 1
-    while high * unit < MOST_ROWS and fits(high * unit):
-        low, high = high, 2 * high
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * unit) else (low, middle)
+    low = most_that_fits(lambda count: fits(count * unit), MOST_ROWS // unit)
     while low and not fits(low * unit, run.plan((low * unit * degree,))):  # its planner shares attention in another way
         low -= 1 + low // 256
     low = max(low, 0)

@@ -25,7 +25,6 @@ from longspan.plan import (
     Plan,
     choose_memory,
 )
-from longspan.plan.cost.machine import CostSettings
 from longspan.plan.cost.model_shape import ModelShape, read_query_heads
 from longspan.plan.memory.seconds import step_seconds
 from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
@@ -33,6 +32,7 @@ from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
 from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
 from longspan.train.plans import PlanChoice, home_of
+from longspan.train.plans.run_cost import cost_settings_of
 
 
 @dataclass(frozen=True)
@@ -104,18 +104,9 @@ class RunOnGpus:
         return size if isinstance(size, int) else max(1, self.gpus.machine.node_size // self.home.tp)
 
     def cost(self, memory: MemoryPlan | None = None) -> Cost:
-        """The price of a step with what a plan of memory recomputes and how often it gathers; None: nothing, twice."""
-        parallel, mode = self.config.parallel, self.config.context.mode
-        settings = CostSettings(
-            frozen=self.config.lora.rank > 0,
-            depths=self.config.mtp.depths,
-            shards=self.home.slots // parallel.dp_replicate if mode == "lockstep" else 0,
-            weight_ranks=parallel.tp,
-            dp_replicate=parallel.dp_replicate,
-            gathered_once=not parallel.reshard_after_forward,
-            target_share=self.target_share,
-        )
-        return self.gpus.machine.cost(self.model, memory.cost_settings(settings) if memory else settings)
+        """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
+        settings = cost_settings_of(self.config, slots=self.home.slots, target_share=self.target_share, memory=memory)
+        return self.gpus.machine.cost(self.model, settings)
 
     @cached_property
     def choice(self) -> PlanChoice:

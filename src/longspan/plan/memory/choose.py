@@ -4,7 +4,7 @@ The first layers of each stage have one measure and the others a faster one: as 
 measures are tried, with weights gathered once or twice and states on the device or the host, and what costs least wins.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,6 +167,21 @@ def _refusal(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: Fixed
     )
 
 
+def most_that_fits(fits: Callable[[int], bool], limit: int | None = None) -> int:
+    """The largest number that fits, where smaller ones do too, below the first power of two from a limit on; or 0.
+
+    >>> most_that_fits(lambda count: count <= 37)
+    37
+    """
+    low, high = 0, 1
+    while (limit is None or high < limit) and fits(high):
+        low, high = high, 2 * high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
 def longest_document(
     config: Any,
     home: Layout,
@@ -198,12 +213,7 @@ def longest_document(
         return _fits_at_all(needs_of(rows), budget, fixed)
 
     step = _ROWS * multiple
-    low, high = 0, 1
-    while fits(high * step):
-        low, high = high, high * 2
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    low = most_that_fits(lambda count: fits(count * step))
     if not low:
         return 0, None
     needs = needs_of(low * step)

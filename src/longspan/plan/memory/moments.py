@@ -30,7 +30,7 @@ def moments_of(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[Mea
     """
     base = peak.resident
     if peak.settings.backward:
-        yield replace(base, gradients=int(peak.gradient_bytes(peak.all_numbers)), states=peak.updated_states)
+        yield replace(base, gradients=int(peak.gradient_bytes(peak.all_numbers)), states=peak.states_of_update)
     for load in loads:
         yield from MicroBatchMoments(peak, load, tuple(measures)).all()
 

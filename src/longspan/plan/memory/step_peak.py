@@ -109,7 +109,7 @@ class StepPeak:
         return int(trained * settings.weight_bytes * settings.state_numbers / self.shards)
 
     @property
-    def updated_states(self) -> int:
+    def states_of_update(self) -> int:
         """Bytes of states on the device during an update: all, or of those on the host the most that it copies."""
         every = self._state_bytes()
         return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every

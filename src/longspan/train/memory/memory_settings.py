@@ -3,13 +3,11 @@
 Imports no torch, but for the states of an optimizer that is named by its class.
 """
 
-from longspan.config.defaults import compute_dtype_name, encoder_default
+from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
 from longspan.config.memory_keys import checkpointing_by_hand
 from longspan.config.sections import RunConfig, TrainConfig
 from longspan.plan import FixedMemory, MemorySettings
 from longspan.plan.memory.settings import MOMENTS
-
-BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
 def memory_settings_of(
@@ -24,12 +22,12 @@ def memory_settings_of(
     """
     train, parallel = config.train, config.parallel
     return MemorySettings(
-        parameter_bytes=BYTES[config.model.dtype],
-        compute_bytes=BYTES[compute_dtype_name(config.model, "cuda" if gpu else "cpu")],
+        parameter_bytes=DTYPE_BYTES[config.model.dtype],
+        compute_bytes=DTYPE_BYTES[compute_dtype_name(config.model, "cuda" if gpu else "cpu")],
         state_numbers=state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
-        adapter_bytes=max(4, BYTES[config.model.dtype]),
+        adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),
         depths=config.mtp.depths,
         gathered_once=not parallel.reshard_after_forward,
         offload_states=train.offload_states,

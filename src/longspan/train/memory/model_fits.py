@@ -5,9 +5,7 @@ It is what no configuration can do without, from the shapes of the parameters: a
 """
 
 import math
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, ModelError, plural
+from longspan.host_memory import free_host_bytes
 from longspan.layout import Layout
 from longspan.model.layers import decoder_layers, layers_of_stages
 from longspan.model.mtp.depths import mtp_blocks
@@ -78,7 +77,7 @@ def free_room(world: World) -> Room | None:
     """The free memory of this rank's GPU, or its part of the host's; None on hosts without the figure (macOS)."""
     if world.device.type == "cuda":
         return Room(torch.cuda.mem_get_info(world.device)[0], f"the GPU of rank {world.rank}", of_gpu=True)
-    ranks_here, free = ranks_on_host(world), available_on_host()
+    ranks_here, free = ranks_on_host(world), free_host_bytes(swap=True)
     return (
         None
         if free is None
@@ -89,15 +88,6 @@ def free_room(world: World) -> Room | None:
 def ranks_on_host(world: World) -> int:
     """How many ranks share a host."""
     return min(len(world.home.ranks), world.node_size * world.home.tp)
-
-
-def available_on_host(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Memory and swap that Linux could give now, in bytes."""
-    try:
-        sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", meminfo.read_text(), flags=re.MULTILINE))
-    except OSError:
-        return None
-    return 1024 * (int(sizes["MemAvailable"]) + int(sizes.get("SwapFree", 0))) if "MemAvailable" in sizes else None
 
 
 def needed_bytes(

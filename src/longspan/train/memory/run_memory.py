@@ -18,7 +18,7 @@ from longspan.config.keys import AUTO
 from longspan.config.memory_keys import check_measures, checkpointing_by_hand, chooses_measures
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError
-from longspan.model.host_arena import free_host_bytes
+from longspan.host_memory import free_host_bytes
 from longspan.plan import (
     Cost,
     Machine,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from longspan.config.defaults import compute_dtype
+from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name
 from longspan.config.memory_keys import checkpointing_by_hand
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
@@ -65,28 +65,41 @@ def cost_of_run(
         return priced
     usual = Machine.known("H200") if gpu else Machine.cpus()
     try:
-        settings = _cost_settings(config, measured=priced is not None, gpu=gpu, slots=slots)
-        settings = settings if memory is None else memory.cost_settings(settings)
-        return (priced or usual).cost(model_config, replace(settings, target_share=target_share))
+        settings = cost_settings_of(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
+        return (priced or usual).cost(model_config, settings)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
         return Cost() if gpu else replace(Cost(), source="")
 
 
-def _cost_settings(config: RunConfig, *, measured: bool, gpu: bool, slots: int) -> CostSettings:
-    """Return what of a run changes its model's time. The usual machines are those of two bytes a number."""
-    train, parallel = config.train, config.parallel
-    return CostSettings(
+def cost_settings_of(
+    config: RunConfig, *, slots: int, gpu: bool = True, target_share: float = 1.0, memory: MemoryPlan | None = None
+) -> CostSettings:
+    """What of a run over so many slots changes its model's time; arguments as of `cost_of_run`.
+
+    >>> cost_settings_of(RunConfig(), slots=4).shards
+    4
+
+    Without `run.machine` prices are of two bytes a number.
+    """
+    train, parallel, computed = (
+        config.train,
+        config.parallel,
+        compute_dtype_name(config.model, "cuda" if gpu else "cpu"),
+    )
+    settings = CostSettings(
         recomputation=checkpointing_by_hand(train) or "none",
         recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
         frozen=config.lora.rank > 0,
         depths=config.mtp.depths,
-        bytes_per_number=compute_dtype(config.model, "cuda" if gpu else "cpu").itemsize if measured else 2,
+        bytes_per_number=DTYPE_BYTES[computed] if config.run.machine else 2,
         shards=slots // parallel.dp_replicate if config.context.mode == "lockstep" else 0,
         weight_ranks=parallel.tp,  # whose share of a slot's cost is taken when plans are made
         dp_replicate=parallel.dp_replicate,
         gathered_once=not parallel.reshard_after_forward,
+        target_share=target_share,
     )
+    return settings if memory is None else memory.cost_settings(settings)
 
 
 @cache

@@ -41,7 +41,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     Raises DataError on every rank for documents that one cannot read, that have items, for values that documents of one
     rank have and those of another have not, and where two ranks bring the same documents.
     """
-    return _gather(_read(lambda: enumerate(_listed(local)), world), world)
+    return _gather(_read(lambda: enumerate(_iterate_documents(local)), world), world)
 
 
 def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocuments":
@@ -159,7 +159,7 @@ class _Local:
         return np.concatenate([np.empty((0, len(columns)), dtype=np.int64), *rows])
 
 
-def _listed(local: Any) -> Iterable[Any]:
+def _iterate_documents(local: Any) -> Iterable[Any]:
     """The documents of a rank, one by one. Raises DataError for what is none, and for documents with items."""
     for name in ("items", "positions"):
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):

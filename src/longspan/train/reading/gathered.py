@@ -98,7 +98,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         hold different plans, and DataError on every rank for a plan of other documents.
         """
         digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
-        need = read_agreed(lambda: self._needed_runs(plan, depths), digest, self.world, hint=_HINT)
+        need = read_agreed(lambda: self._runs_of_ranks(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts
         have = [_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)]
         exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))
@@ -106,7 +106,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         columns = carry_rows(torch.from_numpy(self._brought.columns), moves, channel, "rows of documents")
         return replace(self, _here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
-    def _needed_runs(self, plan: Plan, depths: int) -> list[Integers]:
+    def _runs_of_ranks(self, plan: Plan, depths: int) -> list[Integers]:
         """The rows that each rank needs under a plan, in runs: of other slots only where they need rows of this rank.
 
         So each rank plans only its own messages. They match: both ends of a message have its rows in ascending order.

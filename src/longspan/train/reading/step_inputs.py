@@ -136,9 +136,15 @@ class StepInputs:
 
 
 def with_targets_of(documents: Any, plan: Plan) -> Plan:
-    """The plan with the targets of packs that have labels, which no planner reads; of other documents it has them."""
+    """The plan with the targets of packs that have labels, which no planner reads; of other documents it has them.
+
+    Labels on placeholders of items are none.
+    """
     if isinstance(documents, MovingDocuments):
         return replace(plan, targets=documents.targets)
     if not any(isinstance(document, LabelledPack) for document in documents):
         return plan
+    items = item_table_of(documents, plan.lengths)
+    if items is not None:
+        return replace(plan, targets=sum(count_targets_of_text(documents, items)))
     return replace(plan, targets=sum(target_count(documents[document]) for document in range(len(plan.lengths))))

@@ -1,0 +1,94 @@
+"""The arguments of a trainer's constructor by name, also where a subclass passes them on as `*args, **kwargs`."""
+
+import inspect
+from contextlib import suppress
+from typing import Any
+
+from transformers import TrainingArguments
+
+from longspan.errors import ConfigError
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class GivenArguments:
+    """What a trainer of the class `kind` is made with; `init` is the constructor to call, without `self`.
+
+    `values` are by the names of `init` and, of what it passes on, of the first base that names its parameters; `takes`
+    are all these names. Raises TypeError for arguments that `init` does not take.
+    """
+
+    def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
+        self._bound = inspect.signature(init).bind_partial(*args, **keywords)
+        self._names, positional, rest = _parameters(self._bound.signature)
+        self._positional, self._rest = positional, rest
+        self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameters(_signature(base))[0])
+        stock = _signature(self._stock)
+        self.takes = {*self._names, *stock.parameters}
+        self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
+        with suppress(TypeError):  # positions of another constructor: names alone are known
+            passed = stock.bind_partial(None, *self._rest_of(positional, ()), **self._rest_of(rest, {}))
+            self.values |= {name: value for name, value in passed.arguments.items() if name != "self"}
+
+    @property
+    def args(self) -> TrainingArguments:
+        """The TrainingArguments, or those that the stock class makes for itself."""
+        values = (self.values.get("args"), *self._rest_of(self._positional, ()))
+        return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default()
+
+    def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the call, with these TrainingArguments.
+
+        Raises ConfigError for a constructor that takes none.
+        """
+        positional, bound = self._rest_of(self._positional, ()), self._bound.arguments
+        if "args" in self._names:
+            bound["args"] = arguments
+        elif any(isinstance(value, TrainingArguments) for value in positional):
+            bound[self._positional] = tuple(
+                arguments if isinstance(value, TrainingArguments) else value for value in positional
+            )
+        elif self._rest:
+            bound[self._rest] = self._rest_of(self._rest, {}) | {"args": arguments}
+        else:
+            raise ConfigError(
+                f"the constructor takes {', '.join(self._names) or 'nothing'}, and longspan must give it args: the "
+                "batch of all ranks is in them; let it take args or **kwargs, and pass them on"
+            )
+        return self._bound.args, self._bound.kwargs
+
+    def _rest_of(self, name: str, nothing: Any) -> Any:
+        return self._bound.arguments.get(name, nothing)
+
+    def _default(self) -> TrainingArguments:
+        """The arguments that a trainer makes for itself where none are given."""
+        hints = _signature(self._stock).parameters["args"].annotation
+        config = next((c for c in _classes(hints, self._stock) if c is not TrainingArguments), TrainingArguments)
+        if config is TrainingArguments:
+            return TrainingArguments(output_dir="tmp_trainer")
+        model = self.values.get("model")
+        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+        return config(f"{str(name).rstrip('/').split('/')[-1]}-{config.__name__.removesuffix('Config')}")
+
+
+def _signature(kind: type[Any]) -> inspect.Signature:
+    return inspect.signature(kind.__init__)
+
+
+def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
+    """The named parameters, and the names of those that take what is left by position and by keyword ("": none)."""
+    parameters = signature.parameters.values()
+    left = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
+    named = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
+    return named, left.get(_VARIADIC[0], ""), left.get(_VARIADIC[1], "")
+
+
+def _classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
+    """The argument classes that an annotation names, by the module of the class that has it."""
+    if isinstance(annotation, str):
+        annotation = eval(annotation, vars(inspect.getmodule(owner)))
+    return [
+        c
+        for c in getattr(annotation, "__args__", (annotation,))
+        if isinstance(c, type) and issubclass(c, TrainingArguments)
+    ]

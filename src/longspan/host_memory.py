@@ -1,0 +1,45 @@
+"""The memory that is free on a host, for this process: what arenas, models and plans of memory may take of it.
+
+A container's control group may leave less than Linux has. How the ranks of a host share it is not decided here.
+"""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+
+def free_host_bytes(root: Path = Path("/"), *, swap: bool = False) -> int | None:
+    """Bytes of the host's memory that this process may still take, by Linux and by its control group; None: not known.
+
+    >>> (free_host_bytes() or 1) > 0
+    True
+
+    Files that Linux keeps in memory, and drops for others, count as free. With `swap`, what could be swapped out counts
+    too: pages that CUDA knows cannot be.
+    """
+    names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
+    figures = [_meminfo(root / "proc/meminfo", names), *_room_in_groups(root / "sys/fs/cgroup")]
+    known = [figure for figure in figures if figure is not None]
+    return max(0, min(known)) if known else None
+
+
+def _meminfo(file: Path, names: tuple[str, ...]) -> int | None:
+    """The sum of these sizes; None without the first one."""
+    with suppress(OSError, ValueError):
+        sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
+        return 1024 * sum(int(sizes.get(name, 0)) for name in names) if names[0] in sizes else None
+    return None
+
+
+def _room_in_groups(folder: Path) -> list[int]:
+    """What limits of control groups leave, of version 2 and of version 1, as a container sees them."""
+    rooms = list[int]()
+    for base, limit, used, files in (
+        (folder, "memory.max", "memory.current", "inactive_file"),
+        (folder / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            most, now = int((base / limit).read_text()), int((base / used).read_text())
+            statistics = dict(line.split() for line in (base / "memory.stat").read_text().splitlines())
+            rooms.append(most - now + int(statistics.get(files, 0)))
+    return rooms
