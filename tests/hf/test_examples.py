@@ -18,7 +18,7 @@ import longspan.hf
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments, with_longspan
 from longspan.testing import run_ranks
-from tests.hf.stock import conversations, model_of, tokenizer
+from tests.hf.tiny import conversations, model_of, tokenizer
 from tests.train.small import write_texts
 
 ROOT = Path(__file__).parents[2]
