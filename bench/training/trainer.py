@@ -4,8 +4,8 @@ python bench/training/trainer.py --world 2 --cp 2                               
 torchrun --nproc-per-node 2 bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 16 --length 8192 \
     --cp 2 --dtype bfloat16 --out bench/records/trainer-H200.json                              # two GPUs
 
-Ways: `loop` calls run_step and an AdamW; `Trainer` is transformers', whose loss takes one pass; `SFTTrainer` TRL's, with
-its metrics; `own loss` a Trainer whose loss is a function of log-probabilities, which takes a forward pass more.
+Ways: `loop` calls run_step and an AdamW; `Trainer` is transformers', whose loss takes one pass; `SFTTrainer` TRL's,
+with its metrics; `own loss` a Trainer whose loss is another function of log-probabilities: one forward pass more.
 """
 
 import argparse
