@@ -57,7 +57,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rows = measure_ways(int(os.environ["RANK"]), options)
     else:
-        rows = run_ranks(measure_ways, options.world, options, timeout=None)[0]
+        rows = run_ranks(measure_ways, options.world, options, timeout=3600)[0]
     if int(os.environ.get("RANK", "0")):
         return
     about = {name: value for name, value in vars(options).items() if name != "out"}
