@@ -1,6 +1,6 @@
 """Training a causal language model on a folder of texts with transformers' Trainer: one line differs from stock.
 
-`torchrun --nproc-per-node 2 examples/trainer.py --text_folder TEXTS --output_dir runs/trainer --context_parallel_size 2`
+`torchrun --nproc-per-node 2 examples/trainer.py --text_folder TEXTS --output_dir runs/clm --context_parallel_size 2`
 trains a tiny model with a tokenizer of these texts; `--model_name_or_path FOLDER` one of your own. The program has the
 shape of transformers' run_clm.py, and takes the flags of TrainingArguments and LongspanArguments (on CPUs --use_cpu).
 A test swaps the line and runs the stock script in one process (tests/hf/test_examples.py). docs/trainer.md explains it.

@@ -17,6 +17,7 @@ from datasets import disable_progress_bars
 import longspan.hf
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments, with_longspan
+from longspan.hf.refusals import _SETTINGS
 from longspan.testing import run_ranks
 from tests.hf.tiny import conversations, model_of, tokenizer
 from tests.train.small import write_texts
@@ -101,6 +102,12 @@ def run_page(rank: int, page: str, folder: str) -> dict[str, float]:
     names |= {"GRPOTrainer": GRPOTrainer, "TrainingArguments": TrainingArguments, "__name__": "page"}
     names["args"] = SFTConfig("out", max_steps=2, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True)
     exec(compile("\n\n".join(blocks), "docs/trainer.md", "exec"), names)
+    focused = names["Focused"](
+        model=model_of(), args=names["args"], train_dataset=names["chats"], processing_class=tokenizer()
+    )
+    focused.train()
+    focused.end()
+    assert 0 < focused.state.log_history[-1]["train_loss"] < names["trainer"].state.log_history[-2]["train_loss"]
     return names["metrics"]
 
 
@@ -108,6 +115,11 @@ def test_the_page_on_trainers_is_one_program(tmp_path: Path) -> None:
     first, second = run_ranks(run_page, 2, (ROOT / "docs/trainer.md").read_text(), str(tmp_path))
     assert first["eval_loss"] == second["eval_loss"] > 0 and first["eval_token_loss"] > 0
     assert (tmp_path / "out/model.safetensors").is_file()
+
+
+def test_the_page_of_refusals_lists_every_setting() -> None:
+    page = (ROOT / "docs/limits.md").read_text()
+    assert not [name for name in _SETTINGS if f"`{name}`" not in page]
 
 
 def one_process_of_two(rank: int) -> str:
