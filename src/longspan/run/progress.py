@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 
 from longspan.errors import plural
 from longspan.evaluation.result import PasskeyGrid
+from longspan.launch.stop_signals import leave_closed_output
 
 LINE_SECONDS = 30.0  # where there is no terminal, no longer without a line
 BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
@@ -64,7 +65,12 @@ class ProgressDisplay:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._stream is not None:
             with self._writing:
-                print(text, file=self._stream, flush=True)
+                try:
+                    print(text, file=self._stream, flush=True)
+                except (
+                    BrokenPipeError
+                ):  # the reader, as `| tee` on a terminal that was closed, is gone; the run goes on
+                    leave_closed_output()
                 self._written = time.monotonic()
 
     def begin_step(self, step: int) -> None:
