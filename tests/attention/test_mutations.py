@@ -81,7 +81,7 @@ MUTATIONS = [
     ("attention.ring", "index_copy_(0, rows.places, handle", "index_copy_(0, rows.places.flip(0), handle"),
     ("attention.all_to_all", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
     ("attention.all_to_all", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
-    ("attention.all_to_all", "of_all[self.split.q_heads(self._me)] = x", "of_all[: len(x)] = x"),
+    ("attention.all_to_all", "all_heads[self.split.q_heads(self._me)] = x", "all_heads[: len(x)] = x"),
     # what a recomputed layer exchanges once more
     ("attention.attend", "part_out, x.lse) for x in slices]", "part_out, slices[0].lse) for x in slices]"),
     ("attention.all_to_all", "self._pair = tuple(pair) or self._pair", "self._pair = self._pair or tuple(pair)"),

@@ -118,7 +118,8 @@ def test_an_anchor_gains_by_slots_that_short_documents_could_not_keep_busy() -> 
     durations = np.array([0.1, 3.0, 5.0]) * mine.mean_seconds
     lack = np.maximum(durations - mine.light_density * mine.cap, 0.0)
     degrees = DegreeTable.of(mine)
-    (width, plain), (again, reaching) = degrees.choose_degrees(durations, 0.0), degrees.choices(durations, 0.5)
+    width, plain = degrees.choose_degrees(durations, 0.0)
+    again, reaching = degrees.choose_degrees(durations, 0.5)
     assert (width == again).all() and np.isfinite(plain[:, 1:]).all() and lack[2] > lack[1] > 0
     np.testing.assert_allclose(reaching[:, 1:], (plain - 0.5 * width * lack)[:, 1:], rtol=1e-12)
 
