@@ -33,7 +33,7 @@ MOVED = {
 }
 # Where pages and examples import from. Beside those of MOVED: planning, ranks for tests, and the rooms of single pages.
 PUBLIC = (
-    *("longspan", *MOVED, "longspan.plan", "longspan.testing"),
+    *("longspan", *MOVED, "longspan.hf", "longspan.plan", "longspan.testing"),
     *("longspan.attention", "longspan.corpus", "longspan.doctor", "longspan.model", "longspan.ssm"),
 )
 
@@ -109,6 +109,7 @@ def test_type_checkers_see_the_same_names():
 LAZY = [
     "longspan",
     "longspan.comm",
+    "longspan.hf",
     "longspan.model",
     "longspan.mtp",
     "longspan.multimodal",

@@ -22,7 +22,7 @@ from longspan.attention import AttendCall, Mask, choose
 from longspan.attention.call import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
-from longspan.model.parts import modes_restored
+from longspan.model.parts import preserve_modes
 from longspan.model.seams.attention_record import Probe, RecordedCall, check_calls
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
 from longspan.model.seams.refusals import doctor_hint
@@ -76,7 +76,7 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
     """One pass in a mode. If it is `judged`, raises ModelError for an error of the pass, and for its attention."""
     probe, names, draws = Probe(), _CallNames(), Counter[str]()
     try:
-        with modes_restored(model), names, _Draws(names, draws):
+        with preserve_modes(model), names, _Draws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
                 if _is_of_adapter(name):
