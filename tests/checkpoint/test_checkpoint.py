@@ -214,7 +214,8 @@ def test_weights_and_moments_come_back_bit_for_bit(tmp_path: Path, optimizer: st
     assert len(straight) == len(resumed) > (40 if optimizer == "adamw" else 20)
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
     files = sorted(p.name for p in (tmp_path / "step-000001").iterdir())
-    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(saved)), "manifest.json", "state.json"]
+    written = [f"__{rank}_0.distcp" for rank in range(saved)]
+    assert files == [".metadata", *written, "manifest.json", "metadata.json", "state.json"]
 
 
 def hyperparameters_rank(rank: int, ranks: int, root: Path, optimizer: str) -> None:
@@ -324,7 +325,7 @@ def damaged_rank(rank: int, ranks: int, root: Path) -> tuple[list[str], list[str
 
 def test_a_flipped_byte_is_seen_and_the_good_checkpoints_are_kept(tmp_path: Path) -> None:
     (first, said), (second, silent) = run_ranks(damaged_rank, 2, 2, tmp_path)
-    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "metadata.json", "state.json"]
     assert sorted(first + second) == sorted(files * 2) and min(map(len, (first, second))) >= 2
     assert len(said) == 2 and not silent
     assert all("step-000004: __1_0.distcp has other contents than were written" in text for text in said)

@@ -1,8 +1,9 @@
 """Checkpoints: saved by all ranks with torch's distributed checkpoint, complete or not there at all.
 
-A checkpoint is a folder `step-000100` with the ranks' `.distcp` files, `state.json` (step, configuration) and, written
-last, `manifest.json`: size and SHA-256 of every file, taken by its writer while it wrote. It is written as
-`step-000100.partial`, synced and renamed, so an interrupted save never damages an older one. Weights and optimizer
+A checkpoint is a folder `step-000100` with the ranks' `.distcp` files, `metadata.json` (which tensor is in which file),
+`state.json` (step, configuration) and, written last, `manifest.json`: size and SHA-256 of every file, taken by its
+writer while it wrote. It is written as `step-000100.partial`, synced and renamed, so an interrupted save never damages
+an older one. All of it is read as data: a checkpoint cannot run code. Weights and optimizer
 state are stored by name and global shape, as they are in the whole model: any number of ranks may load them, in any
 number of pipeline stages. Of a model with an adapter a checkpoint holds the adapter, and what is trained of an encoder.
 The data position is only the step (`step_order.py`), and dropout's masks are drawn from the run's seed and the step,
@@ -47,7 +48,8 @@ from longspan.checkpoint.files import (
     read_state,
     remove_old_checkpoints,
 )
-from longspan.checkpoint.storage import HashingWriter, PatientReader
+from longspan.checkpoint.metadata import read_metadata
+from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
@@ -149,7 +151,8 @@ def load_checkpoint(
     moments of parameters that were frozen, and CommError where a rank is lost.
     """
     path = Path(path)
-    state, stored = run_on_first_rank(world, lambda: (read_state(path), _names_in(path)), CheckpointError)
+    state, metadata = run_on_first_rank(world, lambda: (read_state(path), read_metadata(path)), CheckpointError)
+    stored = list[str](metadata.state_dict_metadata)
     tensors = tensors_to_fill(model, optimizer)
     local_names = set[str](tensors["model"])
     names = world.control.reduce_object(local_names, set[str].union, "gather of host values") or set[str]()
@@ -163,11 +166,12 @@ def load_checkpoint(
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
     try:
         with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks):
-            dcp.load(tensors, storage_reader=PatientReader(path, world), process_group=world.control.group)
+            reader = PatientReader(path, metadata, world)
+            dcp.load(tensors, storage_reader=reader, planner=DataPlanner(), process_group=world.control.group)
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
-        raise CheckpointError(f"checkpoint {path} does not fit this model: {_reason(error)}") from error
+        raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure(error)}") from error
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
     moments = tensors["optimizer"] | hyperparameters if optimizers else {}
     options = BY_NAME if adapter_of(model) is None else SOME_BY_NAME
@@ -180,7 +184,7 @@ def load_checkpoint(
 
 def holds_encoders(path: Path) -> bool:
     """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
-    weights = _names_under("model.", _names_in(path))
+    weights = _names_under("model.", read_metadata(path).state_dict_metadata)
     return are_of_both(weights) or any(name.startswith("encoders.") for name in weights)
 
 
@@ -273,16 +277,8 @@ def _write_tensors(folder: Path, tensors: dict[str, Any], world: World) -> list[
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise CheckpointError(_reason(error)) from error
+        raise CheckpointError(first_failure(error)) from error
     return world.control.gather_objects(writer.digests)
-
-
-def _names_in(path: Path) -> list[str]:
-    """List all names in a checkpoint: weights under "model.", moments and settings under "optimizer."."""
-    try:
-        return list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-    except Exception as error:  # an unreadable pickle raises anything
-        raise CheckpointError(f"checkpoint {path}: .metadata cannot be read: {error}") from error
 
 
 def _names_under(prefix: str, names: Iterable[str]) -> set[str]:
@@ -308,12 +304,6 @@ def _check_names(path: Path, saved: set[str], weights: set[str]) -> None:
             f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} that this model has not "
             f"({', '.join(extra[:2]) or 'none'}); load it with the model that it was saved from"
         )
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong on the first rank where something did, without the tracebacks of all of them."""
-    failures = list(error.failures.items()) if isinstance(error, CheckpointException) else []
-    return f"{failures[0][1][0]} (on rank {failures[0][0]})" if failures else str(error)
 
 
 def _hyperparameters(tensors: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.checkpoint.export_adapter import (
@@ -35,6 +36,8 @@ from longspan.checkpoint.files import (
     newest_good_checkpoint,
     read_state,
 )
+from longspan.checkpoint.metadata import read_metadata
+from longspan.checkpoint.storage import DataPlanner, DataReader, first_failure
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.corpus.images.without_torchvision import FILES
@@ -190,7 +193,8 @@ def _write_weights(
 
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
     """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
-    stored = depths.select(_weights_in(checkpoint))
+    metadata = read_metadata(checkpoint)
+    stored = depths.select(_weights_in(metadata))
     stored_names = names_by_stock_name(stored)  # a vision-language model's are stored by the names of its two modules
     stored, weights = (
         {name: stored[stored_name] for name, stored_name in stored_names.items()},
@@ -201,35 +205,33 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
     place = {unit: i for i, unit in enumerate(dict.fromkeys(map(unit_of, weights)))}
     for _, group in groupby(sorted(stored, key=lambda name: (place[unit_of(name)], name)), unit_of):
         names = {stored_names[name]: name for name in group}
-        tensors = _read_group(checkpoint, {stored_name: stored[name] for stored_name, name in names.items()})
+        tensors = _read_group(checkpoint, metadata, {other: stored[name] for other, name in names.items()})
         yield {name: tensors[stored_name] for stored_name, name in names.items()}
 
 
 def _tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors under "model." in a checkpoint: those of an adapter are few."""
-    return _read_group(checkpoint, _weights_in(checkpoint))
+    metadata = read_metadata(checkpoint)
+    return _read_group(checkpoint, metadata, _weights_in(metadata))
 
 
-def _read_group(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+def _read_group(checkpoint: Path, metadata: Metadata, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     """Read some tensors of a checkpoint whole, in this process. Raises CheckpointError for unreadable files."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    reader = DataReader(checkpoint, metadata)
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is one process
-            dcp.load({"model": tensors}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-    except Exception as error:  # an unreadable file raises anything
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+            dcp.load({"model": tensors}, storage_reader=reader, planner=DataPlanner(), no_dist=True)
+    except (Exception, CheckpointException) as error:  # an unreadable file raises anything
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {first_failure(error)}") from error
     return tensors
 
 
-def _weights_in(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+def _weights_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """The weights that a checkpoint holds, by their names in the model."""
-    try:
-        stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    except Exception as error:  # an unreadable pickle raises anything
-        raise CheckpointError(f"checkpoint {checkpoint}: .metadata cannot be read: {error}") from error
     return {
         name.removeprefix("model."): entry
-        for name, entry in stored.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
 

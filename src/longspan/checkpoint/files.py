@@ -197,6 +197,11 @@ def _read_manifest(path: Path) -> dict[str, Digest]:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")
     if not all(isinstance(digest, list) and len(digest) == 2 for digest in files.values()):
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged (no size and hash for each file)")
+    if outside := [name for name in files if Path(name).name != name]:
+        raise CheckpointError(
+            f"checkpoint {path}: {MANIFEST} names {outside[0]!r}, which is not a file of this folder and is not read; "
+            "copy the checkpoint again from where it was saved"
+        )
     return files
 
 
@@ -206,7 +211,7 @@ def _read_json(file: Path, path: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: {file.name} cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: {file.name} is damaged ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"checkpoint {path}: {file.name} is damaged (not an object)")

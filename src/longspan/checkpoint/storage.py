@@ -1,23 +1,32 @@
-"""How the ranks' own files of a checkpoint are written and read: torch's file system storage, with three additions.
+"""How the ranks' own files of a checkpoint are written and read: torch's file system storage, with four additions.
 
 A file is hashed while it is written, so that no rank reads it again for that. Reading and writing are not under the
-time-out of collectives (`waiting_for_all`). An error of the disk names its file.
+time-out of collectives (`waiting_for_all`). An error of the disk names its file. What is read is data: tensors and
+plain values, never an object that runs code while it is made.
 """
 
 import hashlib
 import io
 import os
+import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from longspan.checkpoint.files import Digest
+from longspan.checkpoint.metadata import METADATA, metadata_text
 from longspan.comm import World, waiting_for_all
 from longspan.errors import CheckpointError
 from longspan.files import naming_file, os_error_text
@@ -41,12 +50,47 @@ class HashingWriter(FileSystemWriter):
         with waiting_for_all(self._world):
             return super().write_data(plan, planner)
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what the files hold: torch's `.metadata`, and `metadata.json`, which longspan reads; on one rank."""
+        super().finish(metadata, results)
+        places = {result.index: result.storage_data for part in results for result in part}
+        with self.fs.create_stream(Path(self.path) / METADATA, "wb") as stream:
+            stream.write(metadata_text(metadata.state_dict_metadata, places).encode())
+            stream.flush()
+            os.fsync(stream.fileno())
 
-class PatientReader(FileSystemReader):
+
+class DataReader(FileSystemReader):
+    """Reads the files of a checkpoint as `metadata` (`read_metadata`) describes them; to use with a `DataPlanner`.
+
+    Raises CheckpointError for a file with something else in it than tensors and plain values.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata, self._file = metadata, ""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """What was read before; torch would unpickle `.metadata`."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As torch reads."""
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(not_data(Path(self.path) / self._file, error)) from error
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        self._file = sinfo.relative_path
+        return super()._slice_file(file, sinfo)
+
+
+class PatientReader(DataReader):
     """Reads what this rank needs of all files."""
 
-    def __init__(self, path: Path, world: World) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, metadata: Metadata, world: World) -> None:
+        super().__init__(path, metadata)
         self._world = world
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -56,6 +100,65 @@ class PatientReader(FileSystemReader):
         """
         with waiting_for_all(self._world), naming_file(Path(self.path)):
             return super().read_data(plan, planner)
+
+
+class DataPlanner(DefaultLoadPlanner):
+    """torch's planner of loading, which takes plain values only where torch's would unpickle anything."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """As torch plans. Raises CheckpointError where a checkpoint has another value in place of a tensor."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        for name, value in self.state_dict.items():
+            if isinstance(value, Tensor) and isinstance(stored.get(name), BytesStorageMetadata):
+                raise CheckpointError(
+                    f"{name} is no tensor in the checkpoint, and one of {list(value.shape)} here; load it with the "
+                    "model and the optimizer that it was saved from"
+                )
+        return super().create_local_plan()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take up a value that is no tensor, such as a count of steps; torch (2.11 to 2.13) unpickles it unchecked."""
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def read_values(file: Path) -> Any:
+    """The tensors and plain values in a file of `torch.save`.
+
+    >>> read_values(Path("checkpoint-8/scheduler.pt"))["last_epoch"]
+    8
+
+    Raises CheckpointError for a file that is damaged or holds anything else, which is not run.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file raises anything
+        raise CheckpointError(not_data(file, error)) from error
+
+
+def first_failure(error: BaseException) -> str:
+    """What went wrong on the first rank where something did, without the tracebacks of all of them."""
+    failures = list(error.failures.items()) if isinstance(error, CheckpointException) else []
+    return f"{failures[0][1][0]} (on rank {failures[0][0]})" if failures else str(error)
+
+
+def not_data(file: Path, error: Exception) -> str:
+    """Why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
+    reason = " ".join(str(error).split())
+    if match := re.search(r"GLOBAL (\S+)", reason):
+        return (
+            f"{file} names {match[1]}, which is neither a tensor nor a plain value and may be code; it was not run. "
+            "Use a checkpoint that longspan wrote, from who saved it"
+        )
+    return (
+        f"{file} holds something else than tensors and plain values, or is damaged ({type(error).__name__}); nothing "
+        "of it was run. Copy it again from where it was saved, or use another checkpoint"
+    )
 
 
 class _HashingFiles(FileSystem):

@@ -22,7 +22,7 @@ from longspan.doctor.cases import (
     cases_named,
     contiguous_cases,
     image_cases,
-    list_cases_of_types,
+    list_type_cases,
 )
 from longspan.doctor.images import no_video_reason
 from longspan.doctor.kernels import KernelLine, kernel_lines
@@ -88,7 +88,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     Raises CommError where the ranks did not end well.
     """
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
-    cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_cases_of_types(cp)]
+    cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
     proof = _run_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
     if not proof.worlds:

@@ -92,9 +92,8 @@ class TextTokenizer:
 
     def _encode_long(self, text: str) -> np.ndarray:
         opening, closing = self.surrounding_ids
-        return np.concatenate([opening, encode_in_pieces(self.engine, text), closing, self.end_of_text]).astype(
-            np.int64
-        )
+        ids = encode_in_pieces(self.engine, text)
+        return np.concatenate([opening, ids, closing, self.end_of_text]).astype(np.int64)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
         """Return the tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""

@@ -229,7 +229,7 @@ class Portions:
         return batches
 
     def _agree_before_portion(self, ended: bool, *, first: bool) -> bool:
-        """Agree whether any rank ends; first also on items, plan and gathering, later on whether any portion took long."""
+        """Agree whether any rank ends; first also on items, plan and gathering, later on whether one took long."""
         if first:
             if self.items is not None:
                 self.world.control.agree(self.items.digest(), what="lists of items")

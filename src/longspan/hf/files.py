@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state
+from longspan.checkpoint.storage import not_data, read_values
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError
 from longspan.hf.one_process import StockTrainer
@@ -131,9 +132,7 @@ class FilesPart(StockTrainer):
         load_weights(prepared, root, self.world)
         with _drop_empty_groups(optimizer):
             state = load_checkpoint(saved, prepared, optimizer, self.world, weights=False)
-        schedule = run_on_every_rank(
-            self.world, lambda: torch.load(root / SCHEDULER, weights_only=True), CheckpointError
-        )
+        schedule = run_on_every_rank(self.world, lambda: read_values(root / SCHEDULER), CheckpointError)
         self.lr_scheduler.load_state_dict(schedule)
         _restore_settings(root, optimizer, state["groups"])
         self.world.seed = state["seed"]
@@ -144,7 +143,17 @@ class FilesPart(StockTrainer):
             return
         root, ranks = Path(checkpoint) / RANDOM, len(self.world.home.ranks)
         same = len(list(root.iterdir())) == ranks
-        super()._load_rng_state(str(root / str(self.world.rank if same else self.world.home.ranks[0])))
+        folder = root / str(self.world.rank if same else self.world.home.ranks[0])
+        run_on_every_rank(self.world, lambda: self._load_random_states(folder), CheckpointError)
+
+    def _load_random_states(self, folder: Path) -> None:
+        """Take up the random states in a folder, which transformers (5.17 to 5.23) reads as data."""
+        try:
+            super()._load_rng_state(str(folder))
+        except OSError:
+            raise
+        except Exception as error:  # a damaged file, and states that are none, raise anything
+            raise CheckpointError(not_data(folder, error)) from error
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)

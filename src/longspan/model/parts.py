@@ -119,10 +119,8 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     returned, calls = [x], list[PartCall]()
 
     def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        reads_earlier, first_again = (
-            _depends_on([args, kwargs], returned[:-1]),
-            _find_first_states(args, kwargs, returned),
-        )
+        reads_earlier = _depends_on([args, kwargs], returned[:-1])
+        first_again = _find_first_states(args, kwargs, returned)
         calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
         first = out[0] if isinstance(out, tuple) else out
         returned.append(first.detach().requires_grad_())

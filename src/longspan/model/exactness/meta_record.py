@@ -123,7 +123,7 @@ def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
 
 def _training_draws(model: PreTrainedModel, training: _Pass) -> tuple[str, ...]:
     """The draws of a pass; with those of dropout modules, if it did not come to its end."""
-    return _words(training.draws if training.complete else training.draws | Counter(_module_draws(model)))
+    return _words(training.draws if training.complete else training.draws | Counter(_dropout_reasons(model)))
 
 
 def _words(calls: Mapping[str, int]) -> tuple[str, ...]:
@@ -184,7 +184,8 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     return not any(isinstance(value, int | float) and value == 0 for value in off)
 
 
-def _module_draws(model: nn.Module) -> Iterator[str]:
+def _dropout_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield a reason for each dropout outside attention and adapters."""
     for name, module in model.named_modules():
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not _is_of_adapter(name)
         if drops and "att" not in name.rpartition(".")[2]:

@@ -177,7 +177,7 @@ class _Values:
         self.later = torch.randint(vocabulary, (*self.numbers, depths), generator=draw).to(world.device)
 
     def run(self, stage: nn.Module, observed: ObservedPass) -> None:
-        """One pass through a model, or a stage of one."""
+        """Run one pass through a model, or a stage of one."""
         rows = observed.rows
         ids, positions = rows.choose(self.ids)[None], rows.shard.position_ids[None]
         later = {"future_ids": rows.choose(self.later).t().contiguous()} if self.later.shape[2] else {}

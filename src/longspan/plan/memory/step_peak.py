@@ -159,7 +159,7 @@ def _layer_bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
     if kind == "none":
         peaks = tape.peaks(held=("x",), again=False)
         return LayerBytes(size, 0.0, Peaks(peaks.forward, peaks.backward - tape.bytes_saved(("x",))))
-    peaks = tape.peaks(held=_kept_names(tape, kind))
+    peaks = tape.peaks(held=_names_to_keep(tape, kind))
     return LayerBytes(0.0, size, peaks) if host else LayerBytes(size, 0.0, peaks)
 
 
@@ -167,9 +167,9 @@ def bytes_kept(tape: Tape, kind: str) -> float:
     """Bytes that a layer keeps under "none", "exchanged", "selective" or "full", wherever they wait."""
     if kind == "none":
         return tape.bytes_saved(("x",)) + tape.sizes["x"]
-    return sum(tape.sizes[name] for name in _kept_names(tape, kind))
+    return sum(tape.sizes[name] for name in _names_to_keep(tape, kind))
 
 
-def _kept_names(tape: Tape, kind: str) -> set[str]:
+def _names_to_keep(tape: Tape, kind: str) -> set[str]:
     names = ["x", *tape.lasting, *KEPT_OF_ATTENTION * (kind != "full"), *EXCHANGED * (kind == "exchanged")]
     return set(names) & set(tape.sizes)

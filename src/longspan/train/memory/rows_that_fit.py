@@ -115,7 +115,7 @@ def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Ro
     rows = int((budget - fixed) // row_bytes)
     if rows < 1:
         raise ConfigError(
-            f'context.max_tokens_per_slot is "{AUTO}": a row takes {row_bytes:,.0f} bytes next to {fixed:,.0f} for any '
+            f'context.max_tokens_per_slot is "{AUTO}": a row takes {row_bytes:,.0f} bytes beside {fixed:,.0f} for any '
             f"number of rows, and the budget is {budget:,.0f}; raise train.memory_fraction or train.memory_bytes, "
             "recompute activations (train.activation_checkpointing), or start more processes"
         )

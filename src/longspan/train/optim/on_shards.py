@@ -90,7 +90,7 @@ def _difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.
             return f"updates of {update:.3g} differ by {error:.3g} from those of whole parameters"
         for state in tree_leaves(optimizers[0].state[sharded]):
             if isinstance(state, Tensor) and state.ndim and not isinstance(state, DTensor):
-                return f"a state {tuple(state.shape)} is only this rank's (no DTensor), which no checkpoint can hold"
+                return f"a state {tuple(state.shape)} is this rank's alone (no DTensor), which no checkpoint can hold"
             if not isinstance(state, Tensor | int | float):
                 return f"a state is {state!r}, which no checkpoint can hold"
     return ""

@@ -1,0 +1,225 @@
+"""What a checkpoint holds and where, read as data: nothing that stands in a checkpoint's folder can run code.
+
+`metadata.json` names every tensor with its dtype, its shape and its chunks, and of each chunk the file and the bytes in
+it. It is written next to `.metadata`, a pickle, which other tools read. A checkpoint without `metadata.json`, as
+longspan wrote them before, is read from `.metadata` by an unpickler that knows the names that torch (2.11 to 2.13)
+writes there, and puts an object without behaviour in the place of each. Both give one table, which is checked against
+the files of the folder. The tensors themselves are read in `storage.py`.
+"""
+
+import json
+import pickle
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from longspan.errors import CheckpointError, plural
+
+METADATA, PICKLED = "metadata.json", ".metadata"
+FORMAT = 1  # of metadata.json
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),  # Python 3.13
+    "builtins": ("getattr",),  # by which Python 3.11.0 to 3.11.3 pickle a member of an enum; nothing is looked up
+}
+_AGAIN = "copy the checkpoint again from where it was saved, or use another one"
+Table = dict[str, Any]
+
+
+def metadata_text(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> str:
+    """The text of `metadata.json`, from what torch's writer knows of a checkpoint when all files are written.
+
+    `entries` are tensors and other values by name (`Metadata.state_dict_metadata`); `places` says by name and offset in
+    which file each chunk lies (`Metadata.storage_data`).
+    """
+    return json.dumps(_table(entries, places), separators=(",", ":"))
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What a checkpoint holds and where, as torch's distributed checkpoint takes it; nothing of the folder is run.
+
+    >>> read_metadata(Path("runs/mine/checkpoints/step-000100")).state_dict_metadata["model.lm_head.weight"].size
+    torch.Size([151936, 1024])
+
+    Raises CheckpointError with the file, what stands in it and what to do: for a file that cannot be read, for a pickle
+    with more in it than torch writes, and for chunks that are not in the folder's files or do not make up their tensor.
+    """
+    file = path / METADATA if (path / METADATA).exists() else path / PICKLED
+    try:
+        table = json.loads(file.read_text(encoding="utf-8")) if file.name == METADATA else _unpickle(file)
+        return _checked(table, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path}: {file.name} {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: {file.name} cannot be read ({error.strerror}); {_AGAIN}") from error
+    except Exception as error:  # a damaged file raises anything
+        raise CheckpointError(
+            f"checkpoint {path}: {file.name} is damaged ({type(error).__name__}: {error}); {_AGAIN}"
+        ) from error
+
+
+def _table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table:
+    """Names, shapes and places as plain values; each may be torch's own or what `_Unpickler` put in its place."""
+    place_of = {(index.fqn, _sizes(getattr(index, "offset", None))): place for index, place in places.items()}
+    files = {name: number for number, name in enumerate(sorted({place.relative_path for place in places.values()}))}
+    if any(getattr(place, "transform_descriptors", None) for place in places.values()):
+        raise CheckpointError(f"has files that another program compressed or encrypted, which are not read; {_AGAIN}")
+
+    def location(name: str, offset: Any) -> list[int]:
+        """The number of the file, the first byte and the number of bytes."""
+        place = place_of[name, offset]
+        return [files[place.relative_path], place.offset, place.length]
+
+    tensors: Table = {}
+    values: Table = {}
+    for name, entry in entries.items():
+        if not hasattr(entry, "chunks"):
+            values[name] = location(name, None)
+            continue
+        chunks = [
+            [list(chunk.offsets), list(chunk.sizes), *location(name, _sizes(chunk.offsets))] for chunk in entry.chunks
+        ]
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+    return {"format": FORMAT, "files": list(files), "tensors": tensors, "values": values}
+
+
+def _sizes(offset: Any) -> tuple[int, ...] | None:
+    return None if offset is None else tuple(offset)
+
+
+class _Placeholder:
+    """What the unpickler puts in the place of an object: its arguments and its state, and no behaviour."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):  # of TensorProperties; the dtype is the first of five
+            state = {"dtype": state[0]}
+        self.__dict__.update(state)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the pickle that torch's writer makes of a checkpoint's metadata. Imports nothing and calls nothing."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """A class without behaviour in the place of one of torch's; made anew each time, so that none can be altered.
+
+        Raises CheckpointError for every other name.
+        """
+        if module == "torch":
+            if name == "Size":
+                return tuple
+            if isinstance(vars(torch).get(name), torch.dtype):
+                return name
+        elif name in _KNOWN.get(module, ()):
+            return type(name, (_Placeholder,), {})
+        raise CheckpointError(
+            f"names {module}.{name}, which no checkpoint needs and which may be code; it was not run. Use a checkpoint "
+            "that longspan wrote, from who saved it"
+        )
+
+
+def _unpickle(file: Path) -> Table:
+    """The table of a checkpoint that has no metadata.json."""
+    with file.open("rb") as stream:
+        stored = _Unpickler(stream).load()
+    return _table(stored.state_dict_metadata, stored.storage_data)
+
+
+def _checked(table: Any, path: Path) -> Metadata:
+    """The table as torch's classes. Raises CheckpointError for what is not in the folder's files."""
+    if table["format"] != FORMAT:
+        raise CheckpointError(
+            f"has format {table['format']!r}, and this version of longspan reads format {FORMAT}; use a newer one"
+        )
+    files = [(_file_name(name), _file_size(path, name)) for name in table["files"]]
+    entries: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+
+    def place(name: str, location: list[Any], least: int) -> _StorageInfo:
+        """Where a chunk of at least so many bytes lies."""
+        number, first, length = map(_whole, location)
+        file, size = files[number]
+        if length < least or first + length > size:
+            raise CheckpointError(
+                f"says that {name} takes bytes {first} to {first + length} of {file}, which has {size}, and a chunk of "
+                f"its shape takes at least {least}; {_AGAIN}"
+            )
+        return _StorageInfo(file, first, length)
+
+    for name, location in table["values"].items():
+        entries[name] = BytesStorageMetadata()
+        places[MetadataIndex(name)] = place(name, location, 0)
+    for name, tensor in table["tensors"].items():
+        dtype, shape = _dtype(tensor["dtype"], name), [_whole(size) for size in tensor["shape"]]
+        chunks: list[ChunkStorageMetadata] = []
+        covered = 0
+        for offsets, sizes, *location in tensor["chunks"]:
+            if not len(offsets) == len(sizes) == len(shape) or any(
+                _whole(first) + _whole(size) > whole for first, size, whole in zip(offsets, sizes, shape, strict=True)
+            ):
+                raise CheckpointError(f"has a chunk of {name} at {offsets} of {sizes}, outside of {shape}; {_AGAIN}")
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            covered += prod(sizes)
+            chunks.append(chunk)
+            places[MetadataIndex(name, chunk.offsets)] = place(name, location, prod(sizes) * dtype.itemsize)
+        if covered != prod(shape):
+            raise CheckpointError(
+                f"has {plural(covered, 'number')} in the chunks of {name}, whose shape {shape} takes {prod(shape)}; "
+                f"{_AGAIN}"
+            )
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
+    return Metadata(entries, storage_data=places)
+
+
+def _whole(number: Any) -> int:
+    """A number that is at least 0. Raises CheckpointError for anything else."""
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise CheckpointError(f"has {number!r:.40} where a whole number of at least 0 belongs; {_AGAIN}")
+    return number
+
+
+def _dtype(name: Any, tensor: str) -> torch.dtype:
+    dtype = vars(torch).get(name) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"has {name!r:.40} as the dtype of {tensor}, which torch has not; use a newer torch")
+    return dtype
+
+
+def _file_name(name: Any) -> str:
+    """The name of a file of the folder itself. Raises CheckpointError for a path that may lead elsewhere."""
+    if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        raise CheckpointError(f"names {name!r:.80}, which is not a file of this folder and is not read; {_AGAIN}")
+    return name
+
+
+def _file_size(path: Path, name: str) -> int:
+    if not (path / name).is_file():
+        raise CheckpointError(f"names {name}, which is missing; {_AGAIN}")
+    return (path / name).stat().st_size
