@@ -1,11 +1,13 @@
 """Arguments of a trainer by name, whatever the constructor of a subclass takes."""
 
+import pickle
 from typing import Any
 
 import pytest
-from transformers import Trainer, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from longspan.errors import ConfigError
+from longspan.hf import LongspanArguments
 from longspan.hf.construction import GivenArguments
 
 
@@ -59,3 +61,43 @@ def test_a_constructor_must_take_arguments() -> None:
     """What it takes is named."""
     with pytest.raises(ConfigError, match="takes model, and longspan must give it args"):
         given(Makes, "model").call_with(bare())
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"context_parallel_size": 0}, "context_parallel_size is 0"),
+        ({"memory_fraction": 2.0}, "train.memory_fraction is 2.0"),
+        ({"memory_bytes": -1}, "train.memory_bytes is -1"),
+    ],
+)
+def test_numbers_of_keys_have_bounds(keys: dict[str, Any], message: str) -> None:
+    """As in `longspan train`."""
+    with pytest.raises(ConfigError, match=message):
+        LongspanArguments(**keys).home(4)
+
+
+def test_keys_are_read_from_a_command_line() -> None:
+    """Lists, "auto", numbers where a text may stand."""
+    words = [
+        "--hierarchical_context_parallel_sizes",
+        "2",
+        "2",
+        "--context_parallel_size",
+        "4",
+        "--cp_comm_type",
+        "a2a+p2p",
+    ]
+    words += [
+        "--max_tokens_per_slot",
+        "512",
+        "--eval_context_parallel_size",
+        "auto",
+        "--reshard_after_forward",
+        "false",
+    ]
+    (keys,) = HfArgumentParser(LongspanArguments).parse_args_into_dataclasses(words)  # pyright: ignore[reportArgumentType]
+    assert keys.home(4).slots == 4
+    assert keys.config().context.hierarchical_context_parallel_sizes == (2, 2)
+    assert LongspanArguments(max_tokens_per_slot=512).config().context.max_tokens_per_slot == 512  # pyright: ignore[reportArgumentType]
+    assert pickle.loads(pickle.dumps(keys)) == keys

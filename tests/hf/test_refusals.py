@@ -85,6 +85,10 @@ CASES: dict[str, tuple[Any, str]] = {
     "optim": (lambda: _make(args={"optim": "adafactor"}), "args.optim is 'adafactor', which a longspan trainer"),
     "split_batches": (lambda: _make(args={"accelerator_config": {"split_batches": True}}), "split_batches is true"),
     "optimizers=": (lambda: _make(optimizers=(OPTIMIZER, None)), "optimizers= brings an optimizer of parameters"),
+    "compute_loss_func=": (
+        lambda: _make(compute_loss_func=len),
+        "compute_loss_func= gets the model's output of a batch",
+    ),
     "pp": (lambda: _make(longspan={"pp": 2}), "pp is 2: a longspan trainer runs no pipelines"),
     "device_map": (lambda: _make(model=_model(hf_device_map={"a": 0, "b": 1})), "a device_map over 2 devices"),
     "quantized": (lambda: _make(model=_model(is_quantized=True)), "is quantized, which a longspan trainer"),

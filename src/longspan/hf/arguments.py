@@ -1,6 +1,6 @@
 """`LongspanArguments`: how ranks share the documents of a Trainer, by the keys of [context] and [parallel]."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from longspan.config.file import load_config
@@ -8,7 +8,7 @@ from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.run.checks.check_plans import check_plans
-from longspan.run.checks.check_training import check_mode, check_parallel
+from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel
 
 PARALLEL = ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward")
 TRAIN = ("memory", "memory_fraction", "memory_bytes")
@@ -75,7 +75,7 @@ class LongspanArguments:
         keys: dict[str, object] = {"model.config": "the Trainer's model"}
         for name in (key.name for key in fields(self)):
             value = getattr(self, name)
-            if value in ("", NOT_GIVEN, []):
+            if value in ("", []) or (value == NOT_GIVEN and name.startswith("eval_")):
                 continue
             keys[f"{_section(name)}.{name}"] = _plain(value)
         return load_config(None, keys)
@@ -83,6 +83,7 @@ class LongspanArguments:
     def home(self, ranks: int) -> Layout:
         """The layout of so many ranks. Raises ConfigError for keys that do not fit it, or each other."""
         home, config = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate), self.config()
+        check_numbers(replace(config, train=replace(config.train, lr=1.0)), training=True)  # the Trainer has the rate
         check_parallel(config, home)
         check_mode(config)
         check_plans(config, home, training=True)

@@ -70,6 +70,13 @@ class CalledBatch(NamedTuple):
     rows: BatchDocuments
     leaf: Tensor
 
+    def is_finite(self) -> bool:
+        """Whether what the loss left to documents with targets are finite numbers."""
+        if self.leaf.grad is None or bool(self.leaf.grad.isfinite().all()):
+            return True
+        slopes = zip(self.rows.documents, self.coefficients(), strict=True)
+        return all(np.isfinite(values).all() for document, values in slopes if document.targets)
+
     def coefficients(self) -> list[Floats]:
         """The derivative of the loss by the log-probability of each token, document by document."""
         gradient = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad

@@ -91,7 +91,7 @@ def _run_config(trainer: Any) -> RunConfig:
 def _document_lengths(trainer: Any) -> list[int]:
     """Lengths of documents as the trainer's data has them, or the longest that its arguments allow; [] if unknown."""
     data, args = trainer.train_dataset, trainer.args
-    if "input_ids" in (getattr(data, "column_names", None) or ()):
+    if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
         packed = "seq_lengths" if "seq_lengths" in data.column_names else None
         rows = data.select(range(min(len(data), MOST_ROWS)))
         if packed:

@@ -50,6 +50,12 @@ def _reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) 
             "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "
             "class and arguments: optimizer_cls_and_kwargs=(torch.optim.AdamW, {…}), or args.optim"
         )
+    if given.get("compute_loss_func") is not None:
+        yield (
+            "compute_loss_func= gets the model's output of a batch without labels, which is logits only, and rows of "
+            "logits are never whole on a rank; override compute_loss of the Trainer instead, over model(**inputs).loss "
+            "or model(**inputs, fused_lm_head=True).log_probs (docs/trainer.md)"
+        )
     name = getattr(args.optim, "value", args.optim)
     if name not in OPTIMIZERS and given.get("optimizer_cls_and_kwargs") is None:
         yield (

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.data.document import NO_TARGET, Document
+from longspan.errors import NonFiniteError
 from longspan.hf.facade import AheadBatch, Facade, Offset, read_batch, with_coefficients
 from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import model_inside
@@ -130,6 +131,13 @@ class StepsPart(StockTrainer):
         called, self._facade.called = self._facade.called, []
         guessed, self._guessed = self._guessed, ()
         unasked, self._facade.ahead = self._facade.ahead, []
+        for number, batch in enumerate(called):
+            if not batch.is_finite():
+                raise NonFiniteError(
+                    f"step {self.state.global_step}: the loss of {type(self).__name__} has derivatives that are not "
+                    f"finite, in batch {number + 1} of {len(called)} of the step; weights and optimizer are as before "
+                    "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
+                )
         documents = with_coefficients(called)
         if guessed and not unasked and _same_coefficients(documents, guessed, called[0].leaf.dtype):
             return
