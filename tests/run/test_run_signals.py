@@ -61,7 +61,7 @@ def started(folder: Path, words: tuple[str, ...], terminal: int | None = None, *
             stderr=log if terminal is None else terminal,
             env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,
-            preexec_fn=take_terminal,
+            preexec_fn=take_terminal,  # noqa: PLW1509 (only a terminal is taken)
         )
     try:
         metrics = folder / "run" / "metrics.jsonl"

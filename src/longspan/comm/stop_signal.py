@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 from longspan.comm import World
-from longspan.launch.stop_signals import SAME_PRESS, Interrupted, heeded_signals, leave_closed_output
+from longspan.launch.stop_signals import SAME_PRESS, Interrupted, signals_that_stop, leave_closed_output
 
 
 class StopSignal:
@@ -29,7 +29,7 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
-        numbers = self._save_on | set(heeded_signals())
+        numbers = self._save_on | set(signals_that_stop())
         self._before = {number: signal.signal(number, self._note_signal) for number in numbers}
         return self
 

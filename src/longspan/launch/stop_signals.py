@@ -63,7 +63,7 @@ def pass_over(numbers: Collection[int]) -> None:
     _set_handler(lambda number, frame: None, numbers)
 
 
-def heeded_signals() -> tuple[signal.Signals, ...]:
+def signals_that_stop() -> tuple[signal.Signals, ...]:
     """The signals that stop, without those notices that are ignored here, as nohup ignores SIGHUP."""
     return (*KILLS, *(number for number in NOTICES if not _is_ignored(number)))
 
@@ -123,7 +123,7 @@ class Forwarding:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Forwarding":
-        self._before = _set_handler(self._forward_signal, heeded_signals())
+        self._before = _set_handler(self._forward_signal, signals_that_stop())
         return self
 
     def __exit__(self, *_: object) -> None:

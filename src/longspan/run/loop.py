@@ -224,12 +224,14 @@ def _agree_on_end(
     """
     flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
     slow = world.rank + 1 if slow_slots.is_slow else 0
-    stops, asked, minutes, slowest = world.control.largest_of([*map(float, flags), float(slow)], "agreement on a flag")
+    stops, saves_now, minutes, slowest = world.control.largest_of(
+        [*map(float, flags), float(slow)], "agreement on a flag"
+    )
     stopped = save_on = ""
     if stops:
         raise_first_error(world, failure)
         stopped = received_signal(world, stop)
-    if asked:
+    if saves_now:
         save_on = asking_signal(world, stop)
     return _Agreed(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None)
 
