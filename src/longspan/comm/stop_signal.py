@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 from longspan.comm import World
-from longspan.launch.stop_signals import SAME_PRESS, Interrupted, signals_that_stop, leave_closed_output
+from longspan.launch.stop_signals import SAME_PRESS, Interrupted, leave_closed_output, signals_that_stop
 
 
 class StopSignal:
