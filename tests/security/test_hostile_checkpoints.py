@@ -229,6 +229,7 @@ def test_an_export_of_hostile_tensors_runs_nothing(new: Path, tmp_path: Path) ->
     assert not (tmp_path / "trap").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_values_that_are_no_tensors_are_plain(new: Path, tmp_path: Path) -> None:
     for count, message in ((7, None), (Hostile(tmp_path / "trap"), r"io\.open|nothing of it was run|was not run")):
         put(new, "values.count", count)
@@ -242,7 +243,7 @@ def test_values_that_are_no_tensors_are_plain(new: Path, tmp_path: Path) -> None
     assert not (tmp_path / "trap").exists()
 
 
-def test_an_export_imports_nothing_that_its_configuration_names(tmp_path: Path) -> None:
+def test_a_configuration_is_read_without_importing_what_it_names(tmp_path: Path) -> None:
     """Only training and evaluation use what config.toml names."""
     (tmp_path / "hostile_part.py").write_text("raise SystemExit('imported')")
     (tmp_path / "config.toml").write_text(
