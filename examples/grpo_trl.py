@@ -1,6 +1,6 @@
 """GRPO with TRL over sampled answers: the line that makes the trainer is all that differs from a script of TRL.
 
-`torchrun --nproc-per-node 2 examples/grpo_trl.py --cp 2` trains a tiny model to repeat the last word of its prompt.
+`torchrun --nproc-per-node 2 examples/grpo_trl.py --cp 2` trains a tiny model to answer in vowels.
 Answers come from a copy of the model on the first process, which gets whole weights by name before each batch, as an
 inference engine does; use_vllm=True needs no such class. A test swaps the line and runs the stock script in one process
 (tests/hf/test_examples.py). docs/trainer.md explains it.
@@ -21,7 +21,7 @@ from longspan import load_model
 from longspan.corpus import train_tokenizer
 from longspan.hf import LongspanArguments, with_longspan
 
-ANSWER, WORDS = 4, "abcdefgh"
+ANSWER, LETTERS = 8, list("abcdefgh")
 
 
 class EngineGRPO(GRPOTrainer):
@@ -49,15 +49,15 @@ class EngineGRPO(GRPOTrainer):
         return answers[:, longest:].tolist(), None
 
 
-def repeats(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """The share of an answer that is the last word of its prompt."""
-    return [text.count(prompt[-1]) / ANSWER for prompt, text in zip(prompts, completions, strict=True)]
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    """The share of an answer that is vowels."""
+    return [sum(text.lower().count(letter) for letter in "aeiou") / ANSWER for text in completions]
 
 
 def make_prompts(count: int) -> Dataset:
     """Prompts of 2 to 40 letters."""
-    random = np.random.default_rng(0)
-    return Dataset.from_list([{"prompt": "".join(random.choice(list(WORDS), random.integers(2, 40)))} for _ in range(count)])
+    draw = np.random.default_rng(0)
+    return Dataset.from_list([{"prompt": "".join(draw.choice(LETTERS, draw.integers(2, 40)))} for _ in range(count)])
 
 
 def make_model() -> str:
@@ -65,7 +65,7 @@ def make_model() -> str:
     folder = mkdtemp()
     torch.manual_seed(0)
     load_model(preset="qwen3-tiny", vocab_size=257).save_pretrained(folder)
-    train_tokenizer([WORDS], 257).save_pretrained(folder)
+    train_tokenizer(LETTERS, 257).save_pretrained(folder)
     return folder
 
 
@@ -81,7 +81,6 @@ def main() -> None:
         output_dir=options.output,
         per_device_train_batch_size=32,
         num_generations=8,
-        num_iterations=2,
         max_completion_length=ANSWER,
         max_steps=options.steps,
         learning_rate=1e-6 if options.model else 1e-3,
@@ -92,7 +91,7 @@ def main() -> None:
         save_strategy="no",
         report_to=[],
     )
-    trainer = with_longspan(EngineGRPO)(folder, repeats, args, make_prompts(512), longspan=layout)
+    trainer = with_longspan(EngineGRPO)(folder, vowels, args, make_prompts(512), longspan=layout)
     trainer.train()
     trainer.end()
 

@@ -1,8 +1,8 @@
 """SFT of chats with TRL: the line that makes the trainer is all that differs from a script of TRL. docs/trainer.md.
 
 `torchrun --nproc-per-node 2 examples/sft_trl.py --cp 2` trains a tiny model on made chats, and `--model FOLDER --chats
-FILE` a model of your own on a file of chats. Each document is shared by `--cp` processes. A test swaps the line and runs
-the stock script in one process (tests/hf/test_examples.py).
+FILE` a model of your own on a file of chats. `--cp` processes share each document. A test swaps the line and runs the
+stock script in one process (tests/hf/test_examples.py).
 """
 
 import argparse
@@ -26,11 +26,14 @@ TEMPLATE = (  # it marks what the assistant says
 
 def made_chats(count: int) -> Dataset:
     """Chats that count, some of them far."""
-    far = [4 + (i * i) % 60 for i in range(count)]
-    answers = [" ".join(str(number) for number in range(i % 7, i % 7 + steps)) for i, steps in enumerate(far)]
-    asked = [f"Count from {i % 7}, {steps} numbers." for i, steps in enumerate(far)]
-    turns = [({"role": "user", "content": a}, {"role": "assistant", "content": b}) for a, b in zip(asked, answers)]
-    return Dataset.from_list([{"messages": list(pair)} for pair in turns])
+    ranges = [range(i % 7, i % 7 + 4 + (i * i) % 60) for i in range(count)]
+    questions = [f"Count from {numbers.start}, {len(numbers)} numbers." for numbers in ranges]
+    answers = [" ".join(map(str, numbers)) for numbers in ranges]
+    turns = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+    return Dataset.from_list([{"messages": messages} for messages in turns])
 
 
 def make_model() -> str:

@@ -59,8 +59,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "attention/test_rows.py::test_copies_and_merges_are_those_of_the_host",
     ),
     "model": (
-        "model/test_attention_families.py::test_equals_the_stock_model_under_every_type 4-gpt-oss",
-        "model/test_attention_families.py::test_equals_the_stock_model_under_every_type 4-deepseek-v3",
+        "model/test_attention_families.py::test_equals_the_stock_model_under_every_type gpt-oss-4",
+        "model/test_attention_families.py::test_equals_the_stock_model_under_every_type deepseek-v3-4",
         "model/test_attention_families.py::test_dropout_is_the_same_at_every_degree_under_every_type_and_home",
         "model/experts/test_experts.py::test_equals_the_stock_model_with_experts_dealt_out qwen3-moe",
         "model/experts/test_moe.py::test_equals_the_stock_model_with_all_experts_on_every_rank gpt-oss float64",

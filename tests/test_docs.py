@@ -296,7 +296,8 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
     run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
-    run_here |= {"README", "doctor", "figures", "fine-tuning", "hybrid", "memory", "mtp", "multimodal", "vision-models"}
+    run_here |= {"README", "doctor", "figures", "fine-tuning", "hybrid", "memory", "mtp", "multimodal", "trainer"}
+    run_here |= {"vision-models"}
     assert with_programs == run_here
 
 
@@ -336,9 +337,11 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pyt
 
 # a page runs what two_modules.py does, tests of their own a step of grpo.py, lora.py, and own_rows.py
 TESTED = (*LONG, "lora.py", "own_rows.py")
+TRAINERS = ("grpo_trl.py", "sft_trl.py", "trainer.py")  # of tests/hf/test_examples.py
 PROGRAMS = [
     pytest.param(path, id=path.name, marks=[pytest.mark.whole] * (path.name in TESTED))
     for path in sorted((ROOT / "examples").glob("*.py"))
+    if path.name not in TRAINERS
 ]
 
 

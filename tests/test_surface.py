@@ -33,7 +33,7 @@ MOVED = {
 }
 # Where pages and examples import from. Beside those of MOVED: planning, ranks for tests, and the rooms of single pages.
 PUBLIC = (
-    *("longspan", *MOVED, "longspan.plan", "longspan.testing"),
+    *("longspan", *MOVED, "longspan.hf", "longspan.plan", "longspan.testing"),
     *("longspan.attention", "longspan.corpus", "longspan.doctor", "longspan.model", "longspan.ssm"),
 )
 
@@ -109,6 +109,7 @@ def test_type_checkers_see_the_same_names():
 LAZY = [
     "longspan",
     "longspan.comm",
+    "longspan.hf",
     "longspan.model",
     "longspan.mtp",
     "longspan.multimodal",
@@ -140,7 +141,7 @@ def test_planning_through_the_package_imports_nothing_heavy():
 
 def test_errors_are_one_family_that_its_module_draws():
     family = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
-    assert len(family) == 14
+    assert len(family) == 15
     for kind in family:
         assert issubclass(kind, longspan.LongspanError) and kind.__name__ in (errors.__doc__ or "")
         assert str(kind("cp 3 does not divide 4 slots")) == "cp 3 does not divide 4 slots"

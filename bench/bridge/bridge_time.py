@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longspan import Bridge, Exchange, World
 from longspan.bench.record import open_record, write_record
-from longspan.bench.timing import profile_of, seconds_of
+from longspan.bench.timing import profile_run, time_run
 
 WARMUP = 3
 PAUSE_CYCLES = 6_000_000  # of a GPU's clock, about 3 ms: longer than the host takes for any call here
@@ -84,7 +84,7 @@ def _row(case: BridgeCase, world: World, settings: BridgeSettings) -> dict[str, 
     row |= {"positions": case.positions} | _times(runs, world, settings.repeats)
     row |= _mib(case, there, back, busiest, _dtype(world).itemsize)
     if settings.profile:
-        row["kernels"] = {n: profile_of(run, world)[1] for n, run in runs.items() if n.startswith("bridge")}
+        row["kernels"] = {n: profile_run(run, world)[1] for n, run in runs.items() if n.startswith("bridge")}
     return row
 
 
@@ -142,7 +142,7 @@ def _times(runs: Runs, world: World, repeats: int) -> dict[str, dict[str, float]
 
 def _once(run: Callable[[], object], world: World) -> tuple[float, float]:
     if world.device.type != "cuda":
-        seconds = seconds_of(run, world)
+        seconds = time_run(run, world)
         return seconds, seconds
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(PAUSE_CYCLES)

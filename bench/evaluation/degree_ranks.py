@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.bench.record import write_unfinished
-from longspan.bench.timing import profile_of, seconds_of
+from longspan.bench.timing import profile_run, time_run
 from longspan.cli.machine import machine
 from longspan.comm import World
 from longspan.data.document import synthetic_documents
@@ -126,7 +126,7 @@ def _measure(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
     for _ in range(settings.flags.warmup):
         run()
     for _ in range(settings.flags.repeats):
-        times.append(seconds_of(run, world))
+        times.append(time_run(run, world))
         peak = max(peak, torch.cuda.max_memory_allocated() if settings.gpu else 0)
     of_ranks = world.control.gather_objects((times, peak))
     slowest = [max(seconds) for seconds in zip(*(times for times, _ in of_ranks), strict=True)]
@@ -147,5 +147,5 @@ def _measure(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
 def _parts(bench: _Bench, plan: Plan) -> dict[str, Any]:
     """Seconds by part and by kernel of one more evaluation, on the first rank."""
     world = bench.world
-    parts, kernels, seconds = profile_of(lambda: evaluate(bench.model, bench.documents, plan, world), world)
+    parts, kernels, seconds = profile_run(lambda: evaluate(bench.model, bench.documents, plan, world), world)
     return world.control.broadcast_object({"seconds": parts | {"evaluation": seconds}, "kernels": kernels})

@@ -27,7 +27,7 @@ from vision_replicated import replicated
 
 from longspan import EncoderHome, Layout, MultimodalModel, Plan, World, load_model, plan_dynamic, plan_fixed, prepare
 from longspan.bench.record import open_record, write_record
-from longspan.bench.timing import seconds_of
+from longspan.bench.timing import time_run
 from longspan.doctor.stock import whole_float64
 from longspan.plan import Cost, PlanOptions
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
@@ -132,7 +132,7 @@ def _measured(
             step()
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = [seconds_of(step, world) for _ in range(repeats)]
+        seconds = [time_run(step, world) for _ in range(repeats)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if world.device.type == "cuda" else 0.0
     slowest, most = world.control.largest_of([statistics.median(seconds), peak], "times")
     about = {"images": len(drawn.rows), "image_rows": sum(drawn.rows), "tokens": plan.tokens}

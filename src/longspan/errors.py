@@ -4,6 +4,7 @@ LongspanError
 ├── LayoutError      sizes that do not fit together: ranks, slots, degrees, lengths, partitions
 ├── PlanError        documents, caps and plans that do not agree
 ├── CommError        a collective that failed or timed out, a group that does not exist, ranks that disagree
+│   └── RankLostError   a rank that was killed, cut off or stopped: the same command may go on from its checkpoint
 ├── AttentionError   shapes, types and features that `attend` cannot run exactly
 ├── ModelError       a model that cannot be brought under a home exactly
 ├── DataError        a corpus or tokenizer that is missing, empty or does not match
@@ -60,6 +61,13 @@ class PlanError(LongspanError, ValueError):
 
 class CommError(LongspanError, RuntimeError):
     """A collective that failed or timed out, a group that does not exist, or ranks that disagree."""
+
+
+class RankLostError(CommError):
+    """A rank that was killed, cut off or stopped, or a collective that failed without an error of any rank's own.
+
+    Starting the command again may help, which it does not after other errors: `longspan` ends with 3 and not with 2.
+    """
 
 
 class AttentionError(LongspanError, ValueError):

@@ -123,4 +123,4 @@ def test_chunks_are_narrow_where_less_is_sent_than_round_a_ring(lengths, degree,
 
 
 def test_a_chunk_of_the_longest_document_is_none():
-    assert Mask(chunk=40).within((40, 7)) == Mask() and Mask(True, 50, 39).within((40, 7)) == Mask(chunk=39)
+    assert Mask(chunk=40).for_lengths((40, 7)) == Mask() and Mask(True, 50, 39).for_lengths((40, 7)) == Mask(chunk=39)

@@ -30,7 +30,7 @@ def derived(members: Members) -> list[object]:
     launches = [launch for owner in range(members.degree) for launch in members.launches(owner)]
     if members.inner == 1:
         launches += members.launches(None)
-        members.order_of_gathered(tuple(range(members.degree)))
+        members.document_order(tuple(range(members.degree)))
         _ = members.keys_by_member
     if members.mask.window is not None:
         launches += members.window_rows.launches

@@ -105,7 +105,7 @@ def test_a_halo_is_what_is_seen_in_one_band_a_run(window, partition):
 
 
 def check_window_rows(members, group, window):
-    window_rows, keys = members.window_rows, members.rows_seen_by(members.member)
+    window_rows, keys = members.window_rows, members.visible_rows(members.member)
     arriving = []
     for owner in group:
         if owner.part.member % owner.inner == members.part.member % members.inner:

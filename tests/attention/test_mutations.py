@@ -36,7 +36,7 @@ MUTATIONS = [
     # sums of gradients over blocks, of queries and of keys and values
     ("attention.rows", "into += source", "into.copy_(source)"),
     ("attention.rows", "into.index_add_(0, index,", "into.index_copy_(0, index,"),
-    ("attention.rows", "add_rows([(x, self._wide())], rows)", "self._wide()"),
+    ("attention.rows", "add_rows([(x, self._full_sum())], rows)", "self._full_sum()"),
     # one ring step
     (
         "attention.ring",
@@ -55,8 +55,8 @@ MUTATIONS = [
     ),
     (
         "attention.rows",
-        "add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))",
-        "self._wide()[:, heads] = x",
+        "add_rows([(x, self._full_sum()[:, heads])], slice(0, self._shape[0]))",
+        "self._full_sum()[:, heads] = x",
     ),
     # sums of dK and dV
     (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.attention.tiles import Tile, Tiling
-from longspan.attention.tiles_between import _bands, _drop_idle_limits, make_tilings, split_at_left, tiles_between
+from longspan.attention.tiles_between import _band_tiles, _drop_idle_limits, make_tilings, split_at_left, tiles_between
 from longspan.layout import Partition, Segments
 
 LENGTHS = [(16,), (1,), (3, 1, 2), (7, 16, 5, 1, 30), (2,) * 9]
@@ -138,7 +138,7 @@ def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
         for degree in DEGREES:
             segments = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
             for q, k in itertools.product(segments, segments):
-                banded = _bands(q, k, window)
+                banded = _band_tiles(q, k, window)
                 for arrays in (banded, _drop_idle_limits(banded), split_at_left(_drop_idle_limits(banded))):
                     tilings = make_tilings(arrays)
                     assert (seen(tilings, q.rows, k.rows) == wanted(q, k, True, window)).all(), (lengths, degree, q, k)

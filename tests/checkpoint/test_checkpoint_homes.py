@@ -78,7 +78,7 @@ STEPS = 5
 def _train(rank: int, config: RunConfig, ranks: int, change: Change | None = None) -> list[tuple[int, ...]]:
     """Train, and return the documents of every step that was taken here."""
     seen: list[tuple[int, ...]] = []
-    step, set_state = run_module.run_step, checkpoint_module.set_state_dict
+    step, set_state = run_module.run_step, checkpoint_module.set_optimizer_state_dict
 
     def noted(model: Any, plan: Any, documents: Any, *others: Any, **named: Any) -> Any:
         seen.append(documents.ids)
@@ -89,11 +89,11 @@ def _train(rank: int, config: RunConfig, ranks: int, change: Change | None = Non
             change(optim_state_dict)
         return set_state(*others, optim_state_dict=optim_state_dict, **named)
 
-    run_module.run_step, checkpoint_module.set_state_dict = noted, changed  # type: ignore[assignment]
+    run_module.run_step, checkpoint_module.set_optimizer_state_dict = noted, changed  # type: ignore[assignment]
     try:
         train_rank(rank, config, ranks)
     finally:
-        run_module.run_step, checkpoint_module.set_state_dict = step, set_state
+        run_module.run_step, checkpoint_module.set_optimizer_state_dict = step, set_state
     return seen
 
 

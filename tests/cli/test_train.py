@@ -11,6 +11,8 @@ import pytest
 from longspan.cli import train as verb
 from longspan.cli.main import main
 from longspan.config.file import load_config, to_toml
+from longspan.errors import CommError, ConfigError, RankLostError
+from longspan.launch.stop_signals import Interrupted
 from longspan.run.result import TrainResult
 from tests.train.small import small_config
 
@@ -73,3 +75,18 @@ def test_the_exit_status_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(verb, "run_on_ranks", lambda *_, **__: result)
     monkeypatch.setattr(verb, "_print_result", lambda *_, **__: None)
     assert main(["train", "--world", "4", "--run.stopped_status", str(status)]) == (status if stopped else 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ConfigError("no"), 2), (CommError("ranks disagree"), 2), (RankLostError("killed"), 3), (Interrupted(10), 75)],
+)
+def test_the_exit_status_of_a_run_that_fails(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(verb, "run_on_ranks", fail)
+    assert main(["train", "--world", "4", "--run.stopped_status", "75"]) == status
+    assert capfd.readouterr().err == ("interrupted by SIGUSR1\n" if status == 75 else f"error: {error}\n")

@@ -17,7 +17,7 @@ from longspan.comm.answering import AnsweringThread
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import Watch
 from longspan.comm.world import World
-from longspan.errors import CommError
+from longspan.errors import CommError, RankLostError
 from longspan.launch.launch import run_local
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
@@ -25,13 +25,17 @@ from longspan.testing import backend, run_ranks
 RING = r"'(ring of four|leaving the world)' of step 7 between ranks \(0, 1, 2, 3\)"
 FAILURES = {  # what rank 2 does instead of entering -> what the launcher raises, and what the others say
     "kill": (
-        CommError,
+        RankLostError,
         "rank 2 of 4 was killed by signal 9",
         rf"{RING} failed .*rank 2 does not answer: it was killed",
     ),
-    "leave": (CommError, "rank 2 of 4 left with exit code 3", rf"{RING} failed .*rank 2 does not answer: it left with"),
+    "leave": (
+        RankLostError,
+        "rank 2 of 4 left with exit code 3",
+        rf"{RING} failed .*rank 2 does not answer: it left with",
+    ),
     "raise": (KeyError, "boom", rf"{RING} failed .*rank 2 left with KeyError: 'boom'"),
-    "hang": (CommError, RING + " timed out", rf"{RING} .*rank 2 is computing in step 7, after 'barrier'"),
+    "hang": (RankLostError, RING + " timed out", rf"{RING} .*rank 2 is computing in step 7, after 'barrier'"),
 }
 
 
@@ -67,7 +71,9 @@ def test_the_others_stop_and_say_which(how: str) -> None:
     said = [note for note in notes if re.search(survivors, note)]
     assert len(said) >= (2 if how == "hang" else 3), notes
     assert how != "hang" or "rank 2: was still running and was killed" in notes
-    assert all(re.match(r"rank [013]: CommError", note) for note in said)
+    assert (type(raised.value) is RankLostError) == (how != "raise"), "a restart helps"
+    name = "CommError" if how == "raise" else "RankLostError"
+    assert all(re.match(rf"rank [013]: {name}", note) for note in said), said
 
 
 def outlive(rank: int) -> str:

@@ -177,6 +177,8 @@ IMPOSSIBLE = [
     (4, {"data.max_document_tokens": 1}, r"predicts nothing"),
     (4, {"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
     (4, {"run.dir": ""}, r"run.dir is empty"),
+    (4, {"run.save_on": ["USR1"]}, r"run.save_on has 'USR1'; it may have SIGHUP, SIGUSR1, SIGUSR2 \(SIGINT and SIGT"),
+    (4, {"run.save_on": ["SIGUSR1", "SIGTERM"]}, r"run.save_on has 'SIGTERM'; it may have SIGHUP, SIGUSR1, SIGUSR2"),
     (4, {"run.stopped_status": 256}, r"run.stopped_status is 256; a process ends with 0 to 255"),
     (4, {"train.save_minutes": -1.0}, r"train.save_minutes is -1.0; it must be at least 0"),
     (4, {"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),

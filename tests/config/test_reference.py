@@ -6,7 +6,7 @@ from longspan.config.defaults import _DEMO
 from longspan.config.file import config_keys
 from longspan.config.keys import keys_of
 from longspan.config.plan_section import EvalConfig
-from longspan.config.reference import OFTEN, reference
+from longspan.config.reference import OFTEN, reference_page
 from longspan.config.sections import SourceConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -14,11 +14,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 def test_the_page_is_made_from_the_sections() -> None:
     command = "python -m longspan.config.reference docs/configuration.md"
-    assert PAGE.read_text(encoding="utf-8") == reference(), f"run: {command}"
+    assert PAGE.read_text(encoding="utf-8") == reference_page(), f"run: {command}"
 
 
 def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
-    rows = [line for line in reference().splitlines() if line.startswith("| `")]
+    rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
     rest = [key.partition(".")[2] for key in config_keys() if key not in OFTEN]
     rest += [key.name for kind in (SourceConfig, EvalConfig) for key in keys_of(kind)]
     assert [row.split("`")[1] for row in rows] == [*OFTEN, *rest]
@@ -29,13 +29,13 @@ def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
 
 def test_the_page_begins_with_the_keys_that_most_runs_set() -> None:
     assert len(OFTEN) == 15 and set(OFTEN) <= set(config_keys())
-    often, rarely = reference().split("## Rarely")
+    often, rarely = reference_page().split("## Rarely")
     assert all(f"`{key}`" in often for key in OFTEN) and "`model.preset`" not in often
     assert "### [model]" in rarely and "### [[eval]]" in rarely
 
 
 def test_a_default_that_depends_on_other_keys_is_in_its_text() -> None:
-    sections, _ = reference().split("### [[eval]]")
+    sections, _ = reference_page().split("### [[eval]]")
     depends = {row.split("`")[1].rpartition(".")[2] for row in sections.splitlines() if "| *see text* |" in row}
     assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"} | {"path", "train"} | {
         f"eval_{bound}_dynamic_context_parallel_size" for bound in ("min", "max")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from longspan.corpus import long_texts, tokenizer
-from longspan.corpus.long_texts import has_pieces, ids_in_pieces
+from longspan.corpus.long_texts import encode_in_pieces, has_pieces
 from longspan.corpus.tokenizer import TextTokenizer, train_tokenizer
 
 TEXTS = [
@@ -63,7 +63,7 @@ TEXT = st.lists(st.one_of(PARTS, PARTS, PARTS, st.text(max_size=4)), max_size=80
 def test_pieces_give_the_ids_of_the_whole(kind: str, text: str, piece: int, overlap: int) -> None:
     engine = engine_of(kind)
     whole = engine.encode(text, add_special_tokens=False).ids
-    assert ids_in_pieces(engine, text, piece=piece, overlap=overlap).tolist() == whole
+    assert encode_in_pieces(engine, text, piece=piece, overlap=overlap).tolist() == whole
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +80,7 @@ def test_long_texts_are_joined_from_pieces(kind: str) -> None:
         return encode(engine, text, begin, end)
 
     with patch.object(long_texts, "_encode_piece", noted):
-        assert ids_in_pieces(engine, text, piece=2000, overlap=200).tolist() == whole
+        assert encode_in_pieces(engine, text, piece=2000, overlap=200).tolist() == whole
     assert 0 < longest < 3000
 
 
@@ -93,7 +93,7 @@ def test_a_tokenizer_puts_the_same_around_long_texts(monkeypatch: pytest.MonkeyP
     texts = ["short", " ".join(TEXTS * 9), "", "shorter"]
     wanted = [row.tolist() for row in whole.encode(texts)]
     monkeypatch.setattr(tokenizer, "PIECE", 300)
-    monkeypatch.setattr(tokenizer, "ids_in_pieces", lambda e, t: ids_in_pieces(e, t, piece=300, overlap=80))
+    monkeypatch.setattr(tokenizer, "encode_in_pieces", lambda e, t: encode_in_pieces(e, t, piece=300, overlap=80))
     assert [row.tolist() for row in whole.encode(texts)] == wanted
 
 
@@ -118,7 +118,7 @@ def test_pieces_that_disagree_are_not_joined() -> None:
         text = "▁a" * count + " " + "▁a" * count
         whole = engine.encode(text).ids
         for piece in range(50, 58):
-            assert ids_in_pieces(engine, text, piece=piece, overlap=25).tolist() == whole
+            assert encode_in_pieces(engine, text, piece=piece, overlap=25).tolist() == whole
 
 
 def test_a_pattern_sees_the_end_of_a_run_of_spaces() -> None:
@@ -133,4 +133,4 @@ def test_a_pattern_sees_the_end_of_a_run_of_spaces() -> None:
         for before in range(20, 40, 3):
             text = "x y, " * (before // 5) + "z" * (before % 5) + "\n" + " " * spaces + "\n  x, y" * 4
             whole = engine.encode(text).ids
-            assert ids_in_pieces(engine, text, piece=60, overlap=28).tolist() == whole
+            assert encode_in_pieces(engine, text, piece=60, overlap=28).tolist() == whole

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from longspan.config.sections import RunConfig
-from longspan.errors import LongspanError, RunFolderError
+from longspan.errors import LongspanError, RankLostError, RunFolderError
 from longspan.run.metrics_log import MetricsLog, read_metrics
 from longspan.run.result import TrainResult
 from longspan.testing import run_ranks
@@ -33,6 +33,10 @@ def receive_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def receive_sigkill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 FAULTS: dict[str, tuple[int, Callable[[], None], type[BaseException] | None, str]] = {  # rank, what happens, error
     "error in a forward pass": (
         1,
@@ -47,6 +51,7 @@ FAULTS: dict[str, tuple[int, Callable[[], None], type[BaseException] | None, str
         "rank 1: .*rank 0 left with Key",
     ),
     "SIGTERM in a forward pass": (1, receive_sigterm, None, ""),
+    "kill in a forward pass": (1, receive_sigkill, RankLostError, ""),
     "full disk in writing records": (0, end_by(OSError(28, "No space left on device")), RunFolderError, ""),
 }
 

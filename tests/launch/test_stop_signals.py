@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import pty
 import signal
 import subprocess
 import sys
@@ -18,7 +19,15 @@ import pytest
 from longspan.errors import CheckpointError
 from longspan.launch import stop_signals
 from longspan.launch.launch import run_local
-from longspan.launch.stop_signals import SIGNALS, Forwarding, Interrupted, interruptible
+from longspan.launch.stop_signals import (
+    NOTICES,
+    SIGNALS,
+    Forwarding,
+    Interrupted,
+    interruptible,
+    leave_closed_output,
+    pass_over,
+)
 from tests.train.small import small_config
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -47,6 +56,45 @@ def test_one_press_is_forwarded_once_and_a_later_one_kills(
     assert capfd.readouterr().err == killed
     with interruptible(), pytest.raises(Interrupted, match="SIGINT"):
         forwarding.repeat()
+
+
+def test_a_notice_is_forwarded_each_time_and_a_request_to_end_still_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    received, now = list[int](), [50.0]
+    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
+    ranks: Any = SimpleNamespace(signal=received.append)
+    forwarding = Forwarding(ranks)
+    numbers = [*NOTICES, signal.SIGUSR1, signal.SIGTERM]
+    for number in numbers:
+        now[0] += 5
+        forwarding._forward_signal(number, None)
+    assert received == forwarding.sent == numbers
+
+
+def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, received = signal.getsignal(signal.SIGUSR1), list[int]()
+    with interruptible():
+        pass_over([signal.SIGUSR1])
+        signal.raise_signal(signal.SIGUSR1)
+        with Forwarding(SimpleNamespace(signal=received.append)):  # pyright: ignore[reportArgumentType]
+            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(Interrupted, match="SIGUSR2") as raised:
+            signal.raise_signal(signal.SIGUSR2)
+    assert raised.value.status == 128 + signal.SIGUSR2
+    assert received == [signal.SIGUSR1] and signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_output_to_a_closed_terminal_or_pipe_goes_nowhere(tmp_path: Path) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for reader, writer in (pty.openpty(), os.pipe()):
+        leave_closed_output([writer])
+        assert not os.path.sameopenfile(writer, nowhere)
+        os.close(reader)
+        leave_closed_output([writer])
+        assert os.path.sameopenfile(writer, nowhere)
+        os.close(writer)
+    with (tmp_path / "file").open("w") as file:
+        leave_closed_output([file.fileno()])
+        assert not os.path.sameopenfile(file.fileno(), nowhere)
 
 
 def test_a_command_is_interrupted_once_by_a_press_that_comes_twice() -> None:
@@ -177,6 +225,8 @@ MOMENTS = [
     pytest.param(a_rank_is_there, press_as_timeout_does, signal.SIGTERM, marks=pytest.mark.whole),
     pytest.param(a_rank_is_there, press_in_the_group, signal.SIGINT, marks=pytest.mark.whole),
     pytest.param(a_rank_is_there, press_once, signal.SIGTERM, marks=pytest.mark.whole),
+    pytest.param(a_rank_is_there, press_in_the_group, signal.SIGUSR1, marks=pytest.mark.whole),
+    pytest.param(fork_server_starts, press_in_the_group, signal.SIGHUP, marks=pytest.mark.whole),
 ]
 
 

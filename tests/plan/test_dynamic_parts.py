@@ -13,7 +13,7 @@ from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
 from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, lockstep_seconds
 from longspan.plan.dynamic.few_documents import plan_few
 from longspan.plan.dynamic.lockstep import DraftSettings, Effort, Search, make_draft
-from longspan.plan.dynamic.planner import _lockstep_candidate
+from longspan.plan.dynamic.planner import _search_lockstep
 from longspan.plan.dynamic.problem import FreeSlots, Problem, even_runs
 from longspan.plan.planners.request import Request
 from longspan.plan.simulate.distributions import sample_lengths
@@ -69,7 +69,7 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         of_slots = Problem.of(Request.of(lengths, Layout(slots), options), range(min_cp, slots + 1))
         few = plan_few(of_slots)
         assert few is not None and few[0] == pytest.approx(predicted_seconds(few[1], slots, cost))
-        seconds, make = _lockstep_candidate(of_slots, Effort(drafts=2, steps=4, sample_steps=6))
+        seconds, make = _search_lockstep(of_slots, Effort(drafts=2, steps=4, sample_steps=6))
         assert seconds == pytest.approx(predicted_seconds(make(), slots, cost))
 
 
@@ -118,7 +118,7 @@ def test_an_anchor_gains_by_slots_that_short_documents_could_not_keep_busy() -> 
     durations = np.array([0.1, 3.0, 5.0]) * mine.mean_seconds
     lack = np.maximum(durations - mine.light_density * mine.cap, 0.0)
     degrees = DegreeTable.of(mine)
-    (width, plain), (again, reaching) = degrees.choices(durations, 0.0), degrees.choices(durations, 0.5)
+    (width, plain), (again, reaching) = degrees.choose_degrees(durations, 0.0), degrees.choices(durations, 0.5)
     assert (width == again).all() and np.isfinite(plain[:, 1:]).all() and lack[2] > lack[1] > 0
     np.testing.assert_allclose(reaching[:, 1:], (plain - 0.5 * width * lack)[:, 1:], rtol=1e-12)
 

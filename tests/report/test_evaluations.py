@@ -9,7 +9,7 @@ import pytest
 from longspan.errors import ConfigError
 from longspan.report import RunFolder, write_report
 from longspan.report.evaluation_sections import evaluations_by_set
-from longspan.report.run_folder import BucketRow, EvalRow, last_rows
+from longspan.report.run_folder import BucketRow, EvalRow, last_evaluations
 from tests.report.runs import write_run
 from tests.report.test_report_pages import Page, page_of
 
@@ -101,7 +101,11 @@ def test_an_older_evaluation_is_left_out_and_named_once(tmp_path: Path) -> None:
 
 def test_the_last_evaluations_are_of_one_step(tmp_path: Path) -> None:
     run = RunFolder.read(run_with(tmp_path / "run", row_of(30, 6.0), row_of(70, 4.0, "books"), row_of(60, 5.0, cp=1)))
-    assert [row.cp for row in last_rows(run.held_out)] == [1, 4] and [r.step for r in run.held_out] == [30, 60, 60]
+    assert [row.cp for row in last_evaluations(run.held_out)] == [1, 4] and [r.step for r in run.held_out] == [
+        30,
+        60,
+        60,
+    ]
     assert {name: [row.step for row in rows] for name, rows in evaluations_by_set(run).items()} == {
         "": [30, 60],
         "books": [70],

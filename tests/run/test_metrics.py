@@ -16,6 +16,7 @@ from longspan.cli import eval as display_module
 from longspan.cli.eval import EvalDisplay
 from longspan.comm import stop_signal as stop_module
 from longspan.comm.stop_signal import StopSignal
+from longspan.launch.stop_signals import SIGNALS
 from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
 from longspan.plan.plan_rows import plan_row
@@ -213,7 +214,7 @@ def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_one_signal_asks_and_a_second_one_aborts(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
@@ -225,3 +226,36 @@ def test_one_signal_asks_and_a_second_one_aborts(number: signal.Signals, monkeyp
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_saves_asks_once_for_each_press_and_never_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, before = [50.0], signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(stop_module.time, "monotonic", lambda: now[0])
+    with StopSignal(save_on=["SIGUSR1"]) as stop:
+        for seconds, asks in ((0.0, True), (0.9, False), (1.1, True), (9.0, True)):
+            now[0] = 50.0 + seconds
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert (stop.save_asked, stop.received) == ("SIGUSR1" if asks else "", "")
+            stop.answer_save()
+        os.kill(os.getpid(), signal.SIGHUP)  # which nohup ignores
+        assert not stop.received
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.received == "SIGUSR2"
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_outlives_the_reader_of_its_output() -> None:
+    reader, writer = os.pipe()
+    kept = os.dup(1)
+    os.dup2(writer, 1)
+    os.close(writer)
+    try:
+        with open(1, "w", closefd=False) as stream, ProgressDisplay(3, stream) as display:
+            display.log("one")
+            os.close(reader)
+            display.log("two")
+            display.log("three")
+            assert os.path.sameopenfile(1, os.open(os.devnull, os.O_WRONLY))
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -21,7 +21,7 @@ from longspan.run.warm_up import (
     allocate_adam_states,
     kind_of_group,
     repeat_on_all_slots,
-    smallest_of_each_kind,
+    smallest_group_of_each_kind,
     warm_up,
     warm_up_plans,
 )
@@ -116,14 +116,14 @@ def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
     batch = MicroBatch((Group((1, 2), (0, 1), (600, 1500)), Group((3,), (2,), (9000,))))
     other = MicroBatch((Group((0, 1), (3, 4), (600, 900)),))
     plan = Plan(slots=5, lengths=(600, 1500, 9000, 600, 900), micro_batches=(batch, other), targets=12595)
-    groups = smallest_of_each_kind([plan])
+    groups = smallest_group_of_each_kind([plan])
     assert [group.lengths for group in groups.values()] == [(9000,), (600, 900)]
     assert [[g.slots for g in b.groups] for b in repeat_on_all_slots(other.groups[0], 5)] == [
         [(0, 1), (2, 3)],
         [(3, 4)],
     ]
     (kind,) = [kind for kind, group in groups.items() if group.degree == 1]
-    assert [group.degree for group in smallest_of_each_kind([plan], leave_out=[kind]).values()] == [2]
+    assert [group.degree for group in smallest_group_of_each_kind([plan], leave_out=[kind]).values()] == [2]
 
 
 @pytest.mark.parametrize("planner", ["fixed", "dynamic"])

@@ -94,7 +94,7 @@ def _gather_slices(
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
     """(heads, their keys and values of all rows of the group in document order); the next slice is on its way."""
     channel = members.channel
-    order = members.order_of_gathered(channel.starts(members.counts))
+    order = members.document_order(channel.starts(members.counts))
 
     def start(heads: HeadSlice) -> Handle:
         return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), members.counts, label)

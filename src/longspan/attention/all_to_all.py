@@ -57,7 +57,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
     split = head_split(q.shape[1], k.shape[1], members.inner)
-    swap, label = _Swap(members, split, _slices(members, split, q)), "attention all-to-all forward"
+    swap, label = _Swap(members, split, _choose_slice_count(members, split, q)), "attention all-to-all forward"
     sent = swap.tensors_to_send(q, k, v)
     arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
     leaving, saved = list[Handle](), list[Saved]()
@@ -219,8 +219,11 @@ class _Backward:
         self.leaving.append((slice_index, some, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients")))
 
 
-def _slices(members: Members, split: HeadSplit, q: Tensor) -> int:
-    """The same on every member: by the most rows that one holds. Rows of a narrow window come in one exchange."""
+def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
+    """How many slices of heads are exchanged: by the most rows of a member, so the same on every member.
+
+    The rows of a narrow window come in one exchange.
+    """
     worth = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
     return split.slices(min(worth, SLICES)) if worth > 1 and not members.has_narrow_window else 1
 
@@ -264,13 +267,13 @@ class _Swap:
         return self.begins(slice_index + 1)
 
     def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-        """Of each slice the tensors that are sent, with keys and values if it is the first with them."""
+        """The tensors to send of each slice, with keys and values if it is the first with them."""
         copies = self.split.kv_copies
         copied = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
         return [copied if self.begins(slice_index) else copied[:1] for slice_index in range(self.slices)]
 
     def slice_saved(self, saved: Sequence[Saved], slice_index: int) -> Saved:
-        """What is saved of a slice, with its keys and values."""
+        """The saved tensors of a slice, with its keys and values."""
         first = saved[slice_index - slice_index % self._shared]
         return saved[slice_index]._replace(k=first.k, v=first.v)
 
@@ -286,28 +289,28 @@ class _Swap:
         return call.for_heads(start, start + self.heads_of_slice)
 
     def place_heads(self, x: Tensor) -> Tensor:
-        """What belongs to the query heads computed here, among those of all: (N,), zero elsewhere."""
-        of_all = x.new_zeros(self.split.heads)
-        of_all[self.split.q_heads(self._me)] = x
-        return of_all
+        """Values of the query heads computed here, in their places among all heads: (N,), zero elsewhere."""
+        all_heads = x.new_zeros(self.split.heads)
+        all_heads[self.split.q_heads(self._me)] = x
+        return all_heads
 
     def send_heads(self, tensors: Sequence[Tensor], slice_index: int, label: str) -> Handle:
         """Start sending a slice of the heads of tensors (T, N, size), to every member its own."""
         rows, degree = tensors[0].shape[0], self._degree
-        places = self._places(tensors, slice_index)
+        places = self._slice_views(tensors, slice_index)
         widths = [x.shape[2] for x in places]
         packed = tensors[0].new_empty((degree * rows, sum(widths)))
         copy_rows(list(zip(places, member_views(packed, degree, widths), strict=True)))
         return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
 
-    def _places(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
+    def _slice_views(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
         """Where this slice of every member's heads lies in tensors (T, N, size)."""
         return [
             head_views(x, self._degree, cuts, slice_index * cuts // self.slices)
-            for x, cuts in zip(tensors, map(self._cuts, tensors), strict=True)
+            for x, cuts in zip(tensors, map(self._slice_count, tensors), strict=True)
         ]
 
-    def _cuts(self, x: Tensor) -> int:
+    def _slice_count(self, x: Tensor) -> int:
         """Into how many slices a member's heads of x (T, N, size) are cut: query heads, or key/value heads."""
         return self.slices if x.shape[1] == self.split.heads else self.slices // self._shared
 
@@ -315,7 +318,9 @@ class _Swap:
         """What arrives of `send_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
         arrived, orders = handle.wait(), self.members.orders
         in_order = arrived if orders is None else join_columns((arrived,), orders[0])
-        return split_columns(in_order, [(x.shape[1] // (self._degree * self._cuts(x)), x.shape[2]) for x in like])
+        return split_columns(
+            in_order, [(x.shape[1] // (self._degree * self._slice_count(x)), x.shape[2]) for x in like]
+        )
 
     def send_rows(self, tensors: Sequence[Tensor], label: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
@@ -325,6 +330,6 @@ class _Swap:
 
     def write_rows(self, handle: Handle, into: Sequence[Tensor], slice_index: int) -> None:
         """Wait for the rows of `send_rows`, and write them to this slice of every head group of `into` (T, N, size)."""
-        places = self._places(into, slice_index)
+        places = self._slice_views(into, slice_index)
         arrived = member_views(handle.wait(), self._degree, [x.shape[2] for x in places])
         copy_rows(list(zip(arrived, places, strict=True)))

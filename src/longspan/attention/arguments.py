@@ -206,7 +206,7 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
         _check_levels(sizes, group.degree, where)
     choice = _to_choice(kind, group, sizes)
     if call.heads % choice.inner:
-        raise AttentionError(_heads_error(choice, group, call.heads, where))
+        raise AttentionError(_describe_uneven_heads(choice, group, call.heads, where))
     return choice
 
 
@@ -257,7 +257,7 @@ def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
     )
 
 
-def _heads_error(choice: CommChoice, group: Group, heads: int, where: str) -> str:
+def _describe_uneven_heads(choice: CommChoice, group: Group, heads: int, where: str) -> str:
     fit = [size for size in range(1, group.degree + 1) if heads % size == 0 and group.degree % size == 0]
     level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
     return (
@@ -277,7 +277,7 @@ def pack_call(
     check_sinks(sinks, q)
     groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
-    mask = Mask(arguments.causal, window, chunk).within(shard.micro_batch.lengths)
+    mask = Mask(arguments.causal, window, chunk).for_lengths(shard.micro_batch.lengths)
     check_spans(shard, arguments)
     call = AttendCall(
         *(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device),
@@ -302,7 +302,7 @@ def pack_call(
 
 
 def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: SequenceShard) -> CallPart:
-    mask, cache = call.mask.within(part.group.lengths), cache_of(shard)
+    mask, cache = call.mask.for_lengths(part.group.lengths), cache_of(shard)
     key = (part.index, choice.inner, mask)
     if key not in cache.members:
         cache.members[key] = Members(part, mask, shard.device, choice.inner, shard.spans_of(part))

@@ -202,12 +202,12 @@ def _forward(
 
 
 def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Inside autocast, products of float32 scores would be rounded to half precision."""
+    """A context without autocast, which would round products of float32 scores to half precision."""
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
 def _join_parts(parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Of each tensor of the parts, the rows of all parts: (rows, *shape) in the dtype of `like`, contiguous."""
+    """Join the rows of all parts, tensor by tensor: (rows, *shape) in the dtype of `like`, contiguous."""
     if len(parts) == 1:
         return as_dtype(parts[0], like.dtype)
     no_rows = [like.new_empty((0, *shape)) for shape in shapes]

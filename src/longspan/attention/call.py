@@ -29,13 +29,13 @@ from longspan.plan import AttentionCall
 _BITS = 31  # of the hash that are compared with the rate
 
 
-def _as_signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
 
-_GOLDEN = _as_signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _as_signed(0xBF58476D1CE4E5B9), _as_signed(0x94D049BB133111EB)
+_GOLDEN = _to_signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _to_signed(0xBF58476D1CE4E5B9), _to_signed(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Dropout:
         document, q_position, k_position = launch.tokens
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         head = torch.arange(self.first_head, self.first_head + heads, device=launch.device)
-        row = _absorb(_absorb(_absorb(_as_signed(self.seed), head)[:, None], document[rows]), q_position[rows])
+        row = _absorb(_absorb(_absorb(_to_signed(self.seed), head)[:, None], document[rows]), q_position[rows])
         word = _absorb(row.unsqueeze(-1), k_position[keys])  # (heads, query rows, key rows)
         is_kept = _shift_right(word, 64 - _BITS) >= round(self.rate * (1 << _BITS))
         return is_kept.to(dtype).div_(1.0 - self.rate)
@@ -65,7 +65,7 @@ def mix_seed(*words: int) -> int:
     """One seed of several integers."""
     state = torch.zeros((), dtype=torch.int64)
     for word in words:
-        state = _absorb(state, torch.tensor(_as_signed(word)))
+        state = _absorb(state, torch.tensor(_to_signed(word)))
     return int(state)
 
 

@@ -85,11 +85,12 @@ class Members:
         """The rows of one member as its tensors hold them, padding included."""
         if self.inner == 1:
             return self.part.group.shares.segments(member)
-        document, start, stop = self._runs_inside(member)
+        document, start, stop = self._list_runs(member)
         order = np.lexsort((start, document))
         return segments_from_runs(document[order], start[order], stop[order])
 
-    def _runs_inside(self, member: int) -> tuple[Integers, Integers, Integers]:
+    def _list_runs(self, member: int) -> tuple[Integers, Integers, Integers]:
+        """Document, start and stop of every run that the ranks of one member hold, rank after rank."""
         neighbours = range(member * self.inner, (member + 1) * self.inner)
         runs = [(s.document, s.start, s.stop) for s in map(self.part.group.shares.segments, neighbours)]
         document, start, stop = (np.concatenate(column) for column in zip(*runs, strict=True))
@@ -110,7 +111,7 @@ class Members:
 
         Two of (R,): which arriving row each row in document order is, and the inverse.
         """
-        document, start, stop = self._runs_inside(self.member)
+        document, start, stop = self._list_runs(self.member)
         order, sizes = np.lexsort((start, document)), stop - start
         at = np.empty_like(start)
         at[order] = np.cumsum(sizes[order]) - sizes[order]
@@ -121,7 +122,7 @@ class Members:
         inverse[places] = np.arange(len(places))
         return to_device(inverse, self.device), to_device(places, self.device)
 
-    def order_of_gathered(self, starts: tuple[int, ...]) -> Tensor:
+    def document_order(self, starts: tuple[int, ...]) -> Tensor:
         """Which gathered row each of the group's rows is, in document order; member m's begin at `starts[m]`: (S,)."""
         assert self.inner == 1, "only members of the group itself gather"
         if starts not in self._gathered_orders:
@@ -138,7 +139,7 @@ class Members:
         −1 where the launch does not have the row.
         """
         by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
-        places = (_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
+        places = (_find_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
         return [to_device(x, self.device) for x in places]
 
     # ---- what they see
@@ -151,21 +152,21 @@ class Members:
 
     def _launches_on_block(self, owner: int) -> tuple[Launch, ...]:
         segments = self.segments(owner)
-        return self._launches_on(self.real_segments(owner), lambda: segments.positions)
+        return self._make_launches(self.real_segments(owner), lambda: segments.positions)
 
     def _launches_on_all(self) -> tuple[Launch, ...]:
-        """Every document whole, where it lies among the group's rows in document order; without its padding."""
-        laid_out, starts = self._documents_laid_out()
+        """The launches on whole documents, which lie among the group's rows in document order, without padding."""
+        laid_out, starts = self._document_extents()
         lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
         keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
-        return self._launches_on(keys, lambda: expand(0 * laid_out, laid_out))
+        return self._make_launches(keys, lambda: expand(0 * laid_out, laid_out))
 
-    def _documents_laid_out(self) -> tuple[Integers, Integers]:
-        """Rows of each document, padding included, and where they start among the group's rows."""
+    def _document_extents(self) -> tuple[Integers, Integers]:
+        """Rows of each document, padding included, and where each starts among the group's rows."""
         laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
         return laid_out, np.cumsum(laid_out) - laid_out
 
-    def _launches_on(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
+    def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
         """The launches of this member's rows against other rows; `positions` are those of all rows of their tensor."""
         ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
@@ -193,13 +194,13 @@ class Members:
     @cached_property
     def window_rows(self) -> WindowRows:
         """The rows that this member's rows see, and who sends them."""
-        keys, everyone = self.rows_seen_by(self.member), range(self.degree)
-        seen = [self._rows_among(keys, owner) for owner in everyone]
-        sends = [self._rows_among(self.rows_seen_by(reader), self.member)[0] for reader in everyone]
+        keys, everyone = self.visible_rows(self.member), range(self.degree)
+        seen = [self._find_rows(keys, owner) for owner in everyone]
+        sends = [self._find_rows(self.visible_rows(reader), self.member)[0] for reader in everyone]
         own_rows, own_places = seen[self.member]
         sends[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)
         return WindowRows(
-            self._launches_on(keys, lambda: keys.positions),
+            self._make_launches(keys, lambda: keys.positions),
             sends=tuple(to_device(rows, self.device) for rows in sends),
             sent=to_device(np.concatenate(sends), self.device),
             receives=tuple(len(rows) for rows, _ in seen),
@@ -209,7 +210,7 @@ class Members:
             rows=keys.rows,
         )
 
-    def rows_seen_by(self, reader: int) -> Segments:
+    def visible_rows(self, reader: int) -> Segments:
         """The rows that one member's rows see under a window or chunks and in their spans, in document order."""
         _, window, chunk = self.mask
         assert window is not None or chunk is not None
@@ -221,9 +222,9 @@ class Members:
         start[1:] = np.where(same, np.maximum(start[1:], stop[:-1]), start[1:])  # begins where the last run ended
         return segments_from_runs(runs.document, start, stop)
 
-    def _rows_among(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
+    def _find_rows(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
         """Which rows of `owner` are among `keys`, ascending, and where there."""
-        _, first = self._documents_laid_out()
+        _, first = self._document_extents()
         segments = self.segments(owner)
         rows = expand(segments.start + first[segments.document], segments.stop + first[segments.document])
         starts, stops = keys.start + first[keys.document], keys.stop + first[keys.document]
@@ -292,7 +293,7 @@ class HeadSplit:
 head_split = cache(HeadSplit)  # worked out once
 
 
-def _places(rows: slice | Integers, count: int) -> Integers:
+def _find_places(rows: slice | Integers, count: int) -> Integers:
     """Which of `rows` each of `count` rows is, −1 for none of them."""
     places = np.full(count, -1, dtype=np.int64)
     places[rows] = np.arange(len(places[rows]))

@@ -59,7 +59,7 @@ def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
     The next block is in flight. A block is valid until the next is asked for.
     """
     if members.has_narrow_window:
-        seen_k, seen_v = _fetch(members, (k, v), "attention window rows forward")
+        seen_k, seen_v = _fetch_rows(members, (k, v), "attention window rows forward")
         yield members.window_rows.launches, seen_k, seen_v
     elif members.degree == 1:
         yield members.launches(0), k, v
@@ -155,13 +155,13 @@ def _own_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple
 def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
     """Gradients of this member's rows."""
     dq = RowSum(tuple(saved.q.shape), saved.q)
-    k, v = _fetch(members, (saved.k, saved.v), "attention window rows backward")
+    k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
     addends = block_gradients(dq, dout, saved._replace(k=k, v=v), members.window_rows.launches, call)
     dk, dv = _return_gradients(members, sum_addends(addends, k, v), "attention window rows backward, gradients")
     return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved, call.sinks))
 
 
-def _fetch(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
+def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
     """The members' tensors (T, …) to the rows seen here."""
     rows = members.window_rows
     counts = [len(sent) for sent in rows.sends]

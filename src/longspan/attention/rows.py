@@ -270,16 +270,16 @@ class RowSum:
         if self._total is None and covers(rows, self._shape[0]):
             self._total = x
             return
-        add_rows([(x, self._wide())], rows)
+        add_rows([(x, self._full_sum())], rows)
 
     def add_heads(self, heads: slice, x: Tensor) -> None:
         """Add x (T, heads, …) to some heads of all rows."""
         if heads == slice(0, self._shape[1]):
             self.add(slice(0, self._shape[0]), x)
         else:
-            add_rows([(x, self._wide()[:, heads])], slice(0, self._shape[0]))
+            add_rows([(x, self._full_sum()[:, heads])], slice(0, self._shape[0]))
 
-    def _wide(self) -> Tensor:
+    def _full_sum(self) -> Tensor:
         (self._total,) = as_dtype((self.result(),), accumulation_dtype(self._like.dtype))
         return self._total
 

@@ -19,14 +19,14 @@ Result = TypeVar("Result")
 
 
 class Park(Protocol):
-    """Somewhere else to keep a tensor: `parked = park(x)` and later `x = parked()`."""
+    """Moves a tensor to another place: `parked = park(x)`, and later `x = parked()`."""
 
     def __call__(self, x: Tensor) -> Callable[[], Tensor]:
         """Take a tensor; what is returned gives it back."""
         ...
 
 
-class _OfInput(NamedTuple):
+class _InputView(NamedTuple):
     """A tensor that is a view of one of the call's inputs, which are recomputed: nothing of it is kept."""
 
     input_index: int
@@ -59,13 +59,13 @@ class Recording:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Attention calls inside are remembered."""
+        """A context that records the results of the attention calls inside."""
         with _activate(self, None):
             yield
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
-        """Attention calls inside get what those in `forward` gave."""
+        """A context in which attention calls return the recorded results."""
         with _activate(self, 0):
             yield
 
@@ -81,7 +81,7 @@ class Recording:
         assert self._next < len(self._calls), "a recomputed layer calls attention more often than its forward pass did"
         call = self._calls[self._next]
         self._next += 1
-        return tree_map(lambda x: _restore(x, inputs), call, is_leaf=lambda x: isinstance(x, _OfInput | _Parked))
+        return tree_map(lambda x: _restore(x, inputs), call, is_leaf=lambda x: isinstance(x, _InputView | _Parked))
 
     def _keep_output(self, x: Any, inputs: Sequence[Tensor]) -> Any:
         """Keep what attention returned: a tensor as it is, or, if it shares the memory of an input, as a view of that
@@ -91,7 +91,9 @@ class Recording:
             return x
         for i, source in enumerate(inputs):
             if x.untyped_storage()._cdata == source.untyped_storage()._cdata and x.numel():
-                return _OfInput(i, tuple(x.size()), x.stride(), int(x.storage_offset()) - int(source.storage_offset()))
+                return _InputView(
+                    i, tuple(x.size()), x.stride(), int(x.storage_offset()) - int(source.storage_offset())
+                )
         return _Parked(self._park(x.detach()))
 
 
@@ -122,7 +124,7 @@ def _activate(recording: Recording, start: int | None) -> Iterator[None]:
 
 
 def _restore(x: Any, inputs: Sequence[Tensor]) -> Any:
-    if isinstance(x, _OfInput):
+    if isinstance(x, _InputView):
         source = inputs[x.input_index]
         return source.as_strided(x.size, x.stride, source.storage_offset() + x.offset)
     return x.fetch() if isinstance(x, _Parked) else x

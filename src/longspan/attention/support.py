@@ -124,10 +124,10 @@ def feature_rows() -> list[tuple[str, ...]]:
 def fill_tables(page: str) -> str:
     """A page whose marked tables are those of this version."""
     tables = {"features": feature_rows(), "types": TYPE_ROWS, "kernels": kernel_rows()}
-    return _MARKED.sub(lambda marked: marked[1] + _markdown(tables[marked[2]]) + marked[3], page)
+    return _MARKED.sub(lambda marked: marked[1] + _page_table(tables[marked[2]]) + marked[3], page)
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
+def _page_table(rows: Sequence[Sequence[str]]) -> str:
     header, *body = rows
     lines = [header, ["---"] * len(header), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -222,7 +222,7 @@ class DenseCall(NamedTuple):
     first: bool = True  # whether no call before had these rows
 
     def keep(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Lay what the call gives into the totals, or merge it where its rows were there before."""
+        """Write the result of the call into the totals, or merge it where its rows were there before."""
         if self.first:
             total_out[self.rows], total_lse[self.rows] = out, lse
         else:

@@ -29,8 +29,8 @@ class Mask(NamedTuple):
     window: int | None = None
     chunk: int | None = None
 
-    def within(self, lengths: Sequence[int]) -> "Mask":
-        """The same over documents of these lengths: a window or chunk of the longest's length hides nothing: none."""
+    def for_lengths(self, lengths: Sequence[int]) -> "Mask":
+        """The mask over documents of these lengths, without a window or chunk that hides none of their keys."""
         longest = max(lengths, default=0)
         window, chunk = (None if x is None or x >= longest else x for x in (self.window, self.chunk))
         return Mask(self.causal, window, chunk)
@@ -48,7 +48,7 @@ class TileArrays(NamedTuple):
     right: Integers
 
     def where(self, keep: Flags) -> "TileArrays":
-        """Those to keep."""
+        """The tiles to keep."""
         return TileArrays(*(column[keep] for column in self))
 
 
@@ -67,10 +67,10 @@ def tiles_between(
     if chunk is not None:
         q, k = _cut_into_chunks(q, k, chunk)
     if window is not None:
-        banded = _bands(q, k, window)
+        banded = _band_tiles(q, k, window)
         loose = _drop_idle_limits(banded)
         return min((make_tilings(arrays) for arrays in (banded, loose, split_at_left(loose))), key=len)
-    return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _wholes(q, k))
+    return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _whole_tiles(q, k))
 
 
 def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
@@ -89,7 +89,7 @@ def _split_into_chunks(segments: Segments, chunk: int, longest: int) -> Segments
 
 
 def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
-    """One launch for each mask, and as many as a document has tiles of that mask."""
+    """Make one tiling for each mask, and as many as a document has tiles of that mask."""
     if not len(tiles.document):
         return ()
     order = np.lexsort((tiles.document, tiles.right, tiles.left))
@@ -107,20 +107,20 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
 def _tiling(tiles: TileArrays) -> Tiling:
     """The tiles of one launch, without a limit that hides no key from a row of any of them."""
     bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
-    left, right = _limits_that_hide(tiles)
+    left, right = _find_hiding_limits(tiles)
     limits = (int(tiles.left[0]) if left.any() else None, int(tiles.right[0]) if right.any() else None)
     return Tiling(bounds, *limits)
 
 
-def _limits_that_hide(tiles: TileArrays) -> tuple[Flags, Flags]:
+def _find_hiding_limits(tiles: TileArrays) -> tuple[Flags, Flags]:
     """Return for each tile whether its left, and its right, limit hides any of its keys from any of its rows."""
     left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
     right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
 
 
-def pairs_of_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
-    """(run of q, run of k) of one document in the order of q's runs and then k's, and its document's first run of k."""
+def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
+    """Pair the runs of one document: (run of q, run of k) in their order, and the first run of k of its document."""
     documents, first, runs = np.unique(k.document, return_index=True, return_counts=True)
     at = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
     is_in_k = documents[at] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
@@ -129,17 +129,17 @@ def pairs_of_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integer
     return np.repeat(mine, count), expand(starts, starts + count), np.repeat(starts, count)
 
 
-def _extent(segments: Segments) -> tuple[Integers, Integers, Integers]:
-    """Documents in the order held, and where the rows of each begin and end in the tensor."""
+def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]:
+    """The documents in the tensor's order, and where the rows of each begin and end in it."""
     opens = np.flatnonzero(np.diff(segments.document, prepend=-1))
     last = np.append(opens, len(segments))[1:] - 1
     stops = segments.offset + segments.stop - segments.start
     return segments.document[opens], segments.offset[opens], stops[last]
 
 
-def _wholes(q: Segments, k: Segments) -> TileArrays:
-    """Every row of a document sees all of its keys."""
-    (document, q_start, q_stop), (k_document, k_start, k_stop) = _extent(q), _extent(k)
+def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
+    """The tiles in which every row of a document sees all of its keys."""
+    (document, q_start, q_stop), (k_document, k_start, k_stop) = _document_extents(q), _document_extents(k)
     document, mine, theirs = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
     none = np.full_like(document, -1)
     return TileArrays(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
@@ -152,7 +152,7 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
     a run of k there are two: the rows at the positions of the run of k, which see one key more with every row, and
     those after it up to the next run of k, which see all of it.
     """
-    mine, theirs, foremost = pairs_of_runs(q, k)  # indices: of q's run, of k's run, of the document's first run of k
+    mine, theirs, foremost = pair_runs(q, k)  # indices: of q's run, of k's run, of the document's first run of k
     document, start, stop = q.document[mine], q.start[mine], q.stop[mine]
     k_start, k_stop, k_offset = k.start[theirs], k.stop[theirs], k.offset[theirs]
     following = stop.copy()  # where the next run of k begins
@@ -169,7 +169,7 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
 
 
 def _join_neighbours(tiles: TileArrays) -> TileArrays:
-    """Neighbouring tiles as one where one mask covers both: equal keys, or one causal diagonal."""
+    """Join neighbouring tiles where one mask covers both: equal keys, or one causal diagonal."""
     grown = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
     same = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
     same &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == grown)
@@ -178,9 +178,9 @@ def _join_neighbours(tiles: TileArrays) -> TileArrays:
     return tiles.where(last)._replace(q_start=tiles.q_start[first])
 
 
-def _bands(q: Segments, k: Segments, window: int) -> TileArrays:
-    """What runs of q see of runs of k where position p sees p − window + 1 … p."""
-    mine, theirs, _ = pairs_of_runs(q, k)
+def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
+    """The tiles of runs of q and k where position p sees p − window + 1 … p."""
+    mine, theirs, _ = pair_runs(q, k)
     (q_start, q_stop), (k_start, k_stop) = (q.start[mine], q.stop[mine]), (k.start[theirs], k.stop[theirs])
     first, last = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
     k_first, k_last = np.maximum(k_start, first - window + 1), np.minimum(k_stop, last)
@@ -199,14 +199,14 @@ def _bands(q: Segments, k: Segments, window: int) -> TileArrays:
 
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
-    """Without limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
-    left, right = _limits_that_hide(tiles)
+    """Drop limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
+    left, right = _find_hiding_limits(tiles)
     ahead = tiles.right > 0
     return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
 
 
 def split_at_left(tiles: TileArrays) -> TileArrays:
-    """Tiles with a limit only on the left as two: keys that all rows see, and a rest in which the last sees one key.
+    """Split tiles with a limit only on the left: keys that all rows see, and a rest whose last row sees one key.
 
     How far the limit is from the last key differs from document to document; after this it does not.
     """
@@ -226,13 +226,13 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     """
     if not len(spans):
         return ()
-    tiles = _later_key_tiles(spans.among(q), spans.among(k))
+    tiles = _later_key_tiles(spans.find_rows(q), spans.find_rows(k))
     return min((make_tilings(arrays) for arrays in (tiles, split_at_left(tiles))), key=len)
 
 
 def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
     """Rows of runs of q against the keys of runs of k that come after them; documents are spans."""
-    mine, theirs, _ = pairs_of_runs(q, k)
+    mine, theirs, _ = pair_runs(q, k)
     start, k_stop = q.start[mine], k.stop[theirs]
     stop, k_start = np.minimum(q.stop[mine], k_stop - 1), np.maximum(k.start[theirs], start + 1)
     to_row, to_key = q.offset[mine] - start, k.offset[theirs] - k.start[theirs]

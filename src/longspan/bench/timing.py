@@ -44,12 +44,12 @@ def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) 
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
     for name, start, end in events:
         by_kind[kind_of(name)].append((start, end))
-    seconds_of, seen, covered = dict[str, float](), list[Interval](), 0.0
+    seconds_by_kind, seen, covered = dict[str, float](), list[Interval](), 0.0
     for kind in ORDER:
         seen = merge_intervals([*seen, *by_kind[kind]])
         total = sum(end - start for start, end in seen)
-        seconds_of[kind], covered = total - covered, total
-    return seconds_of | {"idle": max(0.0, seconds - covered)}
+        seconds_by_kind[kind], covered = total - covered, total
+    return seconds_by_kind | {"idle": max(0.0, seconds - covered)}
 
 
 def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def _is_work(event: Any) -> bool:
     return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")
 
 
-def seconds_of(run: Callable[[], object], world: World) -> float:
+def time_run(run: Callable[[], object], world: World) -> float:
     """Time one run, from a moment at which all ranks have come and their GPUs are idle."""
     _wait_for_gpu(world)
     world.control.barrier("start of a timed run")
@@ -109,13 +109,13 @@ def seconds_of(run: Callable[[], object], world: World) -> float:
     return time.perf_counter() - started
 
 
-def profile_of(run: Callable[[], object], world: World) -> tuple[dict[str, float], list[dict[str, Any]], float]:
+def profile_run(run: Callable[[], object], world: World) -> tuple[dict[str, float], list[dict[str, Any]], float]:
     """Profile one run: its seconds by part, its longest kernels, and its seconds, which profiling makes more."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = world.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as recorded:
-        seconds = seconds_of(run, world)
+        seconds = time_run(run, world)
     events = read_events(recorded, cuda=cuda)
     return seconds_by_part(events, seconds), longest_kernels(events), seconds
 

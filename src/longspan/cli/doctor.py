@@ -198,10 +198,10 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
         yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({place})", None)
     for row in details["parity"]:
         yield Check("parity", row["name"], row["found"], row["good"])
-    yield from _type_choices(details["parity"])
+    yield from _communication_checks(details["parity"])
 
 
-def _type_choices(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
+def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
     """The ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
     for row in {(f["cp"], f["cp_comm_type"], str(f.get("sizes"))): f for f in parity}.values():
         for levels in row.get("levels", ()):

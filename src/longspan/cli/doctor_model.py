@@ -15,7 +15,15 @@ from transformers import PreTrainedConfig
 
 from longspan.cli.machine import set_gpu_environment
 from longspan.cli.processes import Processes, has_torchrun, processes_of, reports_here, run_on_ranks, usable_gpus
-from longspan.doctor.cases import Case, CaseSet, DTypeName, cases_named, cases_of_types, contiguous_cases, image_cases
+from longspan.doctor.cases import (
+    Case,
+    CaseSet,
+    DTypeName,
+    cases_named,
+    contiguous_cases,
+    image_cases,
+    list_type_cases,
+)
 from longspan.doctor.images import no_video_reason
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.outcomes import Proof, outcome_text, proof_json, proof_text
@@ -80,7 +88,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     Raises CommError where the ranks did not end well.
     """
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
-    cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in cases_of_types(cp)]
+    cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
     proof = _run_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
     if not proof.worlds:

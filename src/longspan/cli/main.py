@@ -1,4 +1,4 @@
-"""`longspan VERB …`: finds the verb, and turns an error that a caller can act on into one line and exit code 2.
+"""`longspan VERB …`: finds the verb, and turns an error that a caller can act on into one line and exit code 2 or 3.
 
 A verb is a module of this folder with `main(argv) -> int`, imported when it is called, so that `longspan plan` needs
 no torch.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from longspan import __version__
-from longspan.errors import ConfigError, LongspanError
+from longspan.errors import ConfigError, LongspanError, RankLostError
 from longspan.launch.stop_signals import Interrupted, interruptible
 
 VERBS = {
@@ -28,10 +28,13 @@ VERBS = {
 _ALIASES = {"simulate": ["plan", "--compare"]}
 _MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
 EXIT_ERROR = 2
+EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code: 0, 2 for an error, 130 for SIGINT, 143 for SIGTERM, or what it returns."""
+    """Run a verb; returns the exit code: 0, 2 for an error, 3 for a lost rank, 128 + its number for a signal, or what
+    the verb returns.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_ERROR
+        return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
     except KeyboardInterrupt as error:
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too

@@ -114,13 +114,20 @@ def say(note: str, stream: TextIO) -> None:
 
 
 def run_on_ranks(
-    fn: Callable[..., Any], args: Sequence[Any], ranks: int, timeout: float | None = None, *, compile_cache: str = ""
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    ranks: int,
+    timeout: float | None = None,
+    *,
+    compile_cache: str = "",
+    ignored: Sequence[int] = (),
 ) -> Any:
     """Run `fn(rank, *args)` on every rank; returns the first rank's result, or under torchrun this rank's result.
 
-    `compile_cache` is the folder in which GPUs' compiled kernels are kept ("": the user's).
+    `compile_cache` is the folder in which GPUs' compiled kernels are kept ("": the user's). Signals that
+    are `ignored` do nothing in local ranks until `fn` handles them.
     """
     set_gpu_environment(compile_cache)
     if has_torchrun():
         return fn(int(os.environ["RANK"]), *args)
-    return run_local(fn, ranks, args, timeout=timeout)[0]
+    return run_local(fn, ranks, args, timeout=timeout, ignored=ignored)[0]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from longspan.cli.flags import parse_train
 from longspan.cli.processes import has_torchrun, processes_of, reports_here, run_on_ranks, say
 from longspan.config.sections import RunConfig
-from longspan.launch.stop_signals import Interrupted
+from longspan.launch.stop_signals import NOTICES, Interrupted, leave_closed_output, pass_over
 from longspan.run.checks.check_data import check_files
 from longspan.run.checks.config_check import check_config
 from longspan.train.plans import home_of
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns 0 when the run came to its end, `run.stopped_status` when it was told to stop."""
     flags, config = parse_train(argv)
+    save_on = [number for number in NOTICES if number.name in config.run.save_on]
+    pass_over(save_on)  # until there is a step to save
     if flags.dry_run:
         from longspan.cli.gpu_plans.dry_run import dry_run
 
@@ -34,11 +36,14 @@ def main(argv: Sequence[str]) -> int:
     say(processes.note, sys.stderr if flags.json else sys.stdout)
     args = (config, ranks, processes.backend, flags.json)
     try:
-        result: TrainResult = run_on_ranks(train_rank, args, ranks, compile_cache=config.run.compile_cache)
+        result: TrainResult = run_on_ranks(
+            train_rank, args, ranks, compile_cache=config.run.compile_cache, ignored=save_on
+        )
     except Interrupted as interrupted:  # before the run heeded signals, or a second one
         interrupted.status = config.run.stopped_status or interrupted.status
         raise
     if reports_here():
+        leave_closed_output()  # whose status would stand for the run's
         _print_result(
             result, "adapter, for stock peft" if config.lora.rank else "Hugging Face folder", as_json=flags.json
         )

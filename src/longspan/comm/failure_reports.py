@@ -66,8 +66,9 @@ class FailureReports:
                 self._append(f"{number}/answers", {"rank": self._rank, "activity": activity})
                 self._answered, self._answered_at = number, time.monotonic()
 
-    def report(self, activity: str, since: float) -> str:
-        """The report of a collective that this rank entered at the monotonic time `since`.
+    def report(self, activity: str, since: float) -> tuple[str, bool]:
+        """The report of a collective that this rank entered at the monotonic time `since`, and whether it names a rank
+        that left with an error of its own.
 
         This is the last report where that was requested after `since`; else the next one, which this rank or a faster
         one requests.
@@ -77,19 +78,19 @@ class FailureReports:
         self.answer(number, activity)  # and with it the news
         if first:
             report = self._collect_report(number)
-            self._store.set(f"{number}/report", report)
+            self._store.set(f"{number}/report", json.dumps(report))
             return report
-        return (
-            self._wait_for_key(f"{number}/report", ANSWER_SECONDS + 2)
-            or "another rank requested one, and did not post it"
-        )
+        if (posted := self._wait_for_key(f"{number}/report", ANSWER_SECONDS + 2)) is None:
+            return "another rank requested one, and did not post it", False
+        text, own_error = json.loads(posted)
+        return text, own_error
 
     def has_died(self, rank: int) -> bool:
         """Whether a launcher has posted that a rank died; False under those that post nothing, such as torchrun."""
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
-    def _collect_report(self, number: int) -> str:
-        """Wait until every rank has answered, left or died, or until the time for answers is over."""
+    def _collect_report(self, number: int) -> tuple[str, bool]:
+        """Wait until every rank has answered, left or died, or until the time for answers is over; then `report`."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             answers = {entry["rank"]: entry["activity"] for entry in self._entries(f"{number}/answers")}
@@ -97,7 +98,8 @@ class FailureReports:
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
             deaths = self._deaths(missing)
             if len(deaths) == len(missing) or time.monotonic() > deadline:
-                return self._report_text(answers, departures, missing, deaths)
+                own_error = any(not entry["echo"] for entry in departures.values())
+                return self._report_text(answers, departures, missing, deaths), own_error
             time.sleep(0.05)
 
     def first_node(self) -> str:

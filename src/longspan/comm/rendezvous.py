@@ -61,7 +61,7 @@ def allow_open_files(size: int) -> None:
 
 
 def choose_device(backend: str | None, device: torch.device | str | None, local_rank: int) -> torch.device:
-    """The device of this rank: the requested one, or its GPU where there are GPUs, or the CPU.
+    """Choose the device of this rank: the requested one, else its GPU, else the CPU; a GPU becomes the current one.
 
     Raises CommError for a backend that longspan does not use, and where there are fewer GPUs than local ranks.
     """
@@ -117,7 +117,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
     opened = f"longspan/opened/{place.rank}"
     try:
         prefix = f"longspan/world {store.add(opened, 0)}"
-        if not _all_come(PrefixStore(prefix, store), place, timeout):
+        if not _wait_for_all(PrefixStore(prefix, store), place, timeout):
             raise _absence_error(PrefixStore(prefix, store), place, timeout)
         store.add(opened, 1)
     except DistError as error:
@@ -128,7 +128,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
     return prefix
 
 
-def _all_come(here: Store, place: Place, timeout: float) -> bool:
+def _wait_for_all(here: Store, place: Place, timeout: float) -> bool:
     """Wait for all processes; returns whether all came in time. If not, this one no longer counts as present."""
     here.set(f"rank/{place.rank}", place.node)
     if here.add("came", 1) == place.size:

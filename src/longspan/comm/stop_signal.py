@@ -1,31 +1,36 @@
-"""Signals that stop a run: at the first SIGTERM or Ctrl-C it finishes its step and saves, at the second it ends."""
+"""Signals to a run: at the first that stops it finishes its step and saves, at the second it ends; others only save."""
 
 import signal
 import time
+from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
 from longspan.comm import World
-from longspan.launch.stop_signals import SAME_PRESS, SIGNALS, Interrupted
+from longspan.launch.stop_signals import SAME_PRESS, Interrupted, heeded_signals, leave_closed_output
 
 
 class StopSignal:
-    """While open, remembers the name of the first SIGTERM or SIGINT instead of ending the process.
+    """While open, remembers the name of the first signal that stops instead of letting it end the process.
 
-    >>> with StopSignal() as stop:
+    >>> with StopSignal(save_on=["SIGUSR1"]) as stop:
     ...     while not stop.received:
     ...         work()
 
-    A second one, more than a second later, raises Interrupted. Open it in the main thread.
+    These are SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, without those of `save_on`, which ask for a save:
+    `save_asked` is the name of the last one until `answer_save`. A second one that stops, more than a second later,
+    raises Interrupted. Open it in the main thread.
     """
 
-    def __init__(self) -> None:
-        self.received = ""
-        self._at = 0.0
+    def __init__(self, save_on: Collection[str] = ()) -> None:
+        self.received = self.save_asked = ""
+        self._save_on = {signal.Signals[name] for name in save_on}
+        self._at = self._save_at = -SAME_PRESS
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
-        self._before = {number: signal.signal(number, self._note_signal) for number in SIGNALS}
+        numbers = self._save_on | set(heeded_signals())
+        self._before = {number: signal.signal(number, self._note_signal) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,16 +41,30 @@ class StopSignal:
         """Why this rank would stop what takes long, in words; "" where it received nothing."""
         return f"{self.received} was received" if self.received else ""
 
+    def answer_save(self) -> None:
+        """Note that the save is under way that signals until now asked for."""
+        self.save_asked = ""
+
     def _note_signal(self, number: int, _: FrameType | None) -> None:
-        """Note a first signal for the run to end at its next step; a later one ends it at once."""
-        now = time.monotonic()
-        if self.received and now - self._at > SAME_PRESS:
+        """Note a first signal for the run to act on at its next step; a later one that stops ends it at once."""
+        now, name = time.monotonic(), signal.Signals(number).name
+        leave_closed_output()
+        if number in self._save_on:
+            if now - self._save_at > SAME_PRESS:
+                self.save_asked, self._save_at = name, now
+        elif not self.received:
+            self.received, self._at = name, now
+        elif now - self._at > SAME_PRESS:
             raise Interrupted(number)
-        if not self.received:
-            self.received, self._at = signal.Signals(number).name, now
 
 
 def received_signal(world: World, stop: StopSignal) -> str:
-    """The signal that any rank received, "" for none; all ranks ask together."""
+    """The signal to stop that any rank received, "" for none; all ranks ask together."""
     first = world.control.first_object(stop.received or None, "gather of host values")
+    return "" if first is None else first[1]
+
+
+def asking_signal(world: World, stop: StopSignal) -> str:
+    """The signal to save that any rank received, "" for none; all ranks ask together."""
+    first = world.control.first_object(stop.save_asked or None, "gather of host values")
     return "" if first is None else first[1]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import Work
 
 from longspan.comm.failure_reports import FailureReports
-from longspan.errors import CommError, LongspanError
+from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.layout.layout import short
 
 
@@ -135,12 +135,16 @@ class Watch:
             self.reports.post_departure(one_line(error), echo=bool(getattr(error, "seen_from_outside", False)))
 
     def failure(self, operation: Operation, error: BaseException) -> CommError:
-        """Return the error to raise for a collective that failed here, with a failure report."""
+        """Return the error to raise for a collective that failed here, with a failure report.
+
+        It is a RankLostError unless a rank left with an error of its own, which would come again.
+        """
         seconds = time.monotonic() - operation.started
         outcome = "timed out" if "timed out" in str(error).lower() else "failed"
-        failure = CommError(
+        report, own_error = self._failure_report(operation.started)
+        failure = (CommError if own_error else RankLostError)(
             f"{operation} {outcome} on rank {self.rank} after {seconds:.1f} s (limit {self.timeout:g} s). "
-            f"Failure report: {self._failure_report(operation.started)}. The backend said: {one_line(error)}"
+            f"Failure report: {report}. The backend said: {one_line(error)}"
         )
         failure.seen_from_outside = True  # type: ignore[attr-defined]
         return failure
@@ -159,15 +163,18 @@ class Watch:
             return self.reports is not None and self.reports.has_died(rank)
         return False
 
-    def _failure_report(self, since: float) -> str:
-        """The report of a collective entered at `since`: the first rank that notices requests it, all read it."""
+    def _failure_report(self, since: float) -> tuple[str, bool]:
+        """The report of a collective entered at `since`, and whether a rank left with an error of its own.
+
+        The first rank that notices requests it, all read it.
+        """
         if self.reports is None:
-            return "this process has no store to ask through"
+            return "this process has no store to ask through", False
         try:
             return self.reports.report(self.activity(), since)
         except RuntimeError:
             served = "the store does not answer, so the rank or launcher that served it is gone"
-            return served + self.reports.first_node()
+            return served + self.reports.first_node(), False
 
 
 def _has_passed(query: Callable[[], bool]) -> bool:

@@ -68,7 +68,7 @@ The other keys, by section. Their defaults suit most runs.
 _COLUMNS = ("| key | type | default | meaning |", "|---|---|---|---|")
 
 
-def reference() -> str:
+def reference_page() -> str:
     """The whole page, in Markdown: a table of the keys that most runs set, and one of the others of each section."""
     kinds = section_kinds()
     often = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
@@ -100,4 +100,4 @@ def _key_row(title: str, kind: type, name: str) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
+    Path(sys.argv[1]).write_text(reference_page(), encoding="utf-8")

@@ -158,6 +158,9 @@ class RunSection(MachineSection):
     stopped_status: NonNegativeInt = 0
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
+    save_on: tuple[str, ...] = ()
+    """Signals on which a run saves after its current step and goes on: SIGHUP, SIGUSR1, SIGUSR2; without it they stop
+    the run after a save, as SIGINT and SIGTERM do."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def has_pieces(engine: Tokenizer) -> bool:
     return isinstance(engine.model, models.BPE) and not engine.model.dropout
 
 
-def ids_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
+def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
     """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it.
 
     If two pieces cannot be joined, their overlap is doubled; if that does not help, the text is encoded as a whole.

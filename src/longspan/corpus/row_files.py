@@ -38,7 +38,7 @@ class LineFile:
         """Yield its lines in order, some at a time."""
         with (
             self.path.open("rb") as raw,
-            naming_read_errors(self.name, self.path),
+            name_read_errors(self.name, self.path),
             _decompress(raw, self.name) as lines,
         ):
             first, position = 0, 0
@@ -49,7 +49,7 @@ class LineFile:
 
     def row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte."""
-        with naming_read_errors(self.name, self.path):
+        with name_read_errors(self.name, self.path):
             if self._stream is None or (_is_compressed(self.name) and self._stream.tell() > position):
                 self._stream = self._open_lines()
             _skip_to(self._stream, position, seekable=not _is_compressed(self.name))
@@ -71,7 +71,7 @@ class TextFile:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its text."""
-        with naming_read_errors(self.name, self.path):
+        with name_read_errors(self.name, self.path):
             data = self.path.read_bytes()
         yield Chunk("text", self.name, 0, 0, data, len(data), parent_folder(self.path))
 
@@ -87,7 +87,7 @@ def parent_folder(path: Path) -> str:
 
 
 @contextmanager
-def naming_read_errors(name: str, path: Path) -> Iterator[None]:
+def name_read_errors(name: str, path: Path) -> Iterator[None]:
     """Turn read errors of a file into DataErrors that name it."""
     try:
         yield
@@ -152,7 +152,7 @@ class ParquetFile:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""
-        with naming_read_errors(self.name, self.path):
+        with name_read_errors(self.name, self.path):
             first, meta, size = 0, self._file.metadata, self.path.stat().st_size
             for number in range(meta.num_row_groups):
                 group = meta.row_group(number)
@@ -164,7 +164,7 @@ class ParquetFile:
 
     def row_at(self, position: int) -> Row:
         """Read the row of this number."""
-        with naming_read_errors(self.name, self.path):
+        with name_read_errors(self.name, self.path):
             group = bisect_right(self._ends, position) - 1
             (record,) = self._group(group).slice(position - self._ends[group], 1).to_pylist()
         return Row(f"{self.name}, row {position + 1}", values_of_record(record), parent_folder(self.path))

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from longspan.corpus.long_texts import PIECE, has_pieces, ids_in_pieces
+from longspan.corpus.long_texts import PIECE, encode_in_pieces, has_pieces
 from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
 from longspan.errors import DataError
 from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, refusal_reason
@@ -92,7 +92,8 @@ class TextTokenizer:
 
     def _encode_long(self, text: str) -> np.ndarray:
         opening, closing = self.surrounding_ids
-        return np.concatenate([opening, ids_in_pieces(self.engine, text), closing, self.end_of_text]).astype(np.int64)
+        ids = encode_in_pieces(self.engine, text)
+        return np.concatenate([opening, ids, closing, self.end_of_text]).astype(np.int64)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
         """Return the tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""

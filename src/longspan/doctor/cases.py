@@ -132,7 +132,9 @@ def _all_cases(ranks: int) -> list[Case]:
     """List cases for every type at each degree, and for plans, losses, recomputation and homes."""
     degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
     widest = degrees[-1]
-    cases = [case for cp in degrees for case in cases_of_types(cp) if ranks % cp == 0 or "a2a" not in case.cp_comm_type]
+    cases = [
+        case for cp in degrees for case in list_type_cases(cp) if ranks % cp == 0 or "a2a" not in case.cp_comm_type
+    ]
     cases += [
         Case(cp=min(2, widest), plan="several"),
         Case(plan="dynamic"),
@@ -157,7 +159,7 @@ def _cases_of_other_homes(ranks: int) -> list[Case]:
     ]
 
 
-def cases_of_types(cp: int) -> list[Case]:
+def list_type_cases(cp: int) -> list[Case]:
     """List a case for each type at a degree, a2a+p2p with each pair of sizes above 1; one case at degree 1."""
     if cp == 1:
         return [Case()]

@@ -84,7 +84,7 @@ class Stock:
         if dtype == torch.float32:
             answer = self._stock_answer(dtype, dtype, with_routers)
             return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
-        stock = self._every_expert_stock
+        stock = self._every_expert_stock  # the error of half precision is measured on the stock model itself
         answer, half = (stock._stock_answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
         return Expected(answer, ROUNDING * _worst(half, answer), whole=False, every_expert=stock is not self)
 

@@ -221,15 +221,15 @@ class Portions:
             error = failure
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
             error = reading_error(failure, self.world)
-        if self._agree_on_end(error is not None, first=not done):
+        if self._agree_before_portion(error is not None, first=not done):
             raise_first_error(self.world, error)
         if not done:
             self.passes = replace(self.passes, frees_parameters=not self.gathered)
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
         return batches
 
-    def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
-        """Whether any rank has ended; after the first portion, it also covers whether any rank's last one took long."""
+    def _agree_before_portion(self, ended: bool, *, first: bool) -> bool:
+        """Agree whether any rank ends; first also on items, plan and gathering, later on whether one took long."""
         if first:
             if self.items is not None:
                 self.world.control.agree(self.items.digest(), what="lists of items")

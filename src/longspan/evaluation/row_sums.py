@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.comm import World, to_device
 from longspan.evaluation.metrics import Bucket, EvaluationOptions, Mean, TargetRows, check_columns, check_pair
 from longspan.layout import Floats, Integers
-from longspan.train.loss import chunks_of_rows, log_probs_of_rows, rows_of_chunk
+from longspan.train.loss import cut_rows_into_chunks, log_probs_of_rows, rows_of_chunk
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
@@ -80,7 +80,7 @@ class RowSums:
         size = self._options.loss_chunk_rows or rows_of_chunk(
             getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
         )
-        for part in chunks_of_rows(len(rows), size):
+        for part in cut_rows_into_chunks(len(rows), size):
             logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
             losses = -log_probs_of_rows(logits, ids).double()
             if weights is not None:

@@ -13,4 +13,17 @@ if TYPE_CHECKING:
     from longspan.hf.trainer import LongspanTrainer as LongspanTrainer
     from longspan.hf.trainer import with_longspan as with_longspan
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__)
+PACKAGES = ("accelerate", "peft", "trl")  # of the extra
+
+_load, __dir__, __all__ = lazy_exports(__name__)
+
+
+def __getattr__(name: str) -> object:
+    """A name of this room. Raises ImportError with what to install where a package of the extra is missing."""
+    try:
+        return _load(name)
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in PACKAGES:
+            raise
+        raise ImportError(f"longspan.hf needs {missing}, which is not installed: pip install 'longspan[hf]'") from error

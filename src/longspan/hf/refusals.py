@@ -72,7 +72,7 @@ def _reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) 
 
 def refuse_kind(given: Any) -> None:
     """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer."""
-    model = model_inside(given)
+    model: Any = model_inside(given)
     name = type(model).__name__
     if getattr(model, "hf_device_map", None):
         raise ConfigError(

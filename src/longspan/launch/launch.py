@@ -32,6 +32,7 @@ def run_local(
     timeout: float | None = None,
     grace: float = 10.0,
     threads: int | None = None,
+    ignored: Sequence[int] = (),
 ) -> list[Any]:
     """Run `fn(rank, *args)` on n fresh local processes and return their results by rank.
 
@@ -41,16 +42,17 @@ def run_local(
     when one rank fails, the others have `grace` seconds to report and are then killed. `threads` is torch's number of
     threads in each rank (None: the CPUs shared out evenly). Output of the ranks goes where the caller's
     goes. SIGINT and SIGTERM are forwarded to the ranks once and waited for; a second one, more than a second later,
-    kills them. If ranks end by such a signal, it has its usual effect here too.
+    kills them. SIGHUP, SIGUSR1 and SIGUSR2 are forwarded each time. If ranks end by such a signal, it has its usual
+    effect here too. Signals that are `ignored` do nothing in a rank until `fn` handles them.
 
-    The first failing rank's error is raised again here, with its type and its traceback as the cause. CommError names
-    a rank that was killed or left without an answer, and the ranks that still ran when the time was up.
+    The first failing rank's error is raised again here, with its type and its traceback as the cause. RankLostError
+    names a rank that was killed or left without an answer, CommError the ranks that still ran when the time was up.
     """
     if n < 1:
         raise CommError(f"{n} ranks were asked for; give a count of at least 1")
     payload = pickle_call(fn, args)
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder, _kill_server_on_interrupt():
-        ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload)
+        ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload, ignored=ignored)
         try:
             ranks.start()
             with Forwarding(ranks) as forwarding:

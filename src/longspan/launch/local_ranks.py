@@ -16,8 +16,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspan.errors import CommError
-from longspan.launch.rank_process import DEAD_KEY, READY, Answer, Descriptor, Spec, State, Task, rank_main
+from longspan.errors import CommError, RankLostError
+from longspan.launch.rank_process import DEAD_KEY, DUMP, READY, Answer, Descriptor, Spec, State, Task, rank_main
 from longspan.launch.stop_signals import block_signals
 from longspan.launch.worker import describe_end
 
@@ -50,14 +50,15 @@ def start_fork_server() -> ForkServerContext:
     What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
     driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13).
 
-    It gets no SIGINT and SIGTERM, which a supervisor may send to all processes of a command: it ends with its launcher.
+    It gets no signals that stop, which a supervisor may send to all processes of a command: it ends with its launcher.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     old_value = os.environ.get(name)
     os.environ[name] = "1"
-    resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks the signals
+    with block_signals():  # its process heeds no SIGINT and SIGTERM, and so gets none of the others
+        resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks these two here
     try:
         with block_signals():
             forkserver.ensure_running()
@@ -136,7 +137,14 @@ class LocalRanks:
     """
 
     def __init__(
-        self, n: int, folder: Path, threads: int, payload: bytes | None = None, state: Callable[[], State] | None = None
+        self,
+        n: int,
+        folder: Path,
+        threads: int,
+        payload: bytes | None = None,
+        state: Callable[[], State] | None = None,
+        *,
+        ignored: Sequence[int] = (),
     ) -> None:
         self._context = start_fork_server()
         self.store = start_store_server()
@@ -145,7 +153,7 @@ class LocalRanks:
         self.ranks: list[LocalRank] = []  # those of the present call
         self.failed: list[LocalRank] = []  # in the order in which their failures arrived
         self._payload, self._threads, self._state = payload, threads, state
-        self._n = n
+        self._n, self._ignored = n, tuple(ignored)
         self._all: list[LocalRank] = []  # every rank that was started; a call may use fewer
 
     def start(self) -> None:
@@ -189,7 +197,7 @@ class LocalRanks:
 
     def _task(self, index: int, n: int, payload: bytes) -> Task:
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
-        return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload)
+        return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
 
     def collect_answers(self, timeout: float | None, grace: float) -> None:
         """Wait for every answer; after a first failure only `grace` seconds more."""
@@ -221,7 +229,7 @@ class LocalRanks:
             return self._timeout_error(running, timeout) if running else None
         first = self._rank_to_blame()
         if first.death is not None or first.answer is None:
-            error: BaseException = CommError(f"rank {first.index} of {len(self.ranks)} {first.death}")
+            error: BaseException = RankLostError(f"rank {first.index} of {len(self.ranks)} {first.death}")
             if stacks := _dump(self.folder, first.index):
                 error.add_note(f"rank {first.index} was at:\n{stacks}")
         else:
@@ -249,7 +257,7 @@ class LocalRanks:
         for rank in running:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:
-                os.kill(rank.process.pid, signal.SIGUSR2)  # the rank's faulthandler dumps its stack
+                os.kill(rank.process.pid, DUMP)  # the rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not all(_dump(self.folder, rank.index) for rank in running):
             time.sleep(0.05)

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspan.errors import CommError
-from longspan.launch.stop_signals import unblock_signals
+from longspan.launch.stop_signals import pass_over, unblock_signals
 from longspan.launch.worker import pickle_error
 
 READY = b"ready"  # what a rank that takes tasks sends once nothing is left of the one before
 DEAD_KEY = "longspan/dead/"  # the launcher writes here, under the rank, how a rank died
+DUMP = signal.SIGQUIT  # asks a rank where it is; those of `stop_signals` are a run's
 
 
 class Descriptor:
@@ -46,10 +47,14 @@ def _receive_descriptor(handle: Any) -> Descriptor:
 
 @dataclass(frozen=True)
 class Task:
-    """One call of a rank: its environment with torchrun's variables, and the pickled function and arguments."""
+    """One call of a rank: its environment with torchrun's variables, and the pickled function and arguments.
+
+    Signals that are `ignored` do nothing until the function handles them.
+    """
 
     environment: dict[str, str]
     payload: bytes
+    ignored: tuple[int, ...] = ()
 
 
 class State(Protocol):
@@ -130,6 +135,7 @@ def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
     """Make one call and send what it returned or raised; signals are heeded only in the call."""
     os.environ.clear()
     os.environ.update(task.environment)
+    pass_over(task.ignored)
     try:
         with unblock_signals():
             fn, args = pickle.loads(task.payload)
@@ -170,7 +176,7 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor) -> None:
         os.dup2(stream.number, target)
         os.close(stream.number)
     log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
-    faulthandler.register(signal.SIGUSR2, file=log, all_threads=False)
+    faulthandler.register(DUMP, file=log, all_threads=False)
     faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
     threading.Thread(target=_end_with_launcher, name="launcher watch", daemon=True).start()
     if spec.task is not None:  # before anything of torch is used

@@ -1,25 +1,28 @@
-"""SIGINT and SIGTERM, from the start of a command to its end: what they do in its launcher, and how they reach ranks.
+"""Signals that stop, from the start of a command to its end: what they do in its launcher, and how they reach ranks.
 
-While a command imports and starts its ranks, a signal raises `Interrupted` in it. The fork server heeds neither signal,
+While a command imports and starts its ranks, a signal raises `Interrupted` in it. The fork server heeds none of them,
 wherever a terminal or a supervisor sends them, and ranks heed them once they call their function. While ranks run, a
 signal goes to them. What a run makes of it is in `comm/stop_signal.py`.
 """
 
 import os
+import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+KILLS = (signal.SIGINT, signal.SIGTERM)  # always a request to end: a launcher kills its ranks at the second one
+NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # of a closed terminal and of schedulers; `run.save_on`
+SIGNALS = (*KILLS, *NOTICES)
 SAME_PRESS = 1.0  # seconds: a terminal, a supervisor and a launcher may all deliver one Ctrl-C, or one request to end
 
 
 class Interrupted(KeyboardInterrupt):
-    """A command that SIGINT or SIGTERM ended; `status` is its exit status, as a shell gives it."""
+    """A command that a signal ended; `status` is its exit status, as a shell gives it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -31,7 +34,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While open, a first SIGINT or SIGTERM raises Interrupted; so does one that comes more than a second later.
+    """While open, a first signal that stops raises Interrupted; so does one that comes more than a second later.
 
     In another thread than the main one, which does not receive signals, nothing is done; a signal that is ignored stays
     so.
@@ -40,16 +43,43 @@ def interruptible() -> Iterator[None]:
 
     def interrupt(number: int, _: FrameType | None) -> None:
         now = time.monotonic()
+        leave_closed_output()
         if now - last[0] > SAME_PRESS:
             last[0] = now
             raise Interrupted(number)
 
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    old_handlers = _set_handler(interrupt, heeded)
+    old_handlers = _set_handler(interrupt, [number for number in SIGNALS if not _is_ignored(number)])
     try:
         yield
     finally:
         _restore(old_handlers)
+
+
+def pass_over(numbers: Collection[int]) -> None:
+    """Let signals do nothing in this process until a handler of theirs is set; processes it starts do not inherit it.
+
+    >>> pass_over([signal.SIGUSR1])
+    """
+    _set_handler(lambda number, frame: None, numbers)
+
+
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """The signals that stop, without those notices that are ignored here, as nohup ignores SIGHUP."""
+    return (*KILLS, *(number for number in NOTICES if not _is_ignored(number)))
+
+
+def leave_closed_output(descriptors: Collection[int] = (1, 2)) -> None:
+    """Send output nowhere that goes to a closed terminal, or to a pipe whose reader is gone: no print is an error then.
+
+    >>> leave_closed_output()
+    """
+    for descriptor in descriptors:
+        events = select.poll()
+        events.register(descriptor, 0)
+        if any(event & select.POLLERR for _, event in events.poll(0)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def block_signals() -> AbstractContextManager[None]:
@@ -81,27 +111,31 @@ class Ranks(Protocol):
 
 
 class Forwarding:
-    """While open, SIGINT and SIGTERM go to ranks instead of ending their launcher.
+    """While open, signals that stop go to ranks instead of ending their launcher.
 
-    A second one, more than a second later, kills the ranks. `sent` are all that were sent.
+    Ranks know what a notice asks for, and get each. A second SIGINT or SIGTERM, more than a second after the first,
+    kills them. `sent` are all signals that were sent.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.sent: list[int] = []
-        self._ranks, self._since = ranks, 0.0
+        self._ranks, self._since = ranks, -1.0  # when the first of KILLS came
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Forwarding":
-        self._before = _set_handler(self._forward_signal, SIGNALS)
+        self._before = _set_handler(self._forward_signal, heeded_signals())
         return self
 
     def __exit__(self, *_: object) -> None:
         _restore(self._before)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
-        """Send a first signal on to the ranks; kill them at a second one."""
+        """Send a notice or a first request to end on to the ranks; kill them at a second request."""
         now = time.monotonic()
-        if not self.sent:
+        leave_closed_output()
+        if number in NOTICES:
+            self._send(number, number)
+        elif self._since < 0:
             self._since = now
             self._send(number, number)
         elif now - self._since > SAME_PRESS:
@@ -118,6 +152,10 @@ class Forwarding:
     def repeat(self) -> None:
         """Let the last signal have its usual effect here too."""
         signal.raise_signal(self.received)
+
+
+def _is_ignored(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def _set_handler(handler: Any, numbers: Any) -> dict[int, Any]:

@@ -66,7 +66,7 @@ class Partition(ABC):
         runs = tuple(_find_runs(member, rows) for member, rows in enumerate(rows_by_member))
         if not runs:
             raise LayoutError("rows of 0 members are given; give one list of row ids, which may be empty, per member")
-        return _Given(runs, len(runs))
+        return _ListedPartition(runs, len(runs))
 
     @staticmethod
     def from_runs(runs_by_member: Iterable[Integers]) -> "Partition":
@@ -80,7 +80,7 @@ class Partition(ABC):
         runs = tuple(_check_runs(member, runs) for member, runs in enumerate(runs_by_member))
         if not runs:
             raise LayoutError("runs of 0 members are given; give one array (runs, 2), which may be empty, per member")
-        return _Given(runs, len(runs))
+        return _ListedPartition(runs, len(runs))
 
     @property
     @abstractmethod
@@ -244,7 +244,7 @@ class _Contiguous(_FromLengths):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Given(Partition):
+class _ListedPartition(Partition):
     member_runs: tuple[Integers, ...]
     degree: int
 
@@ -275,7 +275,7 @@ class _Given(Partition):
         return digest.digest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Given) and self._rows_digest == other._rows_digest
+        return isinstance(other, _ListedPartition) and self._rows_digest == other._rows_digest
 
     def __hash__(self) -> int:
         return hash(self._rows_digest)

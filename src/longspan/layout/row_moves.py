@@ -69,7 +69,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
     begin[distinct_blocks[me]] = source.places(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
-        folds=_folds_of_repeats(source, me, begin) if summed and repeats[me] else (),
+        folds=_list_repeats(source, me, begin) if summed and repeats[me] else (),
         leaves=_rows(begin, np.concatenate(leaving), source.size),
         sends=tuple(int(source.size[blocks].sum()) for blocks in leaving),
         receives=tuple(int(source.size[blocks].sum()) if m != me else 0 for m, blocks in enumerate(arriving)),
@@ -157,7 +157,7 @@ def _find_addends(
     places[np.repeat(first[needed] < 0, target.size[needed])] = -1
     summed = np.flatnonzero(count[needed] > 1)
     several = expand(target.places(me)[summed], target.places(me)[summed] + target.size[needed[summed]])
-    return places, several, _further_addends(np.concatenate(later, axis=1), needed[summed], target.size)
+    return places, several, _list_further_addends(np.concatenate(later, axis=1), needed[summed], target.size)
 
 
 def _pool_begins(counts: Sequence[int], me: int) -> Integers:
@@ -169,7 +169,7 @@ def _pool_begins(counts: Sequence[int], me: int) -> Integers:
     return begins
 
 
-def _further_addends(later: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
+def _list_further_addends(later: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
     """List the second, third, … addends of blocks that have several, from columns (block, pool begin, number)."""
     target = np.cumsum(size[summed]) - size[summed]
     rounds = list[Placement]()
@@ -185,7 +185,7 @@ def _further_addends(later: Integers, summed: Integers, size: Integers) -> tuple
     return tuple(rounds)
 
 
-def _folds_of_repeats(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
+def _list_repeats(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
     """List the second, third, … occurrences of each row here, round by round, to be added to its first."""
     blocks, places = source.members[me], source.places(me)
     order = np.argsort(blocks, kind="stable")

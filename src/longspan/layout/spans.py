@@ -52,7 +52,7 @@ class Spans:
         rows = self.stop - self.start
         return int((rows * (rows - 1) // 2).sum())
 
-    def among(self, segments: Segments) -> Segments:
+    def find_rows(self, segments: Segments) -> Segments:
         """The rows of these segments that lie in runs, each run as a document of its own, numbered as here."""
         stride = int(max(segments.stop.max(initial=0), self.stop.max(initial=0))) + 1
         start, stop = (segments.document * stride + at for at in (segments.start, segments.stop))
@@ -66,7 +66,7 @@ class Spans:
 
     def ends(self, segments: Segments) -> Integers:
         """For each of these segments where the run of its last row ends, or itself where that is in none: (n,)."""
-        inside, ends = self.among(segments), segments.stop.copy()
+        inside, ends = self.find_rows(segments), segments.stop.copy()
         at_end = np.searchsorted(segments.offset, inside.offset, side="right") - 1
         last = inside.stop == segments.stop[at_end]
         ends[at_end[last]] = self.stop[inside.document[last]]

@@ -42,7 +42,7 @@ class HostOffload:
         self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()
 
     def open_layer(self, *, first: bool) -> "ParkedLayer":
-        """The place of one call of a layer; `first`, if its pass begins with it."""
+        """Open the place where one call of a layer parks tensors; `first`: its pass begins with this call."""
         layer = ParkedLayer(self, None if first else self._last)
         self._last = weakref.ref(layer)
         self.hold(layer)

@@ -114,7 +114,7 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_im
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with _naming_configuration(config):
+        with _name_configuration(config):
             model = automatic.from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
     for parameter in model.parameters():  # drawn in float32, so that every dtype holds the same numbers, rounded
         parameter.data = parameter.data.to(dtype)
@@ -124,14 +124,14 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_im
 
 def _model_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
     """A model without memory for its parameters, and what draws them."""
-    with _naming_configuration(config):
+    with _name_configuration(config):
         model = empty_model(config, dtype, with_images)
     fill_when_prepared(model, RandomWeights(model, seed))
     return model
 
 
 @contextmanager
-def _naming_configuration(config: PreTrainedConfig) -> Iterator[None]:
+def _name_configuration(config: PreTrainedConfig) -> Iterator[None]:
     """Turn what a model's class raises when it is made into a ModelError that names the configuration."""
     try:
         yield

@@ -119,7 +119,8 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     returned, calls = [x], list[PartCall]()
 
     def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        reads_earlier, first_again = _depends_on([args, kwargs], returned[:-1]), _first_again(args, kwargs, returned)
+        reads_earlier = _depends_on([args, kwargs], returned[:-1])
+        first_again = _find_first_states(args, kwargs, returned)
         calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
         first = out[0] if isinstance(out, tuple) else out
         returned.append(first.detach().requires_grad_())
@@ -133,7 +134,7 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
         return calls, bare(inputs_embeds=x, position_ids=positions, use_cache=False, **more)[0], returned
 
 
-def _first_again(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
+def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
     """Find the argument of a layer, after the first, that is the first hidden states of all; None if it gets other
     ones.
 
@@ -237,7 +238,7 @@ def embeds_at_the_end(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def modes_restored(model: nn.Module) -> Iterator[None]:
+def preserve_modes(model: nn.Module) -> Iterator[None]:
     """At the end of the `with` block, return every module to the training or evaluation mode that it was in before."""
     modes = [(module, module.training) for module in model.modules()]
     try:

@@ -30,7 +30,7 @@ from longspan.model.host_arena import HostArena, check_host_room
 from longspan.model.host_offload import HostOffload, park_saved_tensors
 from longspan.model.layers import Absent, layer_list, layers_of_stages
 from longspan.model.mtp.depths import MtpBlocks, depths_of
-from longspan.model.seams.layer_arguments import within_layer
+from longspan.model.seams.layer_arguments import run_within_layer
 from longspan.plan.memory.settings import MEASURES, Measure
 
 _CHECKPOINTING = ("none", "full", "selective")
@@ -175,4 +175,4 @@ def run_checkpointed(
         contexts = Recording(park, keep_exchanged=measure == "exchanged").contexts
     # Inside, the checkpoint's own hooks are innermost: those that park see the layer's inputs and nothing else.
     with park_saved_tensors(park) if park is not None else nullcontext():
-        return checkpoint(within_layer(run), *args, use_reentrant=False, context_fn=contexts)
+        return checkpoint(run_within_layer(run), *args, use_reentrant=False, context_fn=contexts)

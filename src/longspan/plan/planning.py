@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
 
 from longspan.errors import PlanError
+from longspan.launch.stop_signals import SIGNALS
 from longspan.launch.worker import Worker, describe_end, describe_main, import_main, next_request, pickle_error
 from longspan.plan.plan import Plan
 
@@ -193,7 +194,7 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
     """Plan requested steps in order, in the planning process, until the owner ends it or is gone."""
     global _serving
     _serving = True
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which may want plans until it has stopped
+    for number in SIGNALS:  # meant for the parent, which may want plans until it has stopped
         signal.signal(number, signal.SIG_IGN)
     main, payload = connection.recv()
     requests = _Requests(connection, parent)

@@ -136,7 +136,7 @@ class Timeline:
 def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Ints:
     """Rows that each slot holds in each micro-batch, padding included, rounded up to `row_multiple` (M, slots)."""
     table = GroupTable.of(micro_batches)
-    rows = _per_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)
+    rows = _sum_by_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)
     return -(-rows // row_multiple) * row_multiple
 
 
@@ -159,8 +159,8 @@ def timeline(
     """When each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
     table, count = GroupTable.of(micro_batches), len(micro_batches)
     seconds = table.seconds(cost, node_size)
-    busy = _per_slot(table, seconds, count, slots)
-    rows = _per_slot(table, table.rows, count, slots).astype(np.int64)
+    busy = _sum_by_slot(table, seconds, count, slots)
+    rows = _sum_by_slot(table, table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":
         busy += cost.micro_batch_seconds
         start, end, total = _lockstep_times(busy)
@@ -222,7 +222,7 @@ def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
     return label.reshape(count, slots) % slots
 
 
-def _per_slot(table: GroupTable, values: Floats | Ints, count: int, slots: int) -> Floats:
+def _sum_by_slot(table: GroupTable, values: Floats | Ints, count: int, slots: int) -> Floats:
     """Sum a group's value over the groups that each slot is in, for each micro-batch (M, slots)."""
     cells = table.micro_batch[table.group] * slots + table.slot
     sums: Floats = np.bincount(cells, weights=values[table.group], minlength=count * slots).astype(np.float64)

@@ -69,11 +69,11 @@ class _Frame:
     y: tuple[float, float]
     log: bool
 
-    def across(self, x: np.ndarray | float) -> np.ndarray:
+    def to_x(self, x: np.ndarray | float) -> np.ndarray:
         low, high = self.x
         return self.left + (np.asarray(x, float) - low) / (high - low) * (self.right - self.left)
 
-    def up(self, y: np.ndarray | float) -> np.ndarray:
+    def to_y(self, y: np.ndarray | float) -> np.ndarray:
         (low, high), y = self.y, np.asarray(y, float)
         share = np.log(y / low) / math.log(high / low) if self.log else (y - low) / (high - low)
         return self.bottom - np.clip(share, 0, 1) * (self.bottom - self.top)
@@ -146,11 +146,11 @@ def _draw_axes(chart: Chart, frame: _Frame) -> str:
     parts, marks = list[str](), _y_ticks(chart, frame)
     digits = _tick_digits(marks)
     for value in marks:
-        y = float(frame.up(value))
+        y = float(frame.to_y(value))
         parts.append(tag("path", class_="grid", d=f"M{frame.left} {y:.1f}H{frame.right}"))
         parts.append(label(_tick(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
     for value, name in _x_tick_names(chart, frame):
-        x = float(frame.across(value))
+        x = float(frame.to_x(value))
         parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {frame.bottom}v4"))
         parts.append(label(name, x, frame.bottom + 17, "middle", "tick"))
     parts.append(tag("path", class_="axis", d=f"M{frame.left} {frame.bottom}H{frame.right}"))
@@ -187,9 +187,9 @@ def _tick_digits(marks: Sequence[float]) -> int:
 
 def _draw_references(chart: Chart, frame: _Frame) -> str:
     """Lines over the whole width, and their words above or below, where no grid line goes through them."""
-    parts, grid = list[str](), [float(frame.up(value)) for value in _y_ticks(chart, frame)]
+    parts, grid = list[str](), [float(frame.to_y(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:
-        y = float(frame.up(value))
+        y = float(frame.to_y(value))
         crossed = any(y - WORDS - 6 <= line <= y - 4 for line in grid)
         below = y < frame.top + 18 or (crossed and not any(y + 3 <= line <= y + WORDS + 6 for line in grid))
         parts.append(tag("path", class_="reference", d=f"M{frame.left} {y:.1f}H{frame.right}"))
@@ -201,15 +201,15 @@ def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:
     """Words below points, that stay inside the drawing."""
     for x, y, words in chart.notes:
         width = CHARACTER * len(words)
-        start = max(frame.left + 4, min(float(frame.across(x)) - width / 2, frame.right - width))
-        yield label(words, start, float(frame.up(y)) + 22, "start", "label halo strong")
+        start = max(frame.left + 4, min(float(frame.to_x(x)) - width / 2, frame.right - width))
+        yield label(words, start, float(frame.to_y(y)) + 22, "start", "label halo strong")
 
 
 def _draw_curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
     """Draw all curves, then all marks on top of them. A series of one point gets a mark and no visible curve."""
     marks = list[str]()
     for series in drawn:
-        points = list(zip(frame.across(series.x).tolist(), frame.up(series.y).tolist(), strict=True))
+        points = list(zip(frame.to_x(series.x).tolist(), frame.to_y(series.y).tolist(), strict=True))
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         yield tag("path", class_=f"curve {series.kind} c{series.color}", d=path)
         if series.kind != "marks" and len(points) > 1:

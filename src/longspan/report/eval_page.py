@@ -39,7 +39,7 @@ def _eval_sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterat
 
 def _eval_header(record: Mapping[str, Any]) -> str:
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
-    lines = [" · ".join([*_model(record), plural(record["world"], "rank"), *degrees])]
+    lines = [" · ".join([*_model_lines(record), plural(record["world"], "rank"), *degrees])]
     lines += [
         f"{change['key']} {change['before']} became {change['now']} ({change['why']})" for change in record["changes"]
     ]
@@ -47,7 +47,7 @@ def _eval_header(record: Mapping[str, Any]) -> str:
     return tag("header", title, *(tag("p", text(line), class_="sub") for line in lines))
 
 
-def _model(model: Mapping[str, Any]) -> list[str]:
+def _model_lines(model: Mapping[str, Any]) -> list[str]:
     if model["kind"] == "folder":
         return ["Hugging Face folder"]
     return [f"{model['kind']}, step {model['evaluations'][0]['step']}"]
@@ -66,7 +66,7 @@ def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], 
     cells = [
         [
             str(model["target"]),
-            _name(row),
+            _set_label(row),
             ", ".join(row["cp_comm_type"]) or "-",
             str(row["cp"]),
             *(_number_cell(row.get(key)) for key in keys),
@@ -100,13 +100,13 @@ def _charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     by_position, by_length = dict[str, Any](), dict[str, Any]()
     for model in models:
         for row in model["evaluations"]:
-            name = _name(row) if len(models) == 1 else f"{model['target']}, {_name(row)}"
+            name = _set_label(row) if len(models) == 1 else f"{model['target']}, {_set_label(row)}"
             by_position.setdefault(name, row["by_position"])  # degrees of one set have the same loss
             by_length.setdefault(name, row["by_length"])
     yield from map(chart_figure, bucket_charts(by_position, by_length))
 
 
-def _name(row: Mapping[str, Any]) -> str:
+def _set_label(row: Mapping[str, Any]) -> str:
     return row.get("eval_name") or HELD_OUT
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.markup import section, tag, text
 from longspan.report.plain_text import bytes_text, number_text
-from longspan.report.run_folder import EvalRow, RunFolder, last_rows
+from longspan.report.run_folder import EvalRow, RunFolder, last_evaluations
 
 WIDTH, HEIGHT = 560, 260
 Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
@@ -53,12 +53,14 @@ _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 def evaluation_sections(run: RunFolder) -> Iterator[str]:
     """The sections in order; none of a run without evaluations."""
-    degrees = run.final or last_rows(run.held_out)
+    degrees = run.final or last_evaluations(run.held_out)
     if degrees:
         yield degrees_table(degrees)
     sets = evaluations_by_set(run)
     if any(sets):
-        yield section("Evaluation sets", *both_widths(lambda width: _sets_chart(sets, width)), _sets_table(sets))
+        yield section(
+            "Evaluation sets", *chart_at_both_widths(lambda width: _sets_chart(sets, width)), _sets_table(sets)
+        )
     charts = list(_latest_bucket_charts(sets))
     if charts:
         note = (
@@ -82,7 +84,7 @@ def relative_spread(losses: Sequence[float]) -> float:
     return (max(losses) - min(losses)) / abs(losses[0]) if losses[0] else 0.0
 
 
-def both_widths(chart: Callable[[int], Chart]) -> Iterator[str]:
+def chart_at_both_widths(chart: Callable[[int], Chart]) -> Iterator[str]:
     """The figures of a chart for wide and for narrow pages."""
     return (chart_figure(chart(width), css_class=name) for name, width in WIDTHS.items())
 

@@ -51,7 +51,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
     )
 
 
-def write_times(cost: Cost, step_seconds: float) -> Callable[[float], str]:
+def time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
     """A function that writes times under a cost: as durations, or as shares of the step if it is of no machine."""
     if cost.source:
         return seconds_text
@@ -65,7 +65,7 @@ class _Canvas:
     """Turns bars into SVG elements at one scale."""
 
     def __init__(self, picture: PlanBars, x_scale: float, height: float, cost: Cost) -> None:
-        self.write_time = write_times(cost, picture.end)
+        self.write_time = time_format(cost, picture.end)
         self.timed = bool(cost.source)
         self.picture, self.plan, self.x_scale, self.height = picture, picture.plan, x_scale, height
         self.bottom = _TOP + height * picture.plan.slots
@@ -184,7 +184,7 @@ class _Canvas:
 
 def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
     """Data of the tooltip: for each drawn document its group, and for each such group its slots and rows."""
-    times, write_time = group_times(plan, cost), write_times(cost, plan.timeline(cost).step_seconds)
+    times, write_time = group_times(plan, cost), time_format(cost, plan.timeline(cost).step_seconds)
     places = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)
     groups = {place: number for number, place in enumerate(places)}
     documents = {bar.document: [plan.lengths[bar.document], groups[bar.micro_batch, bar.group]] for bar in bars}

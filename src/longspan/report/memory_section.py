@@ -37,7 +37,7 @@ WIDTH, HEIGHT, LEFT = 720.0, 26.0, 70.0
 def memory_section(run: RunFolder) -> str:
     """The section; empty for a run that had no plan of memory."""
     plan = run.facts.memory if run.facts is not None else {}
-    device, host = _bytes_of(plan, "device"), _bytes_of(plan, "host")
+    device, host = _plan_bytes(plan, "device"), _plan_bytes(plan, "host")
     if not device.get("total"):
         return ""
     peak = peak_of_steps(run)
@@ -45,7 +45,9 @@ def memory_section(run: RunFolder) -> str:
     if peak and not device.get("communicators"):
         sentences += " On CPUs the measured peak is the whole process's, with Python and its libraries."
     measures = tag("p", text(sentences), class_="sub")
-    return section("Memory", measures, _picture(device, host, peak), _legend(device, host), _table(device, host, peak))
+    return section(
+        "Memory", measures, _bytes_picture(device, host, peak), _legend(device, host), _bytes_table(device, host, peak)
+    )
 
 
 def peak_of_steps(run: RunFolder) -> float:
@@ -57,7 +59,7 @@ def peak_of_steps(run: RunFolder) -> float:
 
 def peak_of_plan(run: RunFolder) -> float:
     """What the plan of memory has of that, which on GPUs counts what torch allocates; 0 without a plan."""
-    device = _bytes_of(run.facts.memory, "device") if run.facts is not None else {}
+    device = _plan_bytes(run.facts.memory, "device") if run.facts is not None else {}
     return device.get("total", 0.0) - device.get("communicators", 0.0)
 
 
@@ -69,7 +71,7 @@ def measures_text(measures: object) -> str:
     return ", ".join(parts).replace(" ", f" of {len(words)} layers ", 1)
 
 
-def _bytes_of(plan: Mapping[str, Any], place: str) -> dict[str, float]:
+def _plan_bytes(plan: Mapping[str, Any], place: str) -> dict[str, float]:
     values = plan.get(place)
     names = (*KINDS, "total")
     known = values if isinstance(values, Mapping) else {}
@@ -81,12 +83,12 @@ def _kinds_in_use(device: Mapping[str, float], host: Mapping[str, float]) -> lis
     return [kind for kind in KINDS if device.get(kind) or host.get(kind)]
 
 
-def _picture(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
+def _bytes_picture(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
     """A bar for the device, one for the host where anything waits there, and a line at the measured peak."""
     bars = [("device", device), *([("host", host)] if host.get("total") else [])]
     most = max(peak, *(values["total"] for _, values in bars))
     scale, bottom = (WIDTH - LEFT - 110) / most, 24 + (HEIGHT + 12) * len(bars)
-    drawing = [part for row, (name, values) in enumerate(bars) for part in _bar(name, values, row, scale)]
+    drawing = [part for row, (name, values) in enumerate(bars) for part in _bar_parts(name, values, row, scale)]
     if peak:
         x = LEFT + peak * scale
         drawing.append(tag("path", class_="reference", d=f"M{x:.1f} 14V{bottom:.1f}"))
@@ -96,7 +98,7 @@ def _picture(device: Mapping[str, float], host: Mapping[str, float], peak: float
     )
 
 
-def _bar(name: str, values: Mapping[str, float], row: int, scale: float) -> Iterator[str]:
+def _bar_parts(name: str, values: Mapping[str, float], row: int, scale: float) -> Iterator[str]:
     y, x = 20 + (HEIGHT + 12) * row, LEFT
     yield label(name, LEFT - 10, y + HEIGHT / 2 + 4, "end")
     for color, kind in enumerate(KINDS):
@@ -117,7 +119,7 @@ def _legend(device: Mapping[str, float], host: Mapping[str, float]) -> str:
     return tag("ul", *entries, class_="legend")
 
 
-def _table(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
+def _bytes_table(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
     """Bytes by kind; the measured peak stands under what torch allocates of the plan."""
     rows = [(kind, _cell(device, kind), _cell(host, kind)) for kind in (*_kinds_in_use(device, host), "total")]
     if device.get("communicators"):

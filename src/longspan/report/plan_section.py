@@ -19,7 +19,7 @@ def plan_section(
 
     The step that shows first is a usual one.
     """
-    first = _usual_step(plans)
+    first = _median_plan(plans)
     options = (tag("option", text(name), value=i, selected=i == first) for i, (name, _) in enumerate(plans))
     choice = tag("label", "plan ", tag("select", *options, id="plan-choice")) if len(plans) > 1 else ""
     buttons = (
@@ -42,7 +42,7 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
     lines = " · ".join(facts[:5]), " · ".join(facts[5:])
     entries = (
         tag("g", _with_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
-        for (drawing, words), (x, y) in zip(_legend_drawings(), _places(HEAD + height), strict=True)
+        for (drawing, words), (x, y) in zip(_legend_drawings(), _legend_places(HEAD + height), strict=True)
     )
     return tag(
         "svg",
@@ -63,7 +63,7 @@ def _with_size(svg: str, width: float, height: float) -> str:
     return svg.replace("<svg", f'<svg width="{width:g}" height="{height:g}"', 1)
 
 
-def _places(top: float) -> Iterator[tuple[int, int]]:
+def _legend_places(top: float) -> Iterator[tuple[int, int]]:
     """Where entries of a document's legend stand: two in a row."""
     yield from ((54 + 540 * column, round(top) + 4 + 18 * row) for row in range(2) for column in range(2))
 
@@ -91,7 +91,7 @@ def _legend_drawings() -> tuple[tuple[str, str], ...]:
     )
 
 
-def _usual_step(plans: Sequence[tuple[str, Plan]]) -> int:
+def _median_plan(plans: Sequence[tuple[str, Plan]]) -> int:
     """The place of the plan whose step is the median by ratio to the bound, the better of two; steps before others."""
     steps = [place for place, (name, _) in enumerate(plans) if not name.startswith("evaluation")] or range(len(plans))
     by_ratio = sorted(steps, key=lambda place: (math.isnan(ratio := plans[place][1].ratio), ratio))

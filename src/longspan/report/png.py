@@ -97,7 +97,7 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
 
 
 def _name_panels(axes: Any, picture: PlanBars) -> None:
-    """The numbers of micro-batches above them, where there is room."""
+    """Write the numbers of micro-batches above them, where there is room."""
     last, room = -1.0, 0.02 * (picture.end or 1.0)
     for index, panel in enumerate(picture.panels):
         middle = (panel.start + panel.stop) / 2

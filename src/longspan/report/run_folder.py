@@ -20,7 +20,7 @@ from longspan.plan import Plan
 from longspan.plan.cost.correction import PARTS
 from longspan.report.passkey import passkey_grids
 from longspan.run.facts import RunFacts
-from longspan.run.metrics_log import rows_and_damage
+from longspan.run.metrics_log import read_json_rows
 
 SAMPLE_KEYS = ("name", "text", "answer", "predicted", "images")
 EVALUATION_KEYS = ("step", "cp", "planner", "eval_tokens", "eval_documents", "by_position", "by_length")
@@ -110,7 +110,7 @@ class EvalRow:
         return f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
 
 
-def last_rows(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
+def last_evaluations(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
     """The evaluations after the last step of any."""
     last = max((row.step for row in rows), default=0)
     return tuple(row for row in rows if row.step == last)
@@ -234,7 +234,7 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         raise ConfigError(
             f"{path} is not the folder of a run: {lack}; give the folder that `longspan train` wrote (run.dir)"
         )
-    rows, damaged = rows_and_damage(metrics)
+    rows, damaged = read_json_rows(metrics)
     if not rows:
         raise ConfigError(
             f"{metrics} holds no step ({plural(damaged, 'unreadable line')}); the run ended before its first step"
@@ -244,7 +244,7 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
     """The rows of samples.jsonl; none if there is no such file."""
-    rows, damaged = rows_and_damage(file) if file.is_file() else ([], 0)
+    rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
     if damaged:
         notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
     return tuple(row for row in rows if all(key in row for key in SAMPLE_KEYS))

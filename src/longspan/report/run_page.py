@@ -14,12 +14,18 @@ from longspan.config.plan_section import ONE_DEGREE
 from longspan.errors import plural
 from longspan.plan.cost.correction import PARTS
 from longspan.report.chart import Chart, Series, chart_figure
-from longspan.report.evaluation_sections import SAME, both_widths, evaluation_sections, relative_spread, samples_section
+from longspan.report.evaluation_sections import (
+    SAME,
+    chart_at_both_widths,
+    evaluation_sections,
+    relative_spread,
+    samples_section,
+)
 from longspan.report.markup import section, tag, text
 from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
 from longspan.report.passkey import passkey_section
 from longspan.report.plain_text import bytes_text, number_text, seconds_text
-from longspan.report.run_folder import CORRECTION, MTP_LOSS, EvalRow, RunFolder, last_rows, number
+from longspan.report.run_folder import CORRECTION, MTP_LOSS, EvalRow, RunFolder, last_evaluations, number
 from longspan.report.series import smooth
 from longspan.run.facts import RunFacts
 
@@ -113,7 +119,7 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
 
 def _column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
     """A column's values, and their averages over as many steps (None: by the number of steps; 1: none)."""
-    values, window = run.train[name], window or _window(run)
+    values, window = run.train[name], window or _averaging_window(run)
     if window == 1:
         return (Series("each step", run.step, values, color),)
     averaged = Series(f"averaged over {window} steps", run.step, smooth(values, window), color)
@@ -122,11 +128,11 @@ def _column_curves(run: RunFolder, name: str, color: int, window: int | None = N
 
 def _averages(run: RunFolder, columns: Sequence[tuple[str, str]]) -> tuple[Series, ...]:
     """The averages of several columns, each a name to show and that of the column, in one chart."""
-    window = _window(run)
+    window = _averaging_window(run)
     return tuple(Series(label, run.step, smooth(run.train[name], window), i) for i, (label, name) in enumerate(columns))
 
 
-def _window(run: RunFolder) -> int:
+def _averaging_window(run: RunFolder) -> int:
     return max(5, len(run.step) // 60) if len(run.step) >= 100 else 1
 
 
@@ -140,9 +146,9 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     """The parts of the page in order; the configuration comes last."""
     yield _run_header(run)
     if run.facts is not None:
-        yield section("The run", _facts(run.facts))
+        yield section("The run", _fact_list(run.facts))
     yield _figure_cards(run)
-    yield section("Loss", *both_widths(partial(loss_chart, run)))
+    yield section("Loss", *chart_at_both_widths(partial(loss_chart, run)))
     yield from evaluation_sections(run)
     if run.passkey:
         yield passkey_section(run.passkey)
@@ -175,7 +181,7 @@ def _outcome_text(run: RunFolder) -> Iterator[str]:
     if len(loss) > 1:
         took = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
         yield f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{took}"
-    rows = list(run.final or last_rows(run.held_out))
+    rows = list(run.final or last_evaluations(run.held_out))
     if not rows:
         return
     degrees, spread = ", ".join(row.degree for row in rows), relative_spread([row.loss for row in rows])
@@ -215,7 +221,7 @@ def _configuration_parts(run: RunFolder) -> Iterator[str]:
         yield f"evaluated at cp {value('context', 'eval_context_parallel_size')}"
 
 
-def _facts(facts: RunFacts) -> str:
+def _fact_list(facts: RunFacts) -> str:
     lines = (tag("dt", text(name)) + tag("dd", text(words)) for name, words in facts.lines() if name != "report")
     return tag("dl", *lines, class_="said")
 
@@ -248,7 +254,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         share = f"{100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
         detail = "; ".join(filter(None, [f"mean of the last {min(LAST, len(loss))}", share]))
         yield "training loss", f"{mean:.4f}", detail
-    rows = list(run.final or last_rows(run.held_out))
+    rows = list(run.final or last_evaluations(run.held_out))
     if rows:
         degrees = ", ".join(row.degree for row in rows)
         spread = relative_spread([r.loss for r in rows])

@@ -168,7 +168,7 @@ class Evaluations:
                     return Final(stopped=signal)
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
-            (named if entry.name else at_degrees).extend(sorted(evaluations, key=_degree))
+            (named if entry.name else at_degrees).extend(sorted(evaluations, key=_largest_degree))
         self._write_samples(done)
         return Final(tuple(at_degrees), tuple(named))
 
@@ -227,7 +227,7 @@ class Evaluations:
         Losses of documents are written for the first one only: all have the same weights and documents.
         """
         world = self.run.world
-        for evaluation in sorted(evaluations, key=_degree):
+        for evaluation in sorted(evaluations, key=_largest_degree):
             row = evaluation.row()
             run_on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
             self.display.show_evaluation(row)
@@ -256,5 +256,5 @@ def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
 
 
-def _degree(evaluation: Evaluation) -> int:
+def _largest_degree(evaluation: Evaluation) -> int:
     return evaluation.cp

@@ -113,9 +113,9 @@ class RunFacts:
     def _device_text(self) -> str:
         if self.device == "CPU":
             cores = f"{plural(self.ranks, 'process', 'es')} on {plural(self.cores, 'CPU core')}"
-            return f"{cores}{_on_hosts(self.hosts)}, {self.backend}"
+            return f"{cores}{_hosts_text(self.hosts)}, {self.backend}"
         peak = f"; MFU is of {self.peak_tflops:g} TFLOP/s each" if self.peak_tflops and not self.uncounted else ""
-        return f"{self.ranks} x {self.device}{_on_hosts(self.hosts)}, {self.backend}{peak}"
+        return f"{self.ranks} x {self.device}{_hosts_text(self.hosts)}, {self.backend}{peak}"
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":
@@ -134,7 +134,7 @@ def facts_text(facts: RunFacts) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
-def _on_hosts(hosts: int) -> str:
+def _hosts_text(hosts: int) -> str:
     return f", {hosts} hosts" if hosts > 1 else ""
 
 

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longspan.bridge.item_documents import item_table_of
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
-from longspan.comm.stop_signal import StopSignal, received_signal
+from longspan.comm.stop_signal import StopSignal, asking_signal, received_signal
 from longspan.config.defaults import settings_line
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
@@ -51,14 +51,15 @@ from longspan.train.terms import plan_waves_ahead
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
     """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
 
-    SIGTERM or Ctrl-C on any rank ends the run after the current step, with a checkpoint. Raises LongspanError for
+    A signal that stops, on any rank, ends the run after the current step, with a checkpoint; one of `run.save_on`
+    writes one, and the run goes on. Raises LongspanError for
     what does not fit, before the first step, for a loss or gradients that are not finite, before they are used, and for
     what the disk refuses (after a checkpoint, where all ranks can still write one); RunFolderError where another run
     is at work in the folder.
     """
     check_config(config, len(world.home.ranks))
     check_targets(config, world)
-    with StopSignal() as stop, run_lock(Path(config.run.dir), world, display.log):
+    with StopSignal(config.run.save_on) as stop, run_lock(Path(config.run.dir), world, display.log):
         display.log(settings_line(config))
         names = config.run.loggers if is_first_rank(world) else ()
         classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
@@ -117,13 +118,17 @@ class _Loop:
                 saves.done += 1
                 _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
                 self.display.show_step(row)
-                stopped, minutes_over, slow = _agree_on_end(run.world, stop, failure, saves, slow_slots)
-                if slow is not None:
-                    slow_slots.name(slow, run.world, self.display.log)
+                agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
+                stopped = agreed.stopped
+                if agreed.slow is not None:
+                    slow_slots.name(agreed.slow, run.world, self.display.log)
                 if saves.done in (run.done + 1, settings.steps) or stopped:
                     save_plan(run, plan, f"step-{saves.done:06d}")
-                if stopped or saves.due(minutes_over=minutes_over):
+                if stopped or agreed.save_on or saves.due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
+                    stop.answer_save()  # also what other ranks received meanwhile
+                if agreed.save_on and not stopped:
+                    self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
                     if stopped:
@@ -201,22 +206,32 @@ def _prepare_next_step(run: TrainingRun, model: MultimodalModel, plans: PlanAhea
         plan_waves_ahead(model, with_targets_of(documents, plan), documents, depths=run.config.mtp.depths)
 
 
+class _Agreed(NamedTuple):
+    """What the ranks agreed on after a step."""
+
+    stopped: str  # by a signal that any rank received; "" for none
+    save_on: str  # a signal of `run.save_on` that any rank received; "" for none
+    minutes_over: bool  # a checkpoint is due by the clock
+    slow: int | None  # a rank whose slot is slow
+
+
 def _agree_on_end(
     world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves, slow_slots: SlowSlots
-) -> tuple[str, bool, int | None]:
-    """Agree between ranks on the signal that any rank received ("" for none), on whether a checkpoint is due, and on a
-    rank whose slot is slow (None: no slot is), in one message.
+) -> _Agreed:
+    """Agree between ranks, in one message where nothing happened, on what any of them received and saw.
 
     Raises on every rank the error of one that failed.
     """
-    stopping, slow = bool(stop.received) or failure is not None, world.rank + 1 if slow_slots.is_slow else 0
-    values = [float(stopping), float(saves.minutes_are_over()), float(slow)]
-    stops, minutes, slowest = world.control.largest_of(values, "agreement on a flag")
-    rank, minutes_over = int(slowest) - 1 if slowest else None, bool(minutes)
-    if not stops:
-        return "", minutes_over, rank
-    raise_first_error(world, failure)
-    return received_signal(world, stop), minutes_over, rank
+    flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
+    slow = world.rank + 1 if slow_slots.is_slow else 0
+    stops, asked, minutes, slowest = world.control.largest_of([*map(float, flags), float(slow)], "agreement on a flag")
+    stopped = save_on = ""
+    if stops:
+        raise_first_error(world, failure)
+        stopped = received_signal(world, stop)
+    if asked:
+        save_on = asking_signal(world, stop)
+    return _Agreed(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None)
 
 
 def _last_loss(file: Path, done: int) -> float:

@@ -71,10 +71,10 @@ def find_evaluations(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file that can be read; none where it does not exist."""
-    return rows_and_damage(path)[0] if path.exists() else []
+    return read_json_rows(path)[0] if path.exists() else []
 
 
-def rows_and_damage(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_json_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a file like metrics.jsonl that can be read, and how many lines cannot."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [row for row in map(_row, lines) if row is not None]

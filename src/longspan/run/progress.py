@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 
 from longspan.errors import plural
 from longspan.evaluation.result import PasskeyGrid
+from longspan.launch.stop_signals import leave_closed_output
 
 LINE_SECONDS = 30.0  # where there is no terminal, no longer without a line
 BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
@@ -64,7 +65,12 @@ class ProgressDisplay:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._stream is not None:
             with self._writing:
-                print(text, file=self._stream, flush=True)
+                try:
+                    print(text, file=self._stream, flush=True)
+                except (
+                    BrokenPipeError
+                ):  # the reader, as `| tee` on a terminal that was closed, is gone; the run goes on
+                    leave_closed_output()
                 self._written = time.monotonic()
 
     def begin_step(self, step: int) -> None:
@@ -73,20 +79,22 @@ class ProgressDisplay:
 
     def show_step(self, row: Mapping[str, Any]) -> None:
         """Show a training step, given its row of metrics."""
-        self._begin(f"after {self._step(row)}")  # it may be saved or evaluated
+        self._begin(f"after {self._step_text(row)}")  # it may be saved or evaluated
         if self._stream is None:
             return
         if not self._plain:
             self._advance_bar(row)
         elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps) or self._is_silent(row):
-            self.log("  ".join(filter(None, (self._step(row), *_step_figures(row), self._remaining_time(row["step"])))))
+            self.log(
+                "  ".join(filter(None, (self._step_text(row), *_step_figures(row), self._remaining_time(row["step"]))))
+            )
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
         """Show an evaluation, given its row of metrics."""
         name, tokens, seconds = row.get("eval_name"), row["eval_tokens"], row["seconds"]
         subject = f"evaluation of {name}: loss" if name else "evaluation loss"
         self.log(
-            f"{self._step(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
+            f"{self._step_text(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
             f"({', '.join([plural(tokens, 'token'), *_metric_texts(row)])}, in {seconds:.1f} s)"
         )
         if "passkey" in row:
@@ -138,7 +146,7 @@ class ProgressDisplay:
             if now - self._written >= LINE_SECONDS:
                 self.log(f"{self._work}: {now - self._begun:.0f} s so far")
 
-    def _step(self, row: Mapping[str, Any]) -> str:
+    def _step_text(self, row: Mapping[str, Any]) -> str:
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _advance_bar(self, row: Mapping[str, Any]) -> None:
@@ -163,7 +171,7 @@ class ProgressDisplay:
         if step <= first or step >= self._steps:
             return ""
         seconds = round((now - began) / (step - first) * (self._steps - step))
-        return f"{_clock(seconds)} left"
+        return f"{_clock_text(seconds)} left"
 
 
 def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
@@ -184,7 +192,7 @@ def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
     """The figures of a step, the most important first, in widths that hardly change from step to step."""
-    figures = [f"loss {row['loss']:.4f}", f"lr {_short(row['lr'])}", f"norm {_norm(row['grad_norm'])}"]
+    figures = [f"loss {row['loss']:.4f}", f"lr {_short_number(row['lr'])}", f"norm {_norm_text(row['grad_norm'])}"]
     figures.append(f"{row['tokens_per_second']:>5.0f} tok/s")
     if "mfu" in row:
         figures.append(f"MFU {100 * row['mfu']:.0f}%")
@@ -194,7 +202,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
         figures.append(f"encoder {100 * row['encoder_share']:.0f}%")
     if of_depths := [f"{loss:.4f}" for name, loss in row.items() if name.startswith("mtp_loss_")]:
         figures.append(f"mtp {'/'.join(of_depths)}")
-    return [*figures, _memory(row["memory_bytes"])]
+    return [*figures, _memory_text(row["memory_bytes"])]
 
 
 def _metric_texts(row: Mapping[str, Any]) -> list[str]:
@@ -210,19 +218,19 @@ def _metric_texts(row: Mapping[str, Any]) -> list[str]:
     return [texts.get(name, f"{name} {{:.4g}}").format(value) for name, value in values.items() if name != "loss"]
 
 
-def _clock(seconds: int) -> str:
+def _clock_text(seconds: int) -> str:
     minutes = f"{seconds // 60}:{seconds % 60:02d}"
     return minutes if seconds < 3600 else f"{seconds // 3600}:{seconds // 60 % 60:02d} h"
 
 
-def _short(value: float) -> str:
+def _short_number(value: float) -> str:
     """A number in seven characters: 6.0e-3."""
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
-def _norm(value: float) -> str:
-    return f"{value:.2f}" if 0.01 <= value < 100 else _short(value)
+def _norm_text(value: float) -> str:
+    return f"{value:.2f}" if 0.01 <= value < 100 else _short_number(value)
 
 
-def _memory(count: int) -> str:
+def _memory_text(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

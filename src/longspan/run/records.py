@@ -106,12 +106,12 @@ class GroupLog:
 
     def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
         """A row for each level of a group."""
-        for level, slots in self._levels_here(group):
+        for level, slots in self._levels_of_rank(group):
             ranks = tuple(self._world.plane[slot] for slot in slots)
             carrier = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
             yield {"kind": "cp", "use": use, "degree": group.degree, "level": level, "ranks": ranks, "over": carrier}
 
-    def _levels_here(self, group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _levels_of_rank(self, group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Communication type and slots; for a2a+p2p the slots of the line of each level that contains this rank."""
         kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
         for kind in dict.fromkeys(kinds):

@@ -37,7 +37,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         sequence_parallel=config.parallel.sequence_parallel,
         comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
         kernels=execution.kernels,
-        plans=_plan_text(run),
+        plans=_planning_text(run),
         priced_for=_price_source(run),
         peak_tflops=run.figures.peak,
         uncounted=run.figures.uncounted,
@@ -158,7 +158,7 @@ def _home_degrees(world: World, virtual_stages: int) -> dict[str, int]:
     return {"slots": home.slots, **degrees}
 
 
-def _plan_text(run: TrainingRun) -> str:
+def _planning_text(run: TrainingRun) -> str:
     """How steps and evaluations are planned."""
     free = ", free" if run.config.context.mode == "free" else ""
     cap = run.choice.options.max_tokens_per_slot

@@ -126,7 +126,7 @@ def set_up_model(
     A run that is `resumed` reads and draws no weights, because its checkpoint has them all; under [lora] the checkpoint
     has only the adapter, and the base model is read. Layers keep what a plan of memory chose, if there is one.
     """
-    vocabulary = _vocabulary(data, config)
+    vocabulary = _vocabulary_size(data, config)
     if config.mtp.depths and not resumed:
         log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
     images = data.images > 0
@@ -145,13 +145,13 @@ def set_up_model(
     return prepare_run_model(config, world, model, memory=memory, images=images)
 
 
-def _vocabulary(data: RunData, config: RunConfig) -> int:
+def _vocabulary_size(data: RunData, config: RunConfig) -> int:
     return data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
 
 
 def _fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
     """The model's configuration for this vocabulary and the longest document; raises if the tokenizer does not fit."""
-    vocabulary = _vocabulary(data, config)
+    vocabulary = _vocabulary_size(data, config)
     configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
     check_tokenizer(config, configuration, data.tokenizer_size)
     return configuration_for(configuration, config.model, *data.longest, log)
@@ -162,23 +162,8 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     """
-    directory = Path(config.run.dir)
     checkpoint = checkpoint_to_resume(config, world, log)
-    config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
-    node_size, config = config.context.node_size, with_node_size(config, world)
-    use_machine(config, world, log)
-    if config.model.path and checkpoint is None:
-        run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
-    named = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
-    data = open_data(config, named, checkpoint, world, log)
-    config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
-    as_written = replace(config, context=replace(config.context, node_size=node_size))
-    config = with_steps_of_epochs(config, data.order, log)
-    for line in source_lines(config, data.order):
-        log(line)
-    if checkpoint is not None:
-        check_steps_left(config, world, checkpoint, log)
-    data.check_fit(config, world)
+    config, as_written, data = _open_documents(config, checkpoint, world, log)
     configuration = _fit_configuration(data, config, world, log)
     config, why_partition = _choose_partition(config, data, configuration, world, log)
     config = use_rows_of_run(config, world, log)
@@ -197,11 +182,10 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
         if done < config.train.steps and (line := rate_line(config, state)):
             log(line)
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
-        run_on_first_rank(
-            world, lambda: write_atomically(directory / "config.toml", to_toml(as_written)), RunFolderError
-        )
+        file = Path(config.run.dir) / "config.toml"
+        run_on_first_rank(world, lambda: write_atomically(file, to_toml(as_written)), RunFolderError)
         warn_of_lost_updates(config, log)
-    price = partial(_cost_of_model, config, world, model.config, data.corpus, log, memory)
+    price = partial(_model_cost, config, world, model.config, data.corpus, log, memory)
     cost = run_on_every_rank(world, price, ConfigError)
     refinement = refinement_of_run(config, cost, state, world, log)
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done, refinement=refinement)
@@ -211,11 +195,33 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     return replace(run, memory=plan_on_ranks(replace(run_memory, config=run.config), memory, world))
 
 
+def _open_documents(
+    config: RunConfig, checkpoint: Path | None, world: World, log: LogLine
+) -> tuple[RunConfig, RunConfig, RunData]:
+    """Open the documents of a run; returns the configuration that they complete, that of config.toml, and the data."""
+    config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
+    node_size, config = config.context.node_size, with_node_size(config, world)
+    use_machine(config, world, log)
+    if config.model.path and checkpoint is None:
+        run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
+    named = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
+    data = open_data(config, named, checkpoint, world, log)
+    config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
+    as_written = replace(config, context=replace(config.context, node_size=node_size))
+    config = with_steps_of_epochs(config, data.order, log)
+    for line in source_lines(config, data.order):
+        log(line)
+    if checkpoint is not None:
+        check_steps_left(config, world, checkpoint, log)
+    data.check_fit(config, world)
+    return config, as_written, data
+
+
 def _choose_partition(
     config: RunConfig, data: RunData, configuration: Any, world: World, log: LogLine
 ) -> tuple[RunConfig, str]:
     """The configuration with a partition in place of "auto", and why; before memory is planned, as types need it."""
-    price = partial(_cost_of_model, config, world, configuration, data.corpus, lambda line: None, None)
+    price = partial(_model_cost, config, world, configuration, data.corpus, lambda line: None, None)
     cost = run_on_every_rank(world, price, ConfigError)
     return choose_partition_on_ranks(config, data.order, world, log, cost=cost, heads=query_heads(data.model))
 
@@ -246,7 +252,7 @@ def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun
     return replace(run, config=config, sets=with_rows(data.sets, config), why_degrees=why)
 
 
-def _cost_of_model(
+def _model_cost(
     config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: MemoryPlan | None
 ) -> Cost:
     """The cost of a model of this configuration, whose layers keep what the keys, or a plan of memory, say."""

@@ -40,7 +40,7 @@ MANY = 256
 SHORT_STEP, SHORT = 8, 128  # chunks of up to SHORT rows count in steps of so many
 
 
-class Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """The properties of a group that its kernels and messages depend on; the number of rows is not one."""
 
     degree: int
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
     short: int  # rows of the longest chunk, in steps; 0 where it is not short
 
 
-def kind_of_group(group: Group) -> Kind:
+def kind_of_group(group: Group) -> GroupKind:
     """Return the kind of a group: the warm-up runs the smallest group of each kind.
 
     >>> kind_of_group(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
@@ -60,7 +60,7 @@ def kind_of_group(group: Group) -> Kind:
     """
     rows, chunks = group.laid_out, 2 * group.degree
     longest = -(-max(rows) // chunks)
-    return Kind(
+    return GroupKind(
         group.degree,
         group.cp_comm_type,
         group.hierarchical_context_parallel_sizes,
@@ -71,9 +71,9 @@ def kind_of_group(group: Group) -> Kind:
     )
 
 
-def smallest_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[Kind] = ()) -> dict[Kind, Group]:
+def smallest_group_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[GroupKind] = ()) -> dict[GroupKind, Group]:
     """The group with the fewest rows of each kind in these plans, large ones first."""
-    smallest: dict[Kind, Group] = {}
+    smallest: dict[GroupKind, Group] = {}
     for plan in plans:
         for group in (group for batch in plan.micro_batches for group in batch.groups):
             kind = kind_of_group(group)
@@ -199,18 +199,18 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
     """The warm-up of some plans, with `in_flight` copies of the largest micro-batch, as a pipeline holds at once."""
-    groups = smallest_of_each_kind(plans)
+    groups = smallest_group_of_each_kind(plans)
     batches = [largest_micro_batch(plans)] * in_flight
     batches += [batch for group in groups.values() for batch in repeat_on_all_slots(group, plans[0].slots)]
     batches += batches[-1:] * (-len(batches) % in_flight)
     forward = None if evaluation is None else _forward_plan(evaluation, groups, in_flight)
     all_plans = [*plans, *([evaluation] if evaluation else [])]
-    return WarmUp(number_plan(batches, plans[0]), plans[0], forward, len(smallest_of_each_kind(all_plans)))
+    return WarmUp(number_plan(batches, plans[0]), plans[0], forward, len(smallest_group_of_each_kind(all_plans)))
 
 
-def _forward_plan(evaluation: Plan, warm: Iterable[Kind], in_flight: int) -> Plan:
+def _forward_plan(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int) -> Plan:
     """The kinds of groups that only evaluation has, and its largest micro-batch."""
-    groups = smallest_of_each_kind([evaluation], leave_out=warm)
+    groups = smallest_group_of_each_kind([evaluation], leave_out=warm)
     batches = [largest_micro_batch([evaluation])]
     batches += [batch for group in groups.values() for batch in repeat_on_all_slots(group, evaluation.slots)]
     return number_plan(batches + batches[-1:] * (-len(batches) % in_flight), evaluation)

@@ -82,11 +82,11 @@ class BackwardFold:
         for place in range(table.shape[1] - 1, passing.local_places.start, -1):
             runs = table[:, place]
             count = int((runs >= 0).sum())
-            going_on = len(gradient)  # chains with a run after this one, which come first
+            continuing = len(gradient)  # chains with a run after this one, which come first
             gradients = gathered.states(runs[:count])
-            if going_on:
-                later = apply_maps(gathered.transitions(runs[:going_on]).mT, gradient, gradients[:going_on])
-                gradients = later if going_on == count else torch.cat([later, gradients[going_on:]])
+            if continuing:
+                later = apply_maps(gathered.transitions(runs[:continuing]).mT, gradient, gradients[:continuing])
+                gradients = later if continuing == count else torch.cat([later, gradients[continuing:]])
             gradient = gradients
             _put_local_runs(leaving, gradient, local_numbers[table[:count, place - 1]])
         return leaving

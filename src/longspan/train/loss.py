@@ -233,7 +233,7 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
         return _ChunkedLoss.apply(hidden, targets, losses, head, rows, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for part in chunks_of_rows(len(targets.rows), rows):
+    for part in cut_rows_into_chunks(len(targets.rows), rows):
         logits = head(hidden.index_select(0, targets.rows[part]))
         total += losses(log_probs_of_rows(logits, targets.ids[part]), part, logits)[0]
     return total
@@ -252,7 +252,7 @@ def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head:
         targets = _any_row(targets)
     parts = [
         values(head(hidden.index_select(0, targets.rows[part])), targets.ids[part])
-        for part in chunks_of_rows(len(targets.rows), rows)
+        for part in cut_rows_into_chunks(len(targets.rows), rows)
     ]
     return torch.cat(parts, -1)[..., :count]
 
@@ -276,7 +276,7 @@ def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
 
 
-def chunks_of_rows(total: int, rows: int) -> Iterator[slice]:
+def cut_rows_into_chunks(total: int, rows: int) -> Iterator[slice]:
     """Divide rows into runs of at most `rows` rows, as even as can be."""
     count = max(1, -(-total // rows))
     for i in range(count):
@@ -291,7 +291,7 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor] = []
-        for part in chunks_of_rows(len(targets.rows), rows):
+        for part in cut_rows_into_chunks(len(targets.rows), rows):
             predicting = targets.rows[part]
             with torch.enable_grad():
                 rows_in = hidden.detach().index_select(0, predicting).requires_grad_(gradient is not None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World, to_device
 from longspan.model.experts.router import RouterStatistics
-from longspan.model.parts import modes_restored
+from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
 from longspan.model.seams.call_rules import is_prepared
@@ -141,7 +141,7 @@ class Passes:
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
         """Keyword arguments of one more call of the model: with experts, what collects their routers' statistics."""
-        router = {} if self.routing is None else {"router": self.routing.new_sums(counting=counting)}
+        router = {} if self.routing is None else {"router": self.routing.add_sums(counting=counting)}
         return {**self.keywords, **router}
 
     @property
@@ -188,7 +188,7 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> float:
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
     named = world.watch.naming("forward and backward passes", world.home.ranks)
-    with named, modes_restored(model), torch.set_grad_enabled(backward):
+    with named, preserve_modes(model), torch.set_grad_enabled(backward):
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:

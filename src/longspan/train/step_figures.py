@@ -56,7 +56,7 @@ class StepFigures:
         (`encoder_share`), the busiest rank over the mean (`encoder_balance`), and both as the plans predict them.
         """
         figures = self._encoder_figures(plan, seconds, encoders)
-        flops = self._flops_of_plan(plan, images)
+        flops = self._plan_flops(plan, images)
         if flops is not None:
             tflops = flops / seconds / self.devices / 1e12
             figures["tflops"] = float(f"{tflops:.6g}")
@@ -68,7 +68,7 @@ class StepFigures:
             figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
         return figures
 
-    def _flops_of_plan(self, plan: Plan, images: Sequence[int]) -> int | None:
+    def _plan_flops(self, plan: Plan, images: Sequence[int]) -> int | None:
         """Count the model FLOPs of a plan's documents and images; None where the configuration does not tell them."""
         if self.shape is None or (images and self.images is None):
             return None

@@ -15,7 +15,7 @@ from tests.mutation import mutated
 
 SPLIT, DISABLED = "model.tensor_parallel.split_adapters", "model.lora.without_adapter"
 FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
-SUMMED = "partial_gradients(linear, key)"
+SUMMED = "sum_partial_gradients(linear, key)"
 SCALING = "scaling forgotten"  # peft's own term: the layers' factor is set to one
 # What is wrong -> the module, what stands there, and in its place; and what shows it.
 MUTATIONS = {

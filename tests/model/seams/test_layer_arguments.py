@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.model.seams import layer_arguments
-from longspan.model.seams.layer_arguments import kernel_of_layer, shard_of_layer, within_layer
+from longspan.model.seams.layer_arguments import kernel_of_layer, run_within_layer, shard_of_layer
 
 
 class _Layer(nn.Module):
@@ -59,19 +59,19 @@ def test_nothing_is_left_after_an_error() -> None:
 
 def test_recomputation_finds_its_own_shard_in_another_thread() -> None:
     layer = _Layer()
-    outs = [checkpoint(within_layer(partial(layer.forward, shard=i)), X, use_reentrant=False) for i in range(2)]
+    outs = [checkpoint(run_within_layer(partial(layer.forward, shard=i)), X, use_reentrant=False) for i in range(2)]
     thread = Thread(target=lambda: [out.sum().backward() for out in outs])
     thread.start()
     thread.join()
     assert layer.found == [(i, None) for i in (0, 1, 0, 1)] and shard_of_layer() is None
-    assert within_layer(layer) is layer
+    assert run_within_layer(layer) is layer
 
 
 def test_a_part_of_a_layer_is_recomputed_with_the_shard_around_it() -> None:
     class Whole(_Layer):
         def forward(self, x: Tensor, **_: Any) -> Tensor:
             assert self.inner is not None
-            return checkpoint(within_layer(partial(self.inner.forward)), x, use_reentrant=False)
+            return checkpoint(run_within_layer(partial(self.inner.forward)), x, use_reentrant=False)
 
     part = _Layer()
     out = Whole(part)(X, shard="whole", attention_kernel="torch")

@@ -73,7 +73,7 @@ def test_rows_among_those_of_members(table: ItemTable, degree: int, zigzag: bool
         rows, ids = table.of(modality), row_ids(table, modality)
         assert sum(rows.counts) == len(ids)
         for member in range(degree):
-            among = rows.among(documents, shares.segments(member))
+            among = rows.find_rows(documents, shares.segments(member))
             places = [
                 (documents[segment.document], position)
                 for segment in shares.segments(member)

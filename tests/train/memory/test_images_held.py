@@ -7,7 +7,7 @@ import pytest
 from longspan import EncoderHome, Layout, World, prepare
 from longspan.errors import ConfigError
 from longspan.testing import run_ranks
-from longspan.train.memory.images_held import ImagesHeld, images_held
+from longspan.train.memory.images_held import ImagesHeld, measure_images
 from tests.model.vision.models import tiny
 
 WAYS: dict[str, dict[str, Any]] = {"kept": {}, "again": {"recompute": True, "max_rows_per_slot": 50}}
@@ -20,7 +20,7 @@ def _held(rank: int, shard: bool) -> dict[str, ImagesHeld]:
         with World(Layout(2), backend="gloo") as world:
             home = EncoderHome(home=Layout(2), shard_parameters=shard, **settings)
             model = prepare(tiny("qwen3-vl"), world, encoder=home, shard_parameters=shard, probe=False)
-            found[name] = images_held(model, 320.0, world)
+            found[name] = measure_images(model, 320.0, world)
     return found
 
 

@@ -24,11 +24,11 @@ from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.memory.row_probe import (
     TOO_MANY_FILE,
     TooMany,
+    measure_step_bytes,
     memory_keys,
-    most_bytes,
     probe_plan,
     read_measurement,
-    too_many_rows,
+    read_too_many_rows,
 )
 from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, activation_budget, fit_rows, measure
 from longspan.train.optim.offload_states import OffloadedStates
@@ -89,7 +89,7 @@ def test_probes_suit_rows_that_are_split_over_tp(tmp_path: Path, monkeypatch: py
             probed.append(rows)
             return 1000 * rows
 
-        monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
+        monkeypatch.setattr(rows_that_fit, "measure_step_bytes", bytes_of)
         world = world_of_one_process(home, lambda value, what="": [value])
         assert measure(config, *nothing_trained(), world).rows == 2010
         assert len(probed) == 4 and probed[-1] > 1000 and not any(rows % tp for rows in probed)
@@ -129,7 +129,7 @@ def test_probes_go_no_further_than_those_before_allow(
     def gather_objects(value: float, what: str = "") -> list[float]:
         return list(machine.budgets) if not probed else [value] * 2
 
-    monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
+    monkeypatch.setattr(rows_that_fit, "measure_step_bytes", bytes_of)
     config = small_config(tmp_path, train__memory_bytes=machine.budgets[0])
     world = world_of_one_process(Layout(ranks=2), gather_objects)
     fit = measure(config, *nothing_trained(), world, below=machine.below)
@@ -155,7 +155,7 @@ def test_one_probe_corrects_a_first_guess(
         probed.append(rows)
         return 10**5 + 1000 * rows
 
-    monkeypatch.setattr(rows_that_fit, "most_bytes", bytes_of)
+    monkeypatch.setattr(rows_that_fit, "measure_step_bytes", bytes_of)
     world = world_of_one_process(Layout(ranks=1), lambda value, what="": [value])
     config = small_config(tmp_path, train__memory_bytes=10**7)
     fit = measure(config, *nothing_trained(), world, below=below, first_guess=guess)
@@ -187,7 +187,7 @@ def _measured(rank: int, config: RunConfig) -> tuple[RowsThatFit, float, bool]:
         model = load_model(None, "qwen3-tiny", vocab_size=300)
         model = prepare(model, world, activation_checkpointing=config.train.activation_checkpointing)
         fit = measure(config, model, build_optimizer(model), world)
-        seen = most_bytes(config, model, world, fit.rows)
+        seen = measure_step_bytes(config, model, world, fit.rows)
         left = any(p.grad is not None for p in model.parameters())
     return fit, seen / fit.budget_bytes, left
 
@@ -278,14 +278,18 @@ def test_a_rank_without_memory_for_a_probe_ends_the_run_and_the_next_start_probe
 
 def test_what_did_not_fit_counts_under_the_same_keys_alone(tmp_path: Path) -> None:
     now, file = memory_keys(small_config(tmp_path)), tmp_path / TOO_MANY_FILE
-    assert too_many_rows(tmp_path, 2, now) is None
+    assert read_too_many_rows(tmp_path, 2, now) is None
     file.write_text(json.dumps(vars(TooMany(256, 2, now))))
     other = memory_keys(small_config(tmp_path, train__activation_checkpointing="full"))
-    assert [too_many_rows(tmp_path, 2, now), too_many_rows(tmp_path, 4, now), too_many_rows(tmp_path, 2, other)] == [
+    assert [
+        read_too_many_rows(tmp_path, 2, now),
+        read_too_many_rows(tmp_path, 4, now),
+        read_too_many_rows(tmp_path, 2, other),
+    ] == [
         256,
         None,
         None,
     ]
     file.write_text("{}")
     with pytest.raises(ConfigError, match=r"is damaged: .*; remove it and rows are probed from the start"):
-        too_many_rows(tmp_path, 2, now)
+        read_too_many_rows(tmp_path, 2, now)

@@ -13,7 +13,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
-from longspan.train.memory.rows_that_fit import states_to_come
+from longspan.train.memory.rows_that_fit import measure_state_bytes
 from longspan.train.optim.on_shards import check_on_shards
 from longspan.train.optim.optimizer import OptimizerChoice, optimizer_class, parameter_groups, parse_arguments
 
@@ -138,7 +138,7 @@ def test_bytes_of_states_to_come() -> None:
     wanted = {"adamw": 2, "sgd": 0, "torch.optim.Adagrad": 1}
     for name, states in wanted.items():
         counters = 4 * len(list(model.parameters())) if states else 0
-        assert states_to_come(OptimizerChoice(name), model) == 4 * states * count + counters
-    assert states_to_come(OptimizerChoice("adamw"), model.to(torch.bfloat16)) == 4 * count + counters
-    factored = states_to_come(OptimizerChoice("torch.optim.Adafactor"), model)
+        assert measure_state_bytes(OptimizerChoice(name), model) == 4 * states * count + counters
+    assert measure_state_bytes(OptimizerChoice("adamw"), model.to(torch.bfloat16)) == 4 * count + counters
+    factored = measure_state_bytes(OptimizerChoice("torch.optim.Adafactor"), model)
     assert 0 < factored < count

@@ -23,7 +23,7 @@ from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.optim.stochastic_rounding import StochasticRounding, stochastically_rounded
+from longspan.train.optim.stochastic_rounding import StochasticRounding, round_stochastically
 from longspan.train.training import make_optimizer
 from tests.model.stock import texts
 from tests.train.multimodal.encoders import encoder_of
@@ -38,7 +38,7 @@ def _bits(seed: int = 0) -> torch.Generator:
 
 def test_the_mean_of_many_draws_is_the_number() -> None:
     exact = torch.cat([torch.randn(40, generator=_bits()) * 10.0**power for power in (-30, -3, 0, 5)])
-    drawn = stochastically_rounded(exact.expand(DRAWS, -1).contiguous(), _bits(1))
+    drawn = round_stochastically(exact.expand(DRAWS, -1).contiguous(), _bits(1))
     assert drawn.dtype == torch.bfloat16
     below = (exact.view(torch.int32) & -(1 << 16)).view(torch.float32).double()  # toward zero
     above = ((exact.view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32).double()
@@ -53,8 +53,8 @@ def test_the_mean_of_many_draws_is_the_number() -> None:
 def test_numbers_of_bfloat16_and_what_is_not_finite_stay() -> None:
     exact = torch.tensor([0.0, -0.0, 1.0, -0.0078125, 3.0e38, math.inf, -math.inf]).bfloat16().float()
     for seed in range(20):
-        assert torch.equal(stochastically_rounded(exact, _bits(seed)).float(), exact)
-    assert stochastically_rounded(torch.tensor([math.nan]), _bits()).isnan().all()
+        assert torch.equal(round_stochastically(exact, _bits(seed)).float(), exact)
+    assert round_stochastically(torch.tensor([math.nan]), _bits()).isnan().all()
 
 
 def _trained(kind: str, choice: OptimizerChoice, steps: int) -> Tensor:

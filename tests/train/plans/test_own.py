@@ -21,7 +21,7 @@ from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from longspan.train.plans import PlanChoice, plans_of_steps
-from longspan.train.plans.own import own_cost, plan_by
+from longspan.train.plans.own import call_planner, own_cost
 from tests.train.plans.own_things import Slow, slow
 from tests.train.small import small_config, train_rank
 
@@ -95,7 +95,7 @@ def test_a_planner_that_does_not_fit_is_refused_before_a_process_group(name: str
 def test_a_plan_of_a_step_is_checked(name: str, message: str) -> None:
     choice = PlanChoice.training(config_of(), heads=2)
     with pytest.raises(PlanError, match=message):
-        plan_by(OWN + name, "context.planner", LENGTHS, Layout(4), options=choice.options)
+        call_planner(OWN + name, "context.planner", LENGTHS, Layout(4), options=choice.options)
 
 
 def test_evaluation_takes_the_planner_of_training_unless_it_has_its_own() -> None:

@@ -21,14 +21,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N)."""
     assert call.softcap is None and call.dropout is None
     head_size, dtype = v.shape[2], accumulation_dtype(q.dtype)
-    q, k, v = _one_head_size(q, k, v)
+    q, k, v = _pad_to_one_size(q, k, v)
     out = q.new_empty(q.shape, dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)
     for dense in _dense_calls(launch, q.dtype):
         part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _batched(q[dense.rows]),
-            _batched(k[dense.keys]),
-            _batched(v[dense.keys]),
+            _add_batch_dim(q[dense.rows]),
+            _add_batch_dim(k[dense.keys]),
+            _add_batch_dim(v[dense.keys]),
             0.0,
             dense.causal,
             attn_mask=dense.attn_mask,
@@ -43,16 +43,16 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     sizes = q.shape[2], v.shape[2]
-    q, k, v = _one_head_size(q, k, v)
+    q, k, v = _pad_to_one_size(q, k, v)
     dout, out = pad_heads(dout, q.shape[2]), pad_heads(out, q.shape[2])
     dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for dense in _dense_calls(launch, q.dtype):
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _batched(dout[dense.rows]),
-            _batched(q[dense.rows]),
-            _batched(k[dense.keys]),
-            _batched(v[dense.keys]),
-            _batched(out[dense.rows]),
+            _add_batch_dim(dout[dense.rows]),
+            _add_batch_dim(q[dense.rows]),
+            _add_batch_dim(k[dense.keys]),
+            _add_batch_dim(v[dense.keys]),
+            _add_batch_dim(out[dense.rows]),
             lse[dense.rows].contiguous().transpose(0, 1)[None],
             0.0,
             dense.causal,
@@ -81,11 +81,11 @@ def _float_mask(tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor 
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
-def _batched(x: Tensor) -> Tensor:
-    """(T, N, H) to (1, N, T, H)."""
+def _add_batch_dim(x: Tensor) -> Tensor:
+    """Change (T, N, H) to (1, N, T, H)."""
     return x.transpose(0, 1)[None]
 
 
-def _one_head_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _pad_to_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = max(q.shape[2], v.shape[2])
     return pad_heads(q, size), pad_heads(k, size), pad_heads(v, size)

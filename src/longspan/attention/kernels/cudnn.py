@@ -84,7 +84,7 @@ def _single_launch(dense: DenseCall, launch: Launch) -> Launch:
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """out (Tq, N, Hv) in q's dtype, lse (Tq, N) float32."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(_batched(x) for x in (q, k, v)), None, True, 0.0, causal, False, scale=scale
+        *(_add_batch_dim(x) for x in (q, k, v)), None, True, 0.0, causal, False, scale=scale
     )
     return out[0].transpose(0, 1)[..., : v.shape[2]], lse.view(q.shape[1], q.shape[0]).transpose(0, 1)
 
@@ -97,8 +97,8 @@ def _backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[T
     # torch keeps cuDNN's plans by the strides of q, k and v only, so those of out and dout must always be the same.
     dout, out = dout.contiguous(), out.to(q.dtype).contiguous()
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *(_batched(x) for x in (dout, q, k, v, out)),
-        heads_first.unsqueeze(-1) if _lse_has_a_last_one(q.device) else heads_first,
+        *(_add_batch_dim(x) for x in (dout, q, k, v, out)),
+        heads_first.unsqueeze(-1) if _lse_has_last_dim(q.device) else heads_first,
         unread,
         unread,
         none,
@@ -114,14 +114,14 @@ def _backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[T
 
 
 @cache
-def _lse_has_a_last_one(device: torch.device) -> bool:
+def _lse_has_last_dim(device: torch.device) -> bool:
     """Whether this torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T)."""
     x = torch.zeros((1, 1, 64, 64), dtype=torch.bfloat16, device=device)
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, False, False, scale=1.0)
     return lse.ndim == 4
 
 
-def _batched(x: Tensor) -> Tensor:
+def _add_batch_dim(x: Tensor) -> Tensor:
     """(T, N, H) to (1, N, T, H) without moving rows; H padded."""
     x = pad_heads(x, -(-x.shape[2] // _SIZES) * _SIZES)
     return (x if x.stride(2) == 1 else x.contiguous()).unsqueeze(0).transpose(1, 2)

@@ -46,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     assert call.dropout is None
     tensors, lengths = _arguments(launch, q, k, v)
     out, lse, *_ = _interface()._flash_attn_fwd(
-        *tensors, softmax_scale=call.scale, softcap=call.softcap, return_lse=True, **lengths, **_mask(launch)
+        *tensors, softmax_scale=call.scale, softcap=call.softcap, return_lse=True, **lengths, **_mask_arguments(launch)
     )
     if out.ndim == 4:
         out, lse = out[0], lse[0]
@@ -59,17 +59,17 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     q, k, v, out, lse = saved
     options: dict[str, Any] = {}
     if out.ndim == 2:  # the kernel takes dout · out − dlse of each row
-        options["dlse"] = _as_lse(-out, launch)
+        options["dlse"] = _lay_out_lse(-out, launch)
         out = torch.zeros_like(dout)
     tensors, lengths = _arguments(launch, q, k, v, out, dout)
     dq, dk, dv, *_ = _interface()._flash_attn_bwd(
         *tensors,
-        _as_lse(lse, launch),
+        _lay_out_lse(lse, launch),
         softmax_scale=call.scale,
         softcap=call.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **lengths,
-        **_mask(launch),
+        **_mask_arguments(launch),
         **options,
     )
     if dq.ndim == 4:
@@ -82,8 +82,8 @@ def takes_deltas(call: AttendCall) -> bool:
     return max(call.head_size, call.value_size) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
 
 
-def _as_lse(x: Tensor, launch: Launch) -> Tensor:
-    """x (Tq, N) as the kernel takes a log-sum-exp: heads first, (1, N, Tq) for one tile."""
+def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:
+    """Lay x (Tq, N) out as the kernel takes a log-sum-exp: heads first, (1, N, Tq) for one tile."""
     heads_first = x.transpose(0, 1).contiguous()
     return heads_first[None] if len(launch.tiling) == 1 else heads_first
 
@@ -104,7 +104,7 @@ def _arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str
     }
 
 
-def _mask(launch: Launch) -> dict[str, Any]:
+def _mask_arguments(launch: Launch) -> dict[str, Any]:
     if launch.left is None and launch.right == 0:
         return {"causal": True}
     return {"window_size_left": launch.left, "window_size_right": launch.right}

@@ -26,7 +26,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     for tile in _pieces(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         scores = _scores(_group_heads(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
-        weights, row_lse = _softmax_(_masked_(scores, tile))
+        weights, row_lse = _softmax_(_mask_(scores, tile))
         if call.dropout is not None:
             weights *= _factors(call.dropout, launch, tile, weights)
         out[rows] = torch.einsum("kgqs,skh->qkgh", weights, v[keys].to(dtype)).flatten(1, 2)
@@ -46,7 +46,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         weights = _scores(q_rows, k_rows, call)
         slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)  # of tanh
         row_lse, delta = (x[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0) for x in (lse, deltas))
-        weights = _masked_(weights, tile).sub_(row_lse.unsqueeze(-1)).exp_()
+        weights = _mask_(weights, tile).sub_(row_lse.unsqueeze(-1)).exp_()
         factors = None if call.dropout is None else _factors(call.dropout, launch, tile, weights)
         dv[keys] += torch.einsum("kgqs,qkgh->skh", weights if factors is None else weights * factors, dout_rows)
         dscores = torch.einsum("qkgh,skh->kgqs", dout_rows, v_rows)
@@ -83,7 +83,7 @@ def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
     return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
-def _masked_(scores: Tensor, tile: Tile) -> Tensor:
+def _mask_(scores: Tensor, tile: Tile) -> Tensor:
     seen = visible_keys(tile, scores.device)
     return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)
 

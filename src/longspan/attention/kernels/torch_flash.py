@@ -30,7 +30,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
         _is_causal(launch),
         False,
         scale=call.scale,
-        **_window(launch),
+        **_mask_arguments(launch),
     )
     assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of {tuple(lse.shape)} from torch {torch.__version__}"
     return out[..., :head_size], lse.transpose(0, 1)
@@ -41,7 +41,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     size = _head_size(q, v)
-    tensors, at_once = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse], _kv_heads_at_once(q, k, launch)
+    tensors, at_once = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse], _max_kv_heads(q, k, launch)
     slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
     parts = [_gradients(some, launch, call) for some in slices]
     dq, dk, dv = (concat_heads(gradients) for gradients in zip(*parts, strict=True))
@@ -62,11 +62,11 @@ def _gradients(saved: Sequence[Tensor], launch: Launch, call: AttendCall) -> tup
         no_dropout,
         no_dropout,
         scale=call.scale,
-        **_window(launch),
+        **_mask_arguments(launch),
     )
 
 
-def _kv_heads_at_once(q: Tensor, k: Tensor, launch: Launch) -> int:
+def _max_kv_heads(q: Tensor, k: Tensor, launch: Launch) -> int:
     """Key heads, with their query heads, whose sums for dq the kernel can count: in 32 bits, in whole blocks of rows.
 
     Past them it writes to other places (an illegal address on an H200, torch 2.11).
@@ -80,7 +80,7 @@ def _is_causal(launch: Launch) -> bool:
     return launch.left is None and launch.right == 0
 
 
-def _window(launch: Launch) -> dict[str, int]:
+def _mask_arguments(launch: Launch) -> dict[str, int]:
     """The mask in the kernel's words, where −1 is no limit; a causal mask is a flag of its own."""
     if _is_causal(launch):
         return {}

@@ -79,13 +79,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     def launch_blocks(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _kernels().forward[len(block_list), q.shape[1]](
-            *(q, k, v, out, lse, block_list, *launch.cu_seqlens, q.shape[1] // k.shape[1], *_scores(launch, call)),
+            *(q, k, v, out, lse, block_list, *launch.cu_seqlens, q.shape[1] // k.shape[1]),
+            *_score_arguments(launch, call),
             *numbers,
             **_constants(q, v, launch, call),
             **_launch_constants(blocks),
         )
 
-    _launch_fitting("forward", FORWARD, q, v, launch_blocks)
+    _launch_with_fitting_blocks("forward", FORWARD, q, v, launch_blocks)
     return out, lse
 
 
@@ -97,7 +98,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     delta = saved.deltas(dout)
     tensors = (q, k, v, dout, saved.lse, delta)
     strides = (*_strides(q, k, v, dout), *saved.lse.stride(), delta.stride(0))
-    shared = (*launch.cu_seqlens, q.shape[1] // k.shape[1], *_scores(launch, call), *strides)
+    shared = (*launch.cu_seqlens, q.shape[1] // k.shape[1], *_score_arguments(launch, call), *strides)
     constants = _constants(q, v, launch, call)
 
     def launch_query_gradients(blocks: Blocks) -> None:
@@ -118,17 +119,17 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
                 **_launch_constants(blocks),
             )
 
-    _launch_fitting("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
-    _launch_fitting("key_gradients", KEY_GRADIENTS, q, v, launch_key_gradients)
+    _launch_with_fitting_blocks("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
+    _launch_with_fitting_blocks("key_gradients", KEY_GRADIENTS, q, v, launch_key_gradients)
     return dq, dk, dv
 
 
-def _launch_fitting(
+def _launch_with_fitting_blocks(
     name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launch_blocks: Callable[[Blocks], None]
 ) -> None:
     """Launch with the first blocks of the table for which the device has the shared memory."""
-    key = (name, _width(q), _width(v), q.dtype, q.device)
-    of_width = table[max(_SMALLEST, _width(q), _width(v))]
+    key = (name, _padded_size(q), _padded_size(v), q.dtype, q.device)
+    of_width = table[max(_SMALLEST, _padded_size(q), _padded_size(v))]
     for index in range(_fitting.get(key, 0), len(of_width)):
         try:
             launch_blocks(of_width[index])
@@ -140,7 +141,7 @@ def _launch_fitting(
         return
 
 
-def _scores(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:
+def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:
     """Scale, soft cap and mask as the kernels take them; which of them there are is a constant."""
     return call.scale, call.softcap or 1.0, launch.left or 0, launch.right or 0
 
@@ -152,8 +153,8 @@ def _constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[s
         "HAS_RIGHT": launch.right is not None,
         "SIZE": q.shape[2],
         "V_SIZE": v.shape[2],
-        "WIDTH": _width(q),
-        "V_WIDTH": _width(v),
+        "WIDTH": _padded_size(q),
+        "V_WIDTH": _padded_size(v),
     }
 
 
@@ -161,7 +162,7 @@ def _launch_constants(blocks: Blocks) -> dict[str, int]:
     return {"ROWS": blocks.rows, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
 
 
-def _width(x: Tensor) -> int:
+def _padded_size(x: Tensor) -> int:
     """The head's size as Triton takes it: a power of two, 16 at least."""
     return max(16, 1 << (x.shape[2] - 1).bit_length())
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from longspan.bench.record import show_record, where_it_ran
 from longspan.bench.step.flags import parse_step
-from longspan.bench.step.ranks import step_ranks
+from longspan.bench.step.ranks import measure_step_on_rank
 from longspan.bench.step.settings import make_settings
 from longspan.bench.timing import ORDER
 from longspan.cli.processes import run_on_ranks
@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     flags, config = parse_step(argv)
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, config, ranks, backend, ["longspan", "bench", "step", *argv])
-    record = run_on_ranks(step_ranks, (settings,), ranks, compile_cache=config.run.compile_cache)
+    record = run_on_ranks(measure_step_on_rank, (settings,), ranks, compile_cache=config.run.compile_cache)
     show_record(record, flags, text=record_text(record), markdown=record_markdown(record))
     return 0
 

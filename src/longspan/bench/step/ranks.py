@@ -14,7 +14,7 @@ import torch
 from longspan.bench.record import missing_because, write_unfinished
 from longspan.bench.step.hf_peer import PEER, peer_step
 from longspan.bench.step.settings import StepSettings
-from longspan.bench.timing import profile_of, seconds_of
+from longspan.bench.timing import profile_run, time_run
 from longspan.cli.machine import machine
 from longspan.comm import World
 from longspan.config.sections import RunConfig
@@ -34,7 +34,7 @@ from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
 
-def step_ranks(rank: int, settings: StepSettings) -> dict[str, Any]:
+def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
     """Open a world, time every planner and the peer; the record, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
@@ -94,7 +94,7 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     optimizer = make_optimizer(config, world, model, memory=memory)
     first_guess = memory.rows if memory is not None else None
     config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)
-    cost = settings.cost if memory is None else _cost_under(settings, memory)
+    cost = settings.cost if memory is None else _cost_with_memory(settings, memory)
     memory = plan_on_ranks(replace(run_memory, config=config), memory, world)
     return Training(config, world, model, optimizer, cost, memory=memory)
 
@@ -107,7 +107,7 @@ def _run_memory(settings: StepSettings, config: RunConfig, world: World) -> RunM
     return RunMemory(config=config, model=settings.configuration, ahead=ahead, gpu=world.device.type == "cuda")
 
 
-def _cost_under(settings: StepSettings, memory: MemoryPlan) -> Cost:
+def _cost_with_memory(settings: StepSettings, memory: MemoryPlan) -> Cost:
     """The cost of plans if layers keep what was chosen."""
     gpu, slots = settings.device == "cuda", settings.home.slots
     return cost_of_run(settings.config, settings.configuration, print, gpu=gpu, slots=slots, memory=memory)
@@ -155,7 +155,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = [seconds_of(step, world) for _ in range(settings.flags.repeats)]
+    times = [time_run(step, world) for _ in range(settings.flags.repeats)]
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     of_ranks = world.control.gather_objects((statistics.median(times), peak))
     seconds, tokens = max(s for s, _ in of_ranks), sum(settings.lengths)
@@ -175,7 +175,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
 
 def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
     """Seconds by part and by kernel of one more step, on the first rank."""
-    parts, kernels, seconds = profile_of(step, world)
+    parts, kernels, seconds = profile_run(step, world)
     return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
 
 

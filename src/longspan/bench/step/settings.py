@@ -122,9 +122,10 @@ def make_settings(
     configuration = _configuration(flags, config, max(documents.lengths))
     if not flags.config:
         config = _with_limits(flags, config, configuration, documents, home, gpu=gpu)
-    config = _check_as_run(resolve_defaults(config), max(documents.lengths), ranks, planners)
+    config = _check_run(resolve_defaults(config), max(documents.lengths), ranks, planners)
     _check_cap(flags, config)
-    cost, heads = cost_of_run(config, configuration, _silent, gpu=gpu, slots=home.slots), query_heads(configuration)
+    cost = cost_of_run(config, configuration, _ignore_line, gpu=gpu, slots=home.slots)
+    heads = query_heads(configuration)
     config, _ = choose_partition(config, [documents.lengths], home, cost=cost, heads=heads)
     settings = StepSettings(
         flags=flags,
@@ -181,7 +182,7 @@ def _configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTra
         if config.model.path:
             raise ConfigError(f"--layers {flags.layers} and the weights of {config.model.path}: use --model.config")
         configuration = with_layers(configuration, flags.layers)
-    return configuration_for(configuration, config.model, longest, "of the bench", _silent)
+    return configuration_for(configuration, config.model, longest, "of the bench", _ignore_line)
 
 
 def _with_limits(
@@ -209,7 +210,7 @@ def _with_limits(
     return replace(config, context=replace(context, max_tokens_per_slot=cap, context_parallel_size=degree))
 
 
-def _check_as_run(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
+def _check_run(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
     """The configuration as a run would have it, with learning rate 0. Raises ConfigError for what no run could be."""
     data = replace(config.data, max_document_tokens=longest, eval_documents=0)
     train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)
@@ -236,5 +237,5 @@ def _vendor_peak(config: RunConfig) -> float:
     return peak_tflops(torch.cuda.get_device_name(0), kind) or 0.0
 
 
-def _silent(text: str) -> None:
+def _ignore_line(text: str) -> None:
     pass

@@ -135,7 +135,7 @@ def keys_of_run(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     """The keys that were given and those that were chosen, as `longspan train` takes them; degree and rows always."""
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}
-    names |= {name for name in _own_keys(config) if name != GATHERS or name in given}
+    names |= {name for name in _non_default_keys(config) if name != GATHERS or name in given}
     names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
     names |= {"context.context_parallel_size"} if one_degree else {*DYNAMIC}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
@@ -145,7 +145,7 @@ def keys_of_run(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     return values
 
 
-def _own_keys(config: RunConfig) -> set[str]:
+def _non_default_keys(config: RunConfig) -> set[str]:
     """The keys of adapters, depths and degrees of the model that differ from their defaults."""
     names = set[str]()
     for section, kind in section_kinds().items():
@@ -161,7 +161,7 @@ def _value(config: RunConfig, name: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def degrees_of(plans: Sequence[Plan]) -> tuple[Degree, ...]:
+def count_degrees(plans: Sequence[Plan]) -> tuple[Degree, ...]:
     """The degrees of the groups of some plans."""
     groups, tokens = Counter[int](), Counter[int]()
     for row in (row for plan in plans for row in group_counts(plan)):

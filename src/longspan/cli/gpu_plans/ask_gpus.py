@@ -28,12 +28,12 @@ def ask_gpus(flags: GpuFlags, question: Question) -> int:
     source = source_of(flags, question)
     question = with_model(question, flags.model)
     gpus = read_gpus(flags, flags.tflops, question.config.run.machine)
-    config = resolve_defaults(_with_types(question))
+    config = resolve_defaults(_with_fastest_types(question))
     if source == "data":
         answer = _ask_run(with_one_epoch(config, given=question.gives("train.epochs", "train.steps")), gpus, question)
     else:
         run = RunOnGpus.of(config, gpus)
-        choices = choices_of(question)
+        choices = find_open_choices(question)
         if source == "longest":
             answer = answer_longest(run, question.given, choices)
         else:
@@ -58,7 +58,7 @@ def _ask_run(config: RunConfig, gpus: Gpus, question: Question) -> Answer:
         run = replace(
             run, config=documents.config, target_share=documents.target_share, image_rows=documents.image_rows
         )
-        return answer_run(run, documents, question.given, choices_of(question))
+        return answer_run(run, documents, question.given, find_open_choices(question))
 
 
 def log_line(line: str) -> None:
@@ -66,7 +66,7 @@ def log_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _with_types(question: Question) -> RunConfig:
+def _with_fastest_types(question: Question) -> RunConfig:
     """The configuration whose groups share attention by the fastest type, unless the keys say how."""
     config = question.config
     if question.gives("context.cp_comm_type"):
@@ -74,7 +74,7 @@ def _with_types(question: Question) -> RunConfig:
     return replace(config, context=replace(config.context, cp_comm_type=AUTO))
 
 
-def choices_of(question: Question) -> Choices:
+def find_open_choices(question: Question) -> Choices:
     """What the keys of a question leave open."""
     degrees = ("min_dynamic_context_parallel_size", "max_dynamic_context_parallel_size", "context_parallel_size")
     return Choices(

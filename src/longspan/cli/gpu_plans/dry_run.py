@@ -37,7 +37,7 @@ def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_js
     if not reports_here():
         return 0
     check_files(config)
-    gpus = _gpus_of(config, ranks, on_gpus=on_gpus)
+    gpus = _choose_gpus(config, ranks, on_gpus=on_gpus)
     run = RunOnGpus.of(config, gpus)
     choices = Choices(planner=False, degree=False, rows=config.context.max_tokens_per_slot == AUTO)
     with open_documents(config, log_line, estimate=False) as documents:
@@ -48,7 +48,7 @@ def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_js
     return show_answer(answer, command, plot=(), as_json=as_json)
 
 
-def _gpus_of(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
+def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     """The GPUs of a run: those here, or as run.machine says, else H200s."""
     here = gpu_here() if on_gpus else None
     named = find_machine(config.run.machine, "run.machine") if config.run.machine else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest_plans
 from longspan.config.keys import AUTO
 from longspan.errors import LayoutError, PlanError
 from longspan.plan import FixedMemory, MemoryPlan, MicroBatch, Plan
@@ -57,9 +57,9 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
     """
     best: Fit | None = None
     refusals = list[tuple[tuple[int, int], PlanError]]()
-    for way in _ways(run, steps, choices):
+    for way in _candidate_runs(run, steps, choices):
         try:
-            fit = fit_of(way, steps)
+            fit = fit_run(way, steps)
         except PlanError as error:
             refusals.append(((_rows_of(way), -way.choice.widest(way.home)), error))
             continue
@@ -70,7 +70,7 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
     return best
 
 
-def fit_of(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
+def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
     """The way of the run's own keys. Raises PlanError where the documents do not fit them, or nothing fits the GPUs."""
     plans = tuple(run.plan(step.lengths, step.targets) for step in steps)
     memory = run.memory_of(plans)
@@ -82,14 +82,14 @@ def _rows_of(run: RunOnGpus) -> int:
     return rows if isinstance(rows, int) and rows else MOST_ROWS
 
 
-def _ways(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
+def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
     """The runs whose planner, degree and rows come into question."""
     lengths = [n for step in steps for n in step.lengths]
     for planned in _with_degrees(run, choices, same=len(set(lengths)) == 1):
         if not choices.rows and planned.config.context.max_tokens_per_slot != AUTO:
             yield planned
             continue
-        for rows in limits_of_rows(planned, steps):
+        for rows in row_limits(planned, steps):
             yield planned.with_context(max_tokens_per_slot=rows)
 
 
@@ -104,7 +104,7 @@ def _with_degrees(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterator[R
         yield run
 
 
-def limits_of_rows(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
+def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
     """Limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch."""
     choice, unit = run.choice, 2 * run.choice.options.row_multiple  # of the two parts of a document that a slot has
     widest = choice.widest(run.home) or run.home.slots
@@ -128,7 +128,7 @@ def _round_up(rows: int, unit: int) -> int:
     return -(-rows // unit) * unit
 
 
-def longest_under(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
+def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
     """The most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
 
     0 tokens where not even these fit.
@@ -138,11 +138,11 @@ def longest_under(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tup
     unit = _round_up(UNIT, 2 * run.choice.options.row_multiple)
 
     run = run.with_context(max_tokens_per_slot=0)
-    short = _as_configured(run.plan((unit * degree,)), run)
+    short = _with_configured_type(run.plan((unit * degree,)), run)
 
     def fits(rows: int, plan: Plan | None = None) -> bool:
         plan = plan or _with_length(short, rows * degree)
-        return any(memory.fits(run.budget) for memory in leanest(run, [plan], fixed))
+        return any(memory.fits(run.budget) for memory in leanest_plans(run, [plan], fixed))
 
     low = most_that_fits(lambda count: fits(count * unit), MOST_ROWS // unit)
     while low and not fits(low * unit, run.plan((low * unit * degree,))):  # its planner shares attention in another way
@@ -151,7 +151,7 @@ def longest_under(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tup
     return low * unit * degree, run.with_context(max_tokens_per_slot=max(1, low) * unit)
 
 
-def _as_configured(plan: Plan, run: RunOnGpus) -> Plan:
+def _with_configured_type(plan: Plan, run: RunOnGpus) -> Plan:
     """The plan of one document with the type of the keys, so that "auto" is decided by each length."""
     types = run.choice.options.cp_comm_type
     if types != AUTO:
@@ -177,7 +177,7 @@ def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
             planned = planned.with_context(context_parallel_size=max(degrees_to_compare(run.home, planned.choice)))
     if not choices.rows and run.config.context.max_tokens_per_slot != AUTO:
         return planned
-    return planned.with_context(max_tokens_per_slot=limits_of_rows(planned, steps)[0])
+    return planned.with_context(max_tokens_per_slot=row_limits(planned, steps)[0])
 
 
 def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
@@ -192,23 +192,23 @@ def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
         if count > HOST_GPUS:
             low = place
             break
-        if fit := _fit_on(run, count, steps, choices):
+        if fit := _fit_on_count(run, count, steps, choices):
             return fit
     else:
         return None
     best: Fit | None = None
     while low < high:
         middle = (low + high) // 2
-        if fit := _fit_on(run, counts[middle], steps, choices):
+        if fit := _fit_on_count(run, counts[middle], steps, choices):
             best, high = fit, middle
         else:
             low = middle + 1
     return best
 
 
-def _fit_on(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: Choices) -> Fit | None:
+def _fit_on_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: Choices) -> Fit | None:
     try:
-        return find_fit(run.on(count), steps, choices)
+        return find_fit(run.with_count(count), steps, choices)
     except (PlanError, LayoutError):
         return None
 

@@ -80,7 +80,7 @@ class Question:
 
 def asks_for_gpus(argv: Sequence[str]) -> bool:
     """Whether the words name GPUs. Raises ConfigError for flags that need them, and for former meanings, without."""
-    clauses = [*_clauses(argv)]
+    clauses = [*_split_words(argv)]
     names = {name for name, _ in clauses}
     for name, values in clauses:
         if name == "--longest" and values:
@@ -106,7 +106,7 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
     check_names(argv, types, PROG)
     words, keys, flag_of = list[str](), list[str](), dict[str, str]()
-    for name, values in _clauses(argv):
+    for name, values in _split_words(argv):
         key = name if _is_key(name) else KEYS.get(name, "")
         if not key:
             _check_flag(name)
@@ -138,7 +138,7 @@ def with_model(question: Question, folder: str) -> Question:
     return Question(replace(question.config, model=model), question.given)
 
 
-def _clauses(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def _split_words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each flag with underscores, and the words behind it."""
     name, values = "", list[str]()
     for word in argv:

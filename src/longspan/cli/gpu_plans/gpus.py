@@ -57,7 +57,7 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; give an integer of at least {least}")
         if name != "gpus" and 0 < number < LEAST_OF_GPU:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}: {bytes_hint(number)}")
-    machine, name, assumed = _machine_of(flags, tflops, run_machine)
+    machine, name, assumed = _choose_machine(flags, tflops, run_machine)
     size = flags.gpu_bytes or machine.memory_bytes
     if not size:
         raise ConfigError(
@@ -71,7 +71,7 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
     return Gpus(machine=machine, count=flags.gpus, bytes=size, host_bytes=host, name=name, assumed=assumed)
 
 
-def _machine_of(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machine, str, tuple[str, ...]]:
+def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machine, str, tuple[str, ...]]:
     """The machine that prices, the name of its GPU, and what of its speed is assumed."""
     if not 0 <= tflops < math.inf:
         raise ConfigError(f"--tflops {tflops:g}: a speed must be above 0, such as --tflops 400")

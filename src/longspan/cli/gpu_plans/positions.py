@@ -25,7 +25,7 @@ def position_limit(model: Any) -> int | None:
     limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _rope(model)
     if not limit or _has_no_positions(model):
         return None
-    kind, factor = _type_of(rope), rope.get("factor") or 1.0
+    kind, factor = _rope_type(rope), rope.get("factor") or 1.0
     if kind in ("linear", "dynamic"):
         return int(limit * factor)
     if kind == "yarn":
@@ -38,7 +38,7 @@ def can_scale(model: Any) -> bool:
     read = ConfigReader.read_whole(model)
     by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
     is_text = read.value("text_config") is None
-    return is_text and not by_layer and not _has_no_positions(model) and _type_of(_rope(model)) == "default"
+    return is_text and not by_layer and not _has_no_positions(model) and _rope_type(_rope(model)) == "default"
 
 
 def _rope(model: Any) -> Mapping[str, Any]:
@@ -55,7 +55,7 @@ def _is_nested(rope: Any) -> bool:
     return isinstance(rope, Mapping) and any(isinstance(inner, Mapping) for inner in rope.values())
 
 
-def _type_of(rope: Mapping[str, Any]) -> str:
+def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 

@@ -6,7 +6,7 @@ Prices and bytes are those of `RunOnGpus`; degree, rows and measures that are no
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longspan.cli.gpu_plans.answer import BY_HAND, Answer, Column, degrees_of
+from longspan.cli.gpu_plans.answer import BY_HAND, Answer, Column, count_degrees
 from longspan.cli.gpu_plans.fit import (
     UNIT,
     Choices,
@@ -14,14 +14,14 @@ from longspan.cli.gpu_plans.fit import (
     Fit,
     fewest_gpus,
     find_fit,
-    fit_of,
+    find_longest,
+    fit_run,
     leanest_way,
-    longest_under,
     one_measure,
 )
 from longspan.cli.gpu_plans.positions import position_notes, with_positions
 from longspan.cli.gpu_plans.run_documents import RunDocuments, sample_steps
-from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest_plans
 from longspan.config.defaults import encoder_default
 from longspan.config.sections import TrainConfig
 from longspan.errors import PlanError, plural
@@ -33,25 +33,25 @@ PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of
 
 def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> Answer:
     """The longest document on the GPUs, under each measure and under "auto"."""
-    degree = _degree(run, choices)
-    tokens, way = longest_under(run, run.fixed, degree=degree)
+    degree = _longest_degree(run, choices)
+    tokens, way = find_longest(run, run.fixed, degree=degree)
     if not tokens:
         least = UNIT * run.home.slots
-        return _refuse(f"a document of {least:,} tokens", run, [Documents((least,))], given, choices)
-    fit = _with_positions(fit_of(way, [Documents((tokens,))]), tokens)
+        return _make_refusal(f"a document of {least:,} tokens", run, [Documents((least,))], given, choices)
+    fit = _with_positions(fit_run(way, [Documents((tokens,))]), tokens)
     columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
     title = f"the longest document has {tokens:,} tokens"
-    return replace(_answer(title, run, fit, given, columns), longest=tokens)
+    return replace(_make_answer(title, run, fit, given, columns), longest=tokens)
 
 
 def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
     """The longest document if all layers have one measure."""
-    tokens, way = longest_under(run, one_measure(run, name), degree=degree)
+    tokens, way = find_longest(run, one_measure(run, name), degree=degree)
     plan = way.plan((tokens,)) if tokens else None
-    return Column(name, plan and next(leanest(way, [plan], one_measure(way, name))), tokens, bool(tokens))
+    return Column(name, plan and next(leanest_plans(way, [plan], one_measure(way, name))), tokens, bool(tokens))
 
 
-def _degree(run: RunOnGpus, choices: Choices) -> int:
+def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
     """The degree of the longest document; 0: all slots."""
     return int(run.config.context.context_parallel_size) if run.choice.has_one_degree and not choices.degree else 0
 
@@ -67,8 +67,10 @@ def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: froz
     try:
         fit = find_fit(run, steps, choices)
     except PlanError as error:
-        return _refuse(title, run, steps, given, choices, error)
-    return _with_longest(_answer(title, run, _with_positions(fit, max(lengths)), given, _columns(fit)), choices)
+        return _make_refusal(title, run, steps, given, choices, error)
+    return _with_longest(
+        _make_answer(title, run, _with_positions(fit, max(lengths)), given, _make_columns(fit)), choices
+    )
 
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
@@ -84,15 +86,15 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], c
         plans = [way.plan(step.lengths, step.targets) for step in sampled]
         memory = way.memory_of([*plans, way.plan(longest.lengths)])
     except PlanError as error:
-        return replace(_refuse(title, run, searched, names, choices, error), steps=documents.steps)
-    encoding, note = _encoding(way, documents, plans)
+        return replace(_make_refusal(title, run, searched, names, choices, error), steps=documents.steps)
+    encoding, note = _encoding_seconds(way, documents, plans)
     seconds = way.seconds(plans, memory) + encoding
     fit = _with_positions(Fit(way, tuple(plans), memory, seconds), documents.longest)
-    answer = _with_longest(_answer(title, run, fit, names, _columns(fit)), choices)
+    answer = _with_longest(_make_answer(title, run, fit, names, _make_columns(fit)), choices)
     return replace(answer, steps=documents.steps, sampled=len(sampled), notes=(*note, *answer.notes))
 
 
-def _encoding(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
+def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
     """The mean seconds a step that encoding its images takes, and a line about them."""
     if not documents.image_rows:
         return 0.0, ()
@@ -116,15 +118,15 @@ def _encoding(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) ->
 
 def _sample_documents(documents: RunDocuments, most: int) -> list[Documents]:
     """The documents of at most so many steps of a run."""
-    return [_documents_of(documents, step) for step in sample_steps(documents.steps, most)]
+    return [_step_documents(documents, step) for step in sample_steps(documents.steps, most)]
 
 
-def _documents_of(documents: RunDocuments, step: int) -> Documents:
+def _step_documents(documents: RunDocuments, step: int) -> Documents:
     order = documents.order
     return Documents(tuple(order.lengths_of_step(step)), order.targets_of_step(step))
 
 
-def _answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], columns: Sequence[Column]) -> Answer:
+def _make_answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], columns: Sequence[Column]) -> Answer:
     """The answer of a way that fits."""
     return Answer(
         title=title,
@@ -134,31 +136,31 @@ def _answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], columns
         columns=tuple(columns),
         fit=fit,
         given=given,
-        notes=tuple(position_notes(fit.run, _longest_of(fit))),
-        degrees=degrees_of(fit.plans),
+        notes=tuple(position_notes(fit.run, _longest_tokens(fit))),
+        degrees=count_degrees(fit.plans),
     )
 
 
 def _with_longest(answer: Answer, choices: Choices) -> Answer:
     """The answer with the longest document that fits the GPUs in question."""
     run = answer.run
-    return replace(answer, longest=longest_under(run, run.fixed, degree=_degree(run, choices))[0])
+    return replace(answer, longest=find_longest(run, run.fixed, degree=_longest_degree(run, choices))[0])
 
 
-def _columns(fit: Fit) -> list[Column]:
+def _make_columns(fit: Fit) -> list[Column]:
     """The table's columns: the same plans under each measure, and what was chosen."""
     columns = list[Column]()
     for name in COLUMNS:
-        memory = next(leanest(fit.run, fit.plans, one_measure(fit.run, name)))
-        columns.append(Column(name, memory, _longest_of(fit), memory.fits(fit.run.budget)))
-    return [*columns, Column("auto", fit.memory, _longest_of(fit), True)]
+        memory = next(leanest_plans(fit.run, fit.plans, one_measure(fit.run, name)))
+        columns.append(Column(name, memory, _longest_tokens(fit), memory.fits(fit.run.budget)))
+    return [*columns, Column("auto", fit.memory, _longest_tokens(fit), True)]
 
 
-def _longest_of(fit: Fit) -> int:
+def _longest_tokens(fit: Fit) -> int:
     return max(max(plan.lengths) for plan in fit.plans)
 
 
-def _refuse(
+def _make_refusal(
     title: str,
     run: RunOnGpus,
     steps: Sequence[Documents],
@@ -173,7 +175,7 @@ def _refuse(
     except PlanError:  # of a limit of rows that is given
         without_limit = way.with_context(max_tokens_per_slot=0)
         plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
-    memory = next(leanest(way, plans, run.fixed))
+    memory = next(leanest_plans(way, plans, run.fixed))
     longest = max(n for step in steps for n in step.lengths)
     other = _fit_with_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
     answer = Answer(

@@ -106,7 +106,7 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     paths = find_files(data.path or STDLIB, key="--data")
     sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()))
     limit = data.max_document_tokens
-    counts = [n for size in sizes for n in _cut(size // BYTES_PER_TOKEN, limit) if n >= 2]
+    counts = [n for size in sizes for n in _cut_lengths(size // BYTES_PER_TOKEN, limit) if n >= 2]
     if not counts:
         raise DataError(f"--data {data.path!r} holds no text")
     log(
@@ -121,7 +121,7 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     )
 
 
-def _cut(tokens: int, limit: int) -> list[int]:
+def _cut_lengths(tokens: int, limit: int) -> list[int]:
     return [tokens] if limit <= 0 else [*[limit] * (tokens // limit), tokens % limit]
 
 

@@ -64,7 +64,7 @@ class RunOnGpus:
         check_plans(replace(config, eval=()), home, training=True)
         return cls(config, gpus, home, model_of(config))
 
-    def on(self, count: int) -> "RunOnGpus":
+    def with_count(self, count: int) -> "RunOnGpus":
         """The same run on another number of these GPUs."""
         gpus = replace(self.gpus, count=count)
         return replace(self, gpus=gpus, home=home_of(self.config.parallel, count))
@@ -131,7 +131,7 @@ class RunOnGpus:
         if self.config.train.memory == AUTO:
             more = {"machine": machine, "fixed": self.fixed}
             return choose_memory(self.model, self.home, list(plans), self.settings, budget, **more)
-        memory = next(leanest(self, plans, self.fixed))
+        memory = next(leanest_plans(self, plans, self.fixed))
         if not memory.fits(budget):
             device, host = memory.device.total, memory.host.total
             raise PlanError(
@@ -152,7 +152,7 @@ class RunOnGpus:
         return self.choice.plan(lengths, self.home, targets=targets)
 
 
-def leanest(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
+def leanest_plans(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
     """What plans hold if every layer keeps as little as these keys let it, on the device or on the host; least first.
 
     The first one has least on the device, whether it fits or not.

@@ -152,7 +152,11 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
 
 
 def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
-    """Copy rows that stay to their places in the result, or into the pool behind those that arrive."""
+    """Copy rows that stay to their places in the result, or into the pool behind those that arrive.
+
+    Where arriving rows are written to their places, so are these, and places of no row are set to zero; otherwise the
+    result is made from the pool.
+    """
     if moves.arrived is not None:
         if len(moves.local):
             torch.ops.aten.index.Tensor_out(x, [moves.local], out=result)
@@ -162,7 +166,7 @@ def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tens
 
 
 def _zero(result: Tensor, moves: DeviceMoves) -> None:
-    """Zeros where nobody has a row."""
+    """Set the places of no row to zero."""
     if len(moves.absent):
         result.index_fill_(0, moves.absent, 0)
 

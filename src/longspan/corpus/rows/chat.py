@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.rows.infer_turns import Spans, assistant_spans, marked_spans
+from longspan.corpus.rows.infer_turns import Spans, find_assistant_spans, marked_spans
 from longspan.corpus.rows.messages import check_messages, learnt_messages, read_tools
 from longspan.corpus.rows.named_media import check_counts, kinds_of_parts
 from longspan.corpus.rows.placeholders import RowImages
@@ -80,7 +80,7 @@ class ChatEncoding:
             spans = Spans(marked_spans(messages, rendered, self.template, tools, learnt))
         else:
             tokens = self._turn_tokens(tools)
-            spans = assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt)
+            spans = find_assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt)
         if not media or self.images is None:
             ids, labels = self._tokenize(rendered.text, spans.spans)
             return Sample(ids, labels, unseen=spans.unseen)

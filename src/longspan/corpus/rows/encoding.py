@@ -20,7 +20,7 @@ from longspan.corpus.images.without_torchvision import has_processor
 from longspan.corpus.rows.chat import ChatEncoding
 from longspan.corpus.rows.kinds import MASKS, Kind, check_keys, check_objects, common_kind
 from longspan.corpus.rows.messages import check_messages
-from longspan.corpus.rows.named_media import has_media_keys, media_key, names_read_as_text, row_and_media
+from longspan.corpus.rows.named_media import count_plain_names, has_media_keys, media_key, row_and_media
 from longspan.corpus.rows.placeholders import RowImages
 from longspan.corpus.rows.row_media import NOTHING_SHOWN, RowMedia
 from longspan.corpus.rows.sample import (
@@ -173,7 +173,7 @@ class RowEncoding:
         """Count the texts in which `<image>` and the like are plain text, if the model takes images."""
         counts = Counter[str]()
         for row in rows if self.images is not None else ():
-            counts.update(names_read_as_text(row.values))
+            counts.update(count_plain_names(row.values))
         return counts
 
     @cached_property
@@ -211,12 +211,12 @@ class RowEncoding:
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
         """Encode row `i`; a row that cannot be used gives one BadRow with the reason."""
         try:
-            samples = [sample._replace(row=i) for sample in self._samples_of_row(row)]
+            samples = [sample._replace(row=i) for sample in self._encode_by_kind(row)]
         except RowError as error:
             return [BadRow(row.where, str(error), error.masked)]
         return [_masked_row(row) if _has_no_target(sample) else sample for sample in samples]
 
-    def _samples_of_row(self, row: Row) -> list[Sample]:
+    def _encode_by_kind(self, row: Row) -> list[Sample]:
         """Encode a row by its kind: messages, text, token ids, or prompt and completion."""
         check_keys(row.values, self.kind)
         values, media = self._extract_media(row)

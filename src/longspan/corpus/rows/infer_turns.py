@@ -85,7 +85,7 @@ class _Conversation:
         return range(first, (self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1) + 1)
 
 
-def assistant_spans(
+def find_assistant_spans(
     messages: Sequence[Message],
     text: str,
     template: ChatTemplate,
@@ -170,7 +170,7 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
     """Find what is generated of a turn: one span, or several if generation stops and begins again."""
     name = f"messages[{turn.message}]"
     start = _find_start(conversation, turn, tokens)
-    end = tokens.end_of_turn(conversation.text, turn.ends[-1], conversation.limit(turn), name)
+    end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], conversation.limit(turn), name)
     if start is None:
         raise RowError(
             f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "

@@ -54,7 +54,7 @@ def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
     return [name.strip("<>") for name in name_pattern.findall(text)]
 
 
-def names_read_as_text(values: Mapping[str, Any]) -> Counter[str]:
+def count_plain_names(values: Mapping[str, Any]) -> Counter[str]:
     """Count the texts of a row in which each of `<image>`, `<video>` and `<audio>` is plain text."""
     bare = [NAMED[kind] for kind in NAMED if kind not in kinds_by_name(values)]
     texts = [text for key in ("messages", *_TEXTS) for _, text in strings(values.get(key), key)]

@@ -64,7 +64,7 @@ class TurnTokens:
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
         return map_strings(value, lambda text: self._marks_and_plain.sub(replaced, text))
 
-    def end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
+    def find_end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
         """Find the end of the turn whose last text ends at `start`: after the first token there that ends turns.
 
         Another special token ends it too, if it is the only one before the next turn or the end of the text. No other

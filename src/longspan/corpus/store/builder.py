@@ -107,7 +107,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
-        for batch, encoded in encode_batches(recipe.encoder, _rows_in_batches(recipe.files), recipe.processes):
+        for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe.files), recipe.processes):
             writer.write_rows(encoded)
             progress.log_batch(batch, writer)
         progress.log_total(writer)
@@ -249,7 +249,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _rows_in_batches(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
+def _batch_rows(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
     """Yield the rows of files in order, some megabytes at a time."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(files):

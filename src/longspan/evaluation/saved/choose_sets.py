@@ -31,7 +31,7 @@ def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
     """
     tokenizers = [weights.tokenizer for weights in checked]
     if all(tokenizer_digest(tokenizer) == tokenizer_digest(tokenizers[0]) for tokenizer in tokenizers):
-        sets = _limit(request, _sets_of_subject(request, checked[0], world, log))
+        sets = _limit(request, _find_sets(request, checked[0], world, log))
         passkey = _passkey_sets(request, checked[0], world)
         return [(*sets, *passkey) for _ in checked]
     if not request.paths and not request.passkey.lengths:
@@ -39,7 +39,7 @@ def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
             f"the tokenizers of {checked[0].subject.folder} and {checked[1].subject.folder} differ, and the documents "
             "of a run are kept as tokens: only texts can be compared; give --data"
         )
-    of_subjects = [_sets_of_subject(request, weights, world, log) for weights in checked]
+    of_subjects = [_find_sets(request, weights, world, log) for weights in checked]
     for first, other in zip(*of_subjects, strict=True):
         _check_same_texts(first, other)
     pairs = zip(of_subjects, checked, strict=True)
@@ -51,7 +51,7 @@ def tokenizer_digest(tokenizer: TextTokenizer) -> str:
     return " ".join((tokenizer.digest, *tokenizer.opening, "…", *tokenizer.closing))
 
 
-def _sets_of_subject(request: EvalRequest, weights: CheckedWeights, world: World, log: LogLine) -> Sets:
+def _find_sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogLine) -> Sets:
     """Find the sets of one subject: texts at given paths, or the sets of its run."""
     subject = weights.subject
     if request.paths:
@@ -99,7 +99,7 @@ def _data_settings(request: EvalRequest) -> DataConfig:
 
 
 def _limit(request: EvalRequest, sets: Sets) -> Sets:
-    return tuple(of_name.at_most(request.max_documents) for of_name in sets)
+    return tuple(of_name.take_evenly(request.max_documents) for of_name in sets)
 
 
 def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:

@@ -56,7 +56,7 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     tp x pp is the largest product of divisors of the run's degrees that divides the ranks.
     """
     home = _Changing(config.parallel, "parallel.", _keys_under("parallel.", flag_keys))
-    tp, pp = _stages_and_shards(config.parallel, ranks, flag_keys)
+    tp, pp = _choose_stages_and_shards(config.parallel, ranks, flag_keys)
     home.change_key("tp", tp, f"{plural(ranks, 'rank')}")
     home.change_key("pp", pp, f"{plural(ranks, 'rank')}")
     if home.section.pp == 1:
@@ -86,7 +86,7 @@ def _fit_slots(home: _Changing, slots: int) -> None:
         )
 
 
-def _stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
+def _choose_stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
     """Choose tp and pp that divide the ranks, as large as those of the run allow; flags fix them."""
 
     def degrees(key: str) -> list[int]:

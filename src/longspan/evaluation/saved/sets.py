@@ -47,7 +47,7 @@ class NamedDocuments:
         """The document of the most tokens."""
         return int(np.argmax(self.documents.lengths))
 
-    def at_most(self, count: int) -> "NamedDocuments":
+    def take_evenly(self, count: int) -> "NamedDocuments":
         """Take so many of the documents (0: all), at even distances, so that they come from all files.
 
         Passkey documents, which were made in the number that was asked for, all stay.
@@ -114,7 +114,7 @@ def text_sets(
         run_on_every_rank(world, build, DataError)
         root = world.control.gather_objects(folder, "folders of hosts")[builder]
         corpora = run_on_every_rank(
-            world, lambda: [_open_built(Path(root, str(i))) for i in range(len(paths))], DataError
+            world, lambda: [_open_finished_corpus(Path(root, str(i))) for i in range(len(paths))], DataError
         )
     _check_same_files(world, corpora, hosts)
     return tuple(
@@ -141,7 +141,7 @@ def _build_corpora(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log
         log(line)
 
 
-def _open_built(folder: Path) -> Corpus:
+def _open_finished_corpus(folder: Path) -> Corpus:
     """Open a corpus that the first rank built. Raises DataError where this host does not have it."""
     try:
         return Corpus(folder / "corpus")

@@ -22,7 +22,7 @@ from longspan.attention import AttendCall, Mask, choose
 from longspan.attention.call import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
-from longspan.model.parts import modes_restored
+from longspan.model.parts import preserve_modes
 from longspan.model.seams.attention_record import Probe, RecordedCall, check_calls
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
 from longspan.model.seams.refusals import doctor_hint
@@ -76,7 +76,7 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
     """One pass in a mode. If it is `judged`, raises ModelError for an error of the pass, and for its attention."""
     probe, names, draws = Probe(), _CallNames(), Counter[str]()
     try:
-        with modes_restored(model), names, _Draws(names, draws):
+        with preserve_modes(model), names, _Draws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
                 if _is_of_adapter(name):
@@ -123,7 +123,7 @@ def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
 
 def _training_draws(model: PreTrainedModel, training: _Pass) -> tuple[str, ...]:
     """The draws of a pass; with those of dropout modules, if it did not come to its end."""
-    return _words(training.draws if training.complete else training.draws | Counter(_module_draws(model)))
+    return _words(training.draws if training.complete else training.draws | Counter(_dropout_reasons(model)))
 
 
 def _words(calls: Mapping[str, int]) -> tuple[str, ...]:
@@ -184,7 +184,8 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     return not any(isinstance(value, int | float) and value == 0 for value in off)
 
 
-def _module_draws(model: nn.Module) -> Iterator[str]:
+def _dropout_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield a reason for each dropout outside attention and adapters."""
     for name, module in model.named_modules():
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not _is_of_adapter(name)
         if drops and "att" not in name.rpartition(".")[2]:

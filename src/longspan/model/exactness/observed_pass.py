@@ -142,7 +142,7 @@ class ObservedPass:
         self._calls, self._places = dict[str, int](), dict[tuple[int, int], Any]()
 
     @contextmanager
-    def observing(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
         """Note and compare calls of these modules; those of `layers` return the rows of the pass before."""
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():

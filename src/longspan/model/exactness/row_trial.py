@@ -26,11 +26,11 @@ from longspan.model.exactness.observed_pass import COUNT, Key, ObservedPass, Pre
 from longspan.model.execution import execution_of
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import depths_of
-from longspan.model.parts import modes_restored
+from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.seams.call_rules import call_rules, is_prepared
-from longspan.model.seams.meta_pass import attributes_restored
+from longspan.model.seams.meta_pass import preserve_attributes
 from longspan.model.seams.refusals import doctor_hint
 from longspan.model.seams.separate_rows import SeparateRows
 from longspan.model.sharding import reshard
@@ -44,7 +44,7 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
     if not is_prepared(model) or backward in _modes_tried(model):
         return
     trial = _Trial(model, world)
-    with _restoring_modes(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
+    with _preserve_modes(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
         if not (backward and model.training):
             model.train(backward)
         differences = trial.differences(every_module=False)
@@ -66,7 +66,7 @@ def _try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     if model.training in _modes_tried(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
     trial = _Trial(model, world_of(shard.world_key))
-    with _restoring_modes(model):
+    with _preserve_modes(model):
         if differences := trial.differences(every_module=False):
             raise trial.refusal(differences)
     _modes_tried(model).add(model.training)
@@ -78,10 +78,10 @@ def _modes_tried(model: nn.Module) -> set[bool]:
 
 
 @contextmanager
-def _restoring_modes(model: nn.Module) -> Iterator[None]:
+def _preserve_modes(model: nn.Module) -> Iterator[None]:
     """Restore modes of modules, and free what FSDP2 gathers; nothing is compiled inside."""
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    with modes_restored(model), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+    with preserve_modes(model), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
         try:
             yield
         finally:
@@ -156,11 +156,11 @@ class _Trial:
         model: Any = stage.model if isinstance(stage, Stage) else stage
         observed = ObservedPass(rows, self.precision, before)
         devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with _state_restored(model), torch.no_grad(), torch.random.fork_rng(devices):
+        with _preserve_state(model), torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(0)
             for module in model.modules():
                 module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
-            with observed.observing(dict(model.named_modules()) if every_module else {}, decoder_layers(model)):
+            with observed.observe_calls(dict(model.named_modules()) if every_module else {}, decoder_layers(model)):
                 self.values.run(stage, observed)
         return observed
 
@@ -177,7 +177,7 @@ class _Values:
         self.later = torch.randint(vocabulary, (*self.numbers, depths), generator=draw).to(world.device)
 
     def run(self, stage: nn.Module, observed: ObservedPass) -> None:
-        """One pass through a model, or a stage of one."""
+        """Run one pass through a model, or a stage of one."""
         rows = observed.rows
         ids, positions = rows.choose(self.ids)[None], rows.shard.position_ids[None]
         later = {"future_ids": rows.choose(self.later).t().contiguous()} if self.later.shape[2] else {}
@@ -225,11 +225,11 @@ def _module_words(model: nn.Module, name: str) -> str:
 
 
 @contextmanager
-def _state_restored(model: nn.Module) -> Iterator[None]:
+def _preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore buffers and attributes of modules after a pass."""
     values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
-        with attributes_restored(model):
+        with preserve_attributes(model):
             yield
     finally:
         for buffer, version, value in values:

@@ -90,7 +90,7 @@ class RouterStatistics:
         self.counted_ahead: list[RouterSums] = []  # of micro-batches that run again, with a graph
         self.fractions: Tensor | None = None  # F (E,)
 
-    def new_sums(self, *, counting: bool = False) -> RouterSums:
+    def add_sums(self, *, counting: bool = False) -> RouterSums:
         """Make the sums of one more micro-batch; `counting` if it will run again, with a graph."""
         micro_batches = self.counted_ahead if counting else self.micro_batches
         micro_batches.append(RouterSums(self))

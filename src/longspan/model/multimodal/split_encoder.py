@@ -21,8 +21,8 @@ from longspan.model.tensor_parallel.styles import (
     columnwise,
     columnwise_of_three,
     copy_inputs,
-    partial_gradients,
     rowwise,
+    sum_partial_gradients,
     wrap_forward,
 )
 
@@ -70,7 +70,7 @@ def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
     for child in module.modules():
         if id(child) not in split:
             for name, _ in child.named_parameters(recurse=False):
-                partial_gradients(child, key, name)
+                sum_partial_gradients(child, key, name)
 
 
 def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:

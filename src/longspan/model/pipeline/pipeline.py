@@ -181,7 +181,7 @@ class PipelineModel(nn.Module):
                 _run_watched(step, world)
             finally:
                 for stage in stages:
-                    stage.close()
+                    stage.drop_step()
         if not backward:
             reshard(self)
         if inputs and not self.probed:

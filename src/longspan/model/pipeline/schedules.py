@@ -165,7 +165,7 @@ class ScheduledStage(PipelineStage):
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
-    def close(self) -> None:
+    def drop_step(self) -> None:
         """Drop all that belongs to a step: a schedule of another number of micro-batches may come next."""
         self.clear_runtime_states()
         self.backward_state.clear()

@@ -54,10 +54,10 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
 
 def take_or_give_embedding(layer: nn.Module, argument: int | str) -> None:
     """From here on, a layer that is called with `KEYWORD` puts this argument there, or gets it from there."""
-    layer.register_forward_pre_hook(partial(_embedding_hook, argument), with_kwargs=True)
+    layer.register_forward_pre_hook(partial(_hook_embedding, argument), with_kwargs=True)
 
 
-def _embedding_hook(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _hook_embedding(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Replace `argument` of a layer by the embedding, or put `argument` into the `TakenEmbedding`."""
     kwargs = dict(kwargs)
     embedding = kwargs.pop(KEYWORD)

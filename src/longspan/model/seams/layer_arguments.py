@@ -3,7 +3,7 @@
 Nemotron's and StableLM's layers call attention with arguments of their own, and Mamba 2's language model its layers.
 Hooks on the model and on every decoder layer note the shard, the kernel and what follows routers for as long as they
 run. Where transformers' checkpoints recompute a layer's forward, in backward and perhaps in another thread, hooks do
-not run again: `within_layer` notes the same there.
+not run again: `run_within_layer` notes the same there.
 """
 
 import sys
@@ -104,7 +104,7 @@ def keep_layer_arguments(model: PreTrainedModel) -> None:
         layer.register_forward_hook(_forget_arguments, always_call=True)
 
 
-def within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+def run_within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's forward, bound to its keyword arguments by `functools.partial`, that notes them whenever it is called.
 
     Another callable, such as a layer itself, is returned as it is.
@@ -119,14 +119,14 @@ def _note_around(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callab
     """Wrap a function so that these keyword arguments of its layer are noted while it runs."""
 
     def run_and_note(*args: Any) -> Any:
-        with _noting_keywords(keywords):
+        with _note_keywords(keywords):
             return run(*args)
 
     return run_and_note
 
 
 @contextmanager
-def _noting_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
+def _note_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
     """Note keyword arguments of a layer inside the `with` block."""
     kernel, router = keywords.get("attention_kernel"), keywords.get("router")
     token = _running.set(_Running(None, keywords["shard"], kernel, router, None))

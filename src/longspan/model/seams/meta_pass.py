@@ -21,9 +21,9 @@ VALUES_READ = "the forward read values of tensors on the meta device, which were
 
 
 def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **more: Any) -> Any:
-    """What the model's forward returns for two rows, on the meta device; of `more`, None leaves an argument out.
+    """Run the model's forward on two rows, on the meta device; an argument of `more` that is None is left out.
 
-    With `gradients`, what is made of parameters requires a gradient, of frozen ones too.
+    With `gradients`, results of parameters require a gradient, also those of frozen ones.
     """
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
@@ -35,7 +35,7 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
     try:
         nonzero = settings.patch(meta_nonzero_assume_all_nonzero=True)
         with (
-            attributes_restored(model),
+            preserve_attributes(model),
             torch.random.fork_rng(devices=[]),
             torch.set_grad_enabled(gradients),
             nonzero,
@@ -66,7 +66,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 @contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
+def preserve_attributes(model: nn.Module) -> Iterator[None]:
     """Restore attributes of modules, buffers among them, and the contents of their lists and dicts."""
     attributes = [(vars(module), dict(vars(module)), _contents(module)) for module in model.modules()]
     try:

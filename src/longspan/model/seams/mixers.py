@@ -5,13 +5,12 @@ convolution whose forward calls anything else is not recognised, and is refused 
 sequence is in `mixer_calls.py`.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-
-from longspan.model.seams.refusals import unwrap
 
 ROWWISE_LAYER_TYPES = ("mlp", "moe")  # types of layers in which rows do not meet, as Nemotron-H names them
 _SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
@@ -55,12 +54,12 @@ def use_torch_operations(model: nn.Module) -> None:
     """Let mixers call transformers' own operations, which run everywhere, whatever kernels are installed."""
     for mixer in find_mixers(model).values():
         called = {name: class_forward(mixer).__globals__[name] for name in _called_functions(class_forward(mixer))}
-        replace_functions(mixer, {name: unwrap(function) for name, function in called.items()})
+        replace_functions(mixer, {name: inspect.unwrap(function) for name, function in called.items()})
 
 
 def class_forward(module: nn.Module) -> FunctionType:
     """The forward that its class defines, without what transformers wraps around it; others are refused."""
-    return unwrap(type(module).forward)
+    return inspect.unwrap(type(module).forward)
 
 
 def _called_functions(forward: Any) -> set[str]:

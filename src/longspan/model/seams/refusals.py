@@ -9,6 +9,7 @@ transformers' own, if the code inside is taken out.
 model's configuration and modules are in `exactness/declared_rules.py`.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,13 +47,6 @@ def architecture(model: nn.Module) -> str:
     return type(model).__name__.removeprefix("FSDP")
 
 
-def unwrap(function: Any) -> Any:
-    """The innermost function, without those that `functools.wraps` put around it."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
 def is_set_on_instance(module: nn.Module) -> bool:
     """Whether somebody else than longspan gave a module a forward in place of its class's.
 
@@ -62,7 +56,7 @@ def is_set_on_instance(module: nn.Module) -> bool:
     function = forward.func if isinstance(forward, partial) else getattr(forward, "__func__", forward)
     if function is None or function is in_class or _home(function).startswith("longspan."):
         return False
-    return getattr(function, "__code__", None) is not getattr(unwrap(in_class), "__code__", None)
+    return getattr(function, "__code__", None) is not getattr(inspect.unwrap(in_class), "__code__", None)
 
 
 def is_wrapped_by_others(module: nn.Module) -> bool:

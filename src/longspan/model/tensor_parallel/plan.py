@@ -190,7 +190,7 @@ def _partial_in_block(
     if not unnamed:
         return
     styles = {id(entry.module): entry.style for entry in placed}
-    summed = _act_on_features(block, unnamed, styles)
+    summed = _feature_parameters(block, unnamed, styles)
     for parameter in unnamed:
         owner, _, attribute = parameter.rpartition(".")
         module = block.get_submodule(owner)
@@ -204,7 +204,7 @@ def _partial_in_block(
         yield StyledModule(f"{name}.{parameter}", module, PARTIAL_GRADIENT, attribute)
 
 
-def _act_on_features(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
+def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
     """Name those parameters that act on the block's output only through the inputs of row-wise linears.
 
     The block runs on the meta device; empty if it cannot be called with only hidden states.

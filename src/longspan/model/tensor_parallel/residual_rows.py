@@ -17,7 +17,7 @@ from longspan.model.layers import Absent, decoder_layers, decoder_of
 from longspan.model.mtp.depths import depths_of, mtp_blocks
 from longspan.model.parts import ModelParts, trace_parts, usual_parts, with_outputs
 from longspan.model.tensor_parallel.plan import StyledModule, experts_of, split_blocks
-from longspan.model.tensor_parallel.styles import ROWS, partial_gradients, wrap_forward
+from longspan.model.tensor_parallel.styles import ROWS, sum_partial_gradients, wrap_forward
 
 
 def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: World) -> None:
@@ -44,14 +44,14 @@ def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: W
             )
     norm = getattr(decoder_of(model), final_norm_name(model))
     if not isinstance(norm, Absent):
-        partial_gradients(norm, key)
+        sum_partial_gradients(norm, key)
         wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
 
 
 def _sum_gradients_of_rows(module: nn.Module, key: int) -> None:
     """Have a module that works on some of the rows, and its adapter, if it has one, sum their gradients."""
     for inner in module.modules():
-        partial_gradients(inner, key)
+        sum_partial_gradients(inner, key)
 
 
 def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:

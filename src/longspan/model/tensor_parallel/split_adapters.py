@@ -34,9 +34,9 @@ from longspan.model.tensor_parallel.styles import (
     columnwise_of_three,
     columnwise_packed,
     gather_outputs,
-    partial_gradients,
     slice_inputs,
     sum_of_outputs,
+    sum_partial_gradients,
     wrap_forward,
 )
 
@@ -51,13 +51,13 @@ def split_adapted(module: nn.Module, style: str, world: World, *, sequence_paral
         for linear in (base, *first):
             slice_inputs(linear, world)
         for linear in second:
-            partial_gradients(linear, key)
+            sum_partial_gradients(linear, key)
         of_whole = style == SPLIT_INPUT
         leave = sum_of_outputs(base, key, sequence_parallel=sequence_parallel and not of_whole)
         wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if of_whole else None, leave=leave)
         return
     for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
-        partial_gradients(linear, key)
+        sum_partial_gradients(linear, key)
     for linear in () if style == PARTIAL_GRADIENT else (base, *second):
         split_style = columnwise_packed if style == PACKED else columnwise_of_three if style == QKV else columnwise
         split_style(linear, world)

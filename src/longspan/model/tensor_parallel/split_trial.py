@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longspan.comm import World, world_of
 from longspan.comm.moves.tp_collectives import tp_sum
 from longspan.errors import LongspanError, ModelError
-from longspan.model.parts import modes_restored
+from longspan.model.parts import preserve_modes
 from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
 from longspan.model.tensor_parallel.plan import StyledModule, split_blocks
 from longspan.model.weights.local_tensors import local_tensor
@@ -70,7 +70,7 @@ class SplitTrial:
         def unsplit(*args: Any, **kwargs: Any) -> Any:
             return functional_call(self._twin, values | buffers, args, kwargs)
 
-        with modes_restored(self.unit), torch.enable_grad():
+        with preserve_modes(self.unit), torch.enable_grad():
             self._twin.eval()
             self.unit.eval()
             true = _call_results(unsplit, args, kwargs, wholes)
@@ -195,7 +195,7 @@ def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows:
     inside = {id(p) for module in (*outputs, *rows) for p in module.parameters()}
     named = (*block.named_parameters(), *block.named_buffers())
     ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in named if id(x) not in inside}
-    with _outputs_replaced(outputs, rows):
+    with _replace_outputs(outputs, rows):
         try:
             functional_call(block, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))
         except _Reached as reached:
@@ -210,7 +210,7 @@ class _Reached(Exception):  # noqa: N818 (it ends a trial)
 
 
 @contextmanager
-def _outputs_replaced(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Iterator[None]:
+def _replace_outputs(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Iterator[None]:
     """Let column-wise linears return these outputs, and the first row-wise one end the trial."""
 
     def end(value: Tensor, *_: Any) -> NoReturn:

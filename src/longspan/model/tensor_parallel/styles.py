@@ -196,9 +196,9 @@ def sum_of_outputs(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> T
     return add_bias
 
 
-def partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
-    """Each rank applies the module's own parameters, or one of them, whole, to some of the rows, heads or features:
-    gradients are summed."""
+def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
+    """Sum the gradients of a module's own parameters, or of one, which each rank applies whole to some of the rows,
+    heads or features."""
     names = [name for name, _ in module.named_parameters(recurse=False)] if parameter is None else [parameter]
     wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy_parameter, world_key=key)))
 
@@ -233,7 +233,7 @@ def split_rows_of_experts(experts: nn.Module, key: int, *, sum_gradients: bool) 
     """
     if sum_gradients:
         for module in experts.modules():
-            partial_gradients(module, key)
+            sum_partial_gradients(module, key)
     inner = experts.forward
 
     @wraps(inner)

@@ -47,12 +47,12 @@ from longspan.model.tensor_parallel.styles import (
     columnwise,
     columnwise_gathered,
     columnwise_packed,
-    partial_gradients,
     rowwise,
     rowwise_of_whole_inputs,
     slice_parameter,
     split_rows_of_experts,
     split_vocabulary,
+    sum_partial_gradients,
     wrap_forward,
 )
 from longspan.model.weights.local_tensors import local_tensor
@@ -123,7 +123,7 @@ def split_over_tp(
         elif style == tp_style.MIXER:
             split_mixer(name, module, world, sequence_parallel=in_parts)
         elif style == tp_style.PARTIAL_GRADIENT:
-            partial_gradients(module, world.key, parameter)
+            sum_partial_gradients(module, world.key, parameter)
         elif style == tp_style.HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})

@@ -104,9 +104,9 @@ class ImageTokens:
         return self.fixed_rows is None and not self.unknown
 
     def rows(self, grid: Grid | None) -> int:
-        """The rows, and placeholders, of one image. Raises DataError for a grid that the model does not merge.
+        """The rows, and placeholders, of one image.
 
-        And where they are not known from the configuration.
+        Raises DataError for a grid that the model does not merge, and where the configuration does not tell the rows.
         """
         if self.fixed_rows is not None:
             return self.fixed_rows

@@ -51,7 +51,7 @@ class DegreeTable:
         lengths = np.unique(problem.tokens[may_anchor])
         longest = _longest_of_classes(lengths)
         item_class = np.where(may_anchor, np.searchsorted(longest, problem.tokens), -1)
-        degrees = _degrees_considered(problem)
+        degrees = _degrees_to_try(problem)
         cost, squares = problem.request.cost, (longest * longest)[:, None]
         seconds = cost.group_seconds(longest[:, None], squares, degrees, degrees <= problem.widest_in_node)
         rows = -(-longest[:, None] // degrees)
@@ -59,7 +59,7 @@ class DegreeTable:
         density = float(problem.work[short] / problem.tokens[short])
         return cls(problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density)
 
-    def choices(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
+    def choose_degrees(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
         """Choose the best degree for each class in each micro-batch; returns it, and the slot seconds that it wastes.
 
         Both are (classes, micro-batches); inf where no degree fits.
@@ -114,7 +114,7 @@ def _longest_of_classes(lengths: Ints) -> Ints:
     return lengths[last]
 
 
-def _degrees_considered(problem: Problem) -> Ints:
+def _degrees_to_try(problem: Problem) -> Ints:
     """Choose the degrees that the table has: all low ones, and then steps of a sixth, in whole nodes where possible."""
     degrees, least, most = problem.degrees, problem.min_cp, problem.max_cp
     near = list(degrees[: bisect_right(degrees, max(EXACT_DEGREES, 2 * least))])

@@ -238,13 +238,13 @@ def divide(draft: Draft, *, level: bool) -> Division:
     enough = np.zeros(len(draft.durations))
     if level:
         np.maximum.at(enough, micro_batch[empty], seconds[empty])
-        enough = _least_ends(filled, all_shared, share_counts, micro_batch, enough)
+        enough = _earliest_ends(filled, all_shared, share_counts, micro_batch, enough)
     goal = enough[micro_batch[filled.index]]
     _choose_sharing(filled, division, goal, all_shared, share_counts)
     return division
 
 
-def _least_ends(
+def _earliest_ends(
     filled: _FilledBins, all_shared: Floats, share_counts: list[int], micro_batch: Ints, ends: Floats
 ) -> Floats:
     """Return when each micro-batch can end at the earliest: its slowest bin, divided as suits it best."""

@@ -33,10 +33,10 @@ def plan_free(problem: Problem) -> FreePlan:
     """Make the best plan for a few times at which lanes should end."""
     mean = problem.mean_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
-    return min((_plan_for(problem, goal * mean) for goal in goals), key=lambda plan: plan.seconds)
+    return min((_plan_to_goal(problem, goal * mean) for goal in goals), key=lambda plan: plan.seconds)
 
 
-def _plan_for(problem: Problem, goal: float) -> FreePlan:
+def _plan_to_goal(problem: Problem, goal: float) -> FreePlan:
     """Place all items on lanes, with gangs of lanes for documents that one would end after `goal` seconds."""
     lanes = _Lanes(problem)
     width = lanes.width[lanes.usable]
@@ -91,14 +91,14 @@ class _Lanes:
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         lane = int(ends.argmin())
-        gang, end = self._earlier_gang(item, goal) if ends[lane] > goal else (None, np.inf)
+        gang, end = self._choose_lanes(item, goal) if ends[lane] > goal else (None, np.inf)
         if gang is not None and end < ends[lane]:
             self._make_gang(item, gang)
         else:
             self.end[lane] = ends[lane]
             self.items[lane].append(item)
 
-    def _earlier_gang(self, item: int, goal: float) -> tuple[Ints | None, float]:
+    def _choose_lanes(self, item: int, goal: float) -> tuple[Ints | None, float]:
         """Choose the fewest lanes that end a document by the goal, or those that end it earliest; also returns when."""
         best, earliest = None, np.inf
         order = np.argsort(self.end, kind="stable")[:MOST_LANES]

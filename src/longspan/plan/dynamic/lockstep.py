@@ -83,7 +83,7 @@ def search_draft(problem: Problem, effort: Effort) -> Draft:
     if problem.sample_factor == 1:
         candidates = list(initial_settings(problem, full.degrees))[:: problem.stride]
     else:
-        candidates = _sample_settings(problem, full.degrees, effort)
+        candidates = _search_sample(problem, full.degrees, effort)
     for settings in candidates:
         full.try_settings(settings)
     full.improve_settings(effort.steps)
@@ -91,7 +91,7 @@ def search_draft(problem: Problem, effort: Effort) -> Draft:
     return full.best
 
 
-def _sample_settings(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
+def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
     """Search on a sample of the problem; returns settings for the whole: one improved, and the best of the first."""
     sample, settings_of_problem = Search(problem.sample()), list(initial_settings(problem, degrees))
     for settings in initial_settings(sample.problem, sample.degrees):
@@ -197,7 +197,7 @@ class _Drafting:
         """Give each item the slots that waste least; longest first."""
         if not items:
             return
-        width, waste = self.degrees.choices(np.array(self.durations), reach)
+        width, waste = self.degrees.choose_degrees(np.array(self.durations), reach)
         order = np.argsort(waste, axis=1, kind="stable").tolist()
         possible = np.isfinite(waste).sum(axis=1).tolist()
         widths, classes = width.tolist(), self.degrees.item_class[items]

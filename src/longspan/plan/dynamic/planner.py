@@ -77,7 +77,7 @@ def plan_dynamic(
         return request.plan((), "dynamic", max_cp=max_cp)
     problem = Problem.of(request, degrees)
     bound = request.lower_bound(problem.max_cp).seconds
-    return request.plan(_fastest_plan(problem, bound, effort), "dynamic", max_cp=problem.max_cp)
+    return request.plan(_find_fastest_plan(problem, bound, effort), "dynamic", max_cp=problem.max_cp)
 
 
 def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
@@ -99,11 +99,11 @@ def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeS
     return degrees
 
 
-def _fastest_plan(problem: Problem, bound: float, effort: EffortName) -> list[MicroBatch]:
+def _find_fastest_plan(problem: Problem, bound: float, effort: EffortName) -> list[MicroBatch]:
     """Plan in several ways and return the fastest; a way is left out if those before it come close to the bound."""
     candidates = [_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * bound:
-        candidates.append(_lockstep_candidate(problem, _effort_of_search(effort, problem)))
+        candidates.append(_search_lockstep(problem, _effort_of_search(effort, problem)))
         if min(candidates, key=_seconds)[0] > CLOSE * bound and (few := plan_few(problem)) is not None:
             candidates.append((few[0], lambda: few[1]))
     best = min(candidates, key=_seconds)[0]
@@ -140,7 +140,7 @@ def _effort_of_search(name: EffortName, problem: Problem) -> Effort:
     return Effort(drafts=2 * scale, steps=scale * max(1, min(40, 4000 // size)), sample_steps=6 * scale)
 
 
-def _lockstep_candidate(problem: Problem, effort: Effort) -> Candidate:
+def _search_lockstep(problem: Problem, effort: Effort) -> Candidate:
     """Search for the best plan in lockstep; returns its seconds and what makes its micro-batches."""
     draft = search_draft(problem, effort)
     division = divide(draft, level=True)

@@ -206,7 +206,7 @@ def _rows_of_slots(rows: ModalityRows, micro_batch: MicroBatch, slots: int, dept
         for member, slot in enumerate(group.slots):
             segments = group.shares.segments(member)
             later = replace(segments, start=segments.start + depth, stop=segments.stop + depth)
-            local, row = rows.among(group.documents, later)
+            local, row = rows.find_rows(group.documents, later)
             parts[slot].append(ItemRows(local + counts[slot], row))
             counts[slot] += group.shares.counts[member]
     return [(_join(parts[slot]), counts[slot]) for slot in range(slots)]

@@ -69,7 +69,7 @@ class ModalityRows:
         """How many rows each item has."""
         return tuple(np.diff(self.base).tolist())
 
-    def among(self, documents: Sequence[int], segments: Segments) -> ItemRows:
+    def find_rows(self, documents: Sequence[int], segments: Segments) -> ItemRows:
         """Find the rows of items among those of a member of a group over these documents of the plan."""
         document = np.asarray(documents, dtype=np.int64)[segments.document]
         end = (document + 1) * self.stride  # a document may be laid out longer, up to where the next one has keys

@@ -74,33 +74,35 @@ def choose_memory(
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    fitting = list(_fitting(needs, budget, fixed))
+    fitting = list(_fitting_plans(needs, budget, fixed))
     if fitting:
         return min(fitting, key=prices.seconds)
-    least = min((some.under(words) for some, words in _leanest(needs, fixed)), key=lambda memory: memory.excess(budget))
-    raise PlanError(_refusal(least, budget, home, fixed))
+    least = min(
+        (some.under(words) for some, words in _leanest_choices(needs, fixed)), key=lambda memory: memory.excess(budget)
+    )
+    raise PlanError(_refusal_text(least, budget, home, fixed))
 
 
-def _fitting(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """Of each pair of measures and each setting, the plan that fits with as few layers of the slower one as can be."""
-    for some in _settings(needs, fixed):
-        for fast, slow in _pairs(_possible(needs, fixed.words)):
-            if (memory := _fewest(some, slow, fast, budget, fixed)) is not None:
+def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
+    """The plan that fits with the fewest layers of the slower measure, for each pair of measures and each setting."""
+    for some in _needs_by_setting(needs, fixed):
+        for fast, slow in _measure_pairs(_distinct_measures(needs, fixed.words)):
+            if (memory := _fit_fewest_layers(some, slow, fast, budget, fixed)) is not None:
                 yield memory
 
 
 def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
     """Whether any choice fits: if none does in which layers keep least, on the device or on the host."""
-    least: list[Measure] = [words[-1] for words in _split_by_place(_possible(needs, fixed.words)) if words]
+    least: list[Measure] = [words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words]
     once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(
-        _fewest(some, slow, fast, budget, fixed) is not None
-        for some in _settings(needs, replace(fixed, gathered_once=once))
-        for fast, slow in _pairs(least)
+        _fit_fewest_layers(some, slow, fast, budget, fixed) is not None
+        for some in _needs_by_setting(needs, replace(fixed, gathered_once=once))
+        for fast, slow in _measure_pairs(least)
     )
 
 
-def _pairs(words: Sequence[Measure]) -> list[tuple[Measure, Measure]]:
+def _measure_pairs(words: Sequence[Measure]) -> list[tuple[Measure, Measure]]:
     """Each measure with itself, and with those that are slower."""
     return [(fast, slow) for place, fast in enumerate(words) for slow in words[place:]]
 
@@ -110,13 +112,13 @@ def _split_by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measu
     return [word for word in words if "+" not in word], [word for word in words if "+" in word]
 
 
-def _possible(needs: MemoryNeeds, words: Sequence[Measure]) -> list[Measure]:
-    """Without what is the same as another measure: where no head is exchanged."""
+def _distinct_measures(needs: MemoryNeeds, words: Sequence[Measure]) -> list[Measure]:
+    """The measures without those that equal another one, as where no head is exchanged."""
     exchanges = any(load.exchanged_rows for load in needs.loads)
     return [word for word in words if exchanges or word != "exchanged"]
 
 
-def _settings(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
+def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
     """The needs under each choice of settings."""
     place = needs.places[0]
     settings = place.settings
@@ -129,33 +131,33 @@ def _settings(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
             yield needs.with_settings(replace(settings, gathered_once=gathered_once, offload_states=offload_states))
 
 
-def _fewest(
+def _fit_fewest_layers(
     needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget, fixed: FixedMemory
 ) -> MemoryPlan | None:
-    """As few layers of the slower measure as fit on the device; None where these do not fit, or not on the host."""
+    """The plan that fits with the fewest layers of the slower measure; None where none fits device and host."""
     most = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:
-        return _if_fits(needs.under(needs.words(slow, fixed.layers)), budget) if slow == fast else None
+        return _plan_if_fits(needs.under(needs.words(slow, fixed.layers)), budget) if slow == fast else None
     if slow == fast:
-        return _if_fits(needs.under(slow), budget)
+        return _plan_if_fits(needs.under(slow), budget)
     low, high = 1, most
     while low < high:
         count = (low + high) // 2
         fits = needs.under(needs.words(slow, count, fast)).device.total <= budget.device
         low, high = (low, count) if fits else (count + 1, high)
-    return _if_fits(needs.under(needs.words(slow, low, fast)), budget)
+    return _plan_if_fits(needs.under(needs.words(slow, low, fast)), budget)
 
 
-def _if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None:
+def _plan_if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None:
     return memory if memory.fits(budget) else None
 
 
-def _leanest(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure]]:
-    """Each choice with every layer alike."""
-    return ((some, word) for some in _settings(needs, fixed) for word in fixed.words)
+def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure]]:
+    """Each choice in which all layers have one measure."""
+    return ((some, word) for some in _needs_by_setting(needs, fixed) for word in fixed.words)
 
 
-def _refusal(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
+def _refusal_text(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
     keys = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
     under = f"with {keys}" if keys else "under any measure"
     device, host = least.device.total, least.host.total
@@ -220,4 +222,4 @@ def longest_document(
     if measures != "auto":
         return low * step * home.slots, needs.under(measures)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    return low * step * home.slots, min(_fitting(needs, budget, fixed), key=prices.seconds)
+    return low * step * home.slots, min(_fitting_plans(needs, budget, fixed), key=prices.seconds)

@@ -63,19 +63,19 @@ class EncoderBytes:
         return self._outputs + (0.0 if self._settings.encoder_recomputed else self._block_bytes)
 
     @property
-    def again(self) -> float:
+    def backward_bytes(self) -> float:
         """Bytes that are kept while encoders run backward."""
         return self._outputs + self._block_bytes
 
     @property
     def whole_bytes(self) -> float:
-        """A tower is gathered as a whole, and its gradients are summed as one."""
+        """Bytes of a whole tower, which is gathered at once, and whose gradients are summed at once."""
         tower = self._peak.numbers.tower
         return self._peak.whole(tower) * (1 + (self._peak.shards > 1)) + self._peak.summing(tower)
 
     @property
-    def work(self) -> float:
-        """The backward pass of one block."""
+    def block_work(self) -> float:
+        """Bytes of the backward pass of one block."""
         if self._shape is None:
             return 0.0
         turned = 2 * self._shape.width * _ROTARY

@@ -62,7 +62,7 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
     if builder.ep > 1:
         coming = tape.run("sent_back", (tape.run("unsorted", (coming,), size),), size)
     out = tape.run("mixed", (coming, share), builder.rows(builder.hidden), saves=(coming, share))
-    return _add_shared(builder, x, out, weights)
+    return _add_shared_experts(builder, x, out, weights)
 
 
 def expert_width(read: ConfigReader) -> int:
@@ -92,7 +92,7 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
     )
 
 
-def _add_shared(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
+def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
     """The experts that every row visits as one MLP, for some families with a weight for each row."""
     read, hidden = builder.read, builder.hidden
     narrow = read.count("moe_latent_size")

@@ -56,7 +56,7 @@ def loads_of(
     for plan in plans:
         for index, batch in enumerate(plan.micro_batches):
             for slot in range(plan.slots):
-                loads.add(_load(plan, batch, slot, later=index > 0, of=(read, settings, machine, tp)))
+                loads.add(_slot_load(plan, batch, slot, later=index > 0, of=(read, settings, machine, tp)))
     largest: list[SlotLoad] = []
     for load in sorted(loads, reverse=True):
         if not any(other.covers(load) for other in largest):
@@ -64,7 +64,7 @@ def loads_of(
     return tuple(largest) or (SlotLoad(1),)
 
 
-def _load(
+def _slot_load(
     plan: Plan,
     batch: MicroBatch,
     slot: int,
@@ -72,6 +72,7 @@ def _load(
     later: bool,
     of: tuple[ConfigReader, MemorySettings, Machine, int],
 ) -> SlotLoad:
+    """The rows of one slot in one micro-batch, `of` a model, its settings, a machine and `tp`."""
     rows = exchanged = ring = gathered = runs = 0
     keys = 0.0
     read, settings, machine, tp = of
@@ -82,7 +83,7 @@ def _load(
         runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
         if group.degree == 1 or not heads:
             continue
-        kind, members = way_of(group, read, settings, machine, plan.node_size, tp)
+        kind, members = exchange_of(group, read, settings, machine, plan.node_size, tp)
         if members > 1:
             exchanged += here
             keys += here * float(kv_copies(heads, kv_heads, members))
@@ -94,7 +95,7 @@ def _load(
     return SlotLoad(rows, exchanged, keys, ring, gathered, max(1, runs), later)
 
 
-def way_of(
+def exchange_of(
     group: Group, read: ConfigReader, settings: MemorySettings, machine: Machine, node_size: int, tp: int
 ) -> tuple[str, int]:
     """The type of most layers of a group, and how many members exchange heads under it."""

@@ -68,7 +68,7 @@ class MemoryPlan:
         return needs.under(measures)
 
     def fits(self, budget: MemoryBudget) -> bool:
-        """Whether a rank has so many bytes."""
+        """Whether the plan fits a budget of bytes."""
         return self.device.total <= budget.device and self.host.total <= budget.host
 
     def excess(self, budget: MemoryBudget) -> int:
@@ -145,7 +145,7 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
-        """As `MemoryPlan.of`."""
+        """The needs of a run of one plan or several, as `MemoryPlan.of` takes them."""
         plans = [plan] if isinstance(plan, Plan) else list(plan)
         read = ConfigReader.of(config)
         loads = loads_of(plans, read, settings, machine or Machine(), home.tp)
@@ -163,7 +163,7 @@ class MemoryNeeds:
         *,
         groups: int = 0,
     ) -> "MemoryNeeds":
-        """Of the rows of slots, in steps of at most so many micro-batches, in so many groups of a slot."""
+        """The needs of these rows of slots, in steps of at most so many micro-batches, in so many groups of a slot."""
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = numbers.decoder_layers
         places = tuple(

@@ -39,14 +39,14 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     step = tape.run("mixer_steps", (every,), builder.rows(heads, WIDE), also=steps)
     rolled = tape.run("mixer_rolled", (every,), builder.rows(channels), saves=(every,))
     read = (channels - inner) / 2
-    values = tape.run("mixer_values", (rolled, step), _scan_rows(builder, inner), saves=(rolled,))
-    keys = {name: _scan_rows(builder, read) for name in ("mixer_keys", "mixer_queries")}
+    values = tape.run("mixer_values", (rolled, step), _scan_row_bytes(builder, inner), saves=(rolled,))
+    keys = {name: _scan_row_bytes(builder, read) for name in ("mixer_keys", "mixer_queries")}
     out = tape.run(
         "mixer_scanned",
         (values, rolled),
         builder.rows(inner),
         saves=(values,),
-        also=keys | {"mixer_states": _states(builder, mixer)},
+        also=keys | {"mixer_states": _state_bytes(builder, mixer)},
         work=_scan_work(builder, mixer, inner),
     )
     normed = builder.gated_norm("mixer_normed", out, every, inner, 1, gate_first=True)
@@ -67,24 +67,24 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     decays = {"mixer_beta": builder.rows(heads), "mixer_wide_beta": builder.rows(heads, WIDE)}
     decays |= {f"mixer_decay.{i}": builder.rows(heads, WIDE) for i in range(3)}
     rate = tape.run("mixer_decays", (rates,), builder.rows(heads, WIDE), also=decays)
-    units = _add_units(builder, rolled, keys)
-    wide = tape.run("mixer_wide_values", (rolled,), _scan_rows(builder, values))
+    units = _add_unit_vectors(builder, rolled, keys)
+    wide = tape.run("mixer_wide_values", (rolled,), _scan_row_bytes(builder, values))
     chunks = {"mixer_chunks": builder.rows(heads * CHUNK)} if builder.scans_by_kernels else {}
     out = tape.run(
         "mixer_scanned",
         (*units, wide, rate),
         builder.rows(values),
         saves=(*units, wide),
-        also=chunks | {"mixer_states": _states(builder, mixer)},
+        also=chunks | {"mixer_states": _state_bytes(builder, mixer)},
         work=_scan_work(builder, mixer, values),
     )
     normed = builder.gated_norm("mixer_normed", out, gate, values, heads, gate_first=False)
     return builder.linear("mixer_back", "out_proj", normed, values, builder.hidden)
 
 
-def _add_units(builder: LayerBuilder, rolled: str, keys: float) -> tuple[str, str]:
+def _add_unit_vectors(builder: LayerBuilder, rolled: str, keys: float) -> tuple[str, str]:
     """Queries and keys of length 1: by a kernel that keeps what it makes, or in float32, which keeps its input too."""
-    tape, size, units = builder.tape, _scan_rows(builder, keys), list[str]()
+    tape, size, units = builder.tape, _scan_row_bytes(builder, keys), list[str]()
     for name in ("queries", "keys"):
         x, parts = rolled, {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
         if not builder.settings.gpu:
@@ -93,12 +93,12 @@ def _add_units(builder: LayerBuilder, rolled: str, keys: float) -> tuple[str, st
     return units[0], units[1]
 
 
-def _scan_rows(builder: LayerBuilder, width: float) -> float:
+def _scan_row_bytes(builder: LayerBuilder, width: float) -> float:
     """Rows as scans take them."""
     return builder.rows(width, builder.number if builder.scans_by_kernels else WIDE)
 
 
-def _states(builder: LayerBuilder, mixer: MixerShape) -> float:
+def _state_bytes(builder: LayerBuilder, mixer: MixerShape) -> float:
     """The states that enter runs."""
     return builder.load.runs * mixer.state / builder.tp * WIDE
 

@@ -156,7 +156,7 @@ class MicroBatchMoments:
             layer, numbers = self._layers[i], peak.numbers.layers[stage.layers[i]]
             activations -= layer.kept
             coming = self._layers[i - 1].host if i else 0.0
-            others = self._others_backward(i)
+            others = self._other_weights_backward(i)
             own_bytes = layer.kept + layer.host
             yield self._moment(
                 gradients=summed,
@@ -175,7 +175,7 @@ class MicroBatchMoments:
             behind = numbers.trained * peak.settings.reduce_bytes if peak.settings.shard_parameters else 0.0
             summed += 0.0 if self.load.later else peak.gradient_bytes(numbers)
 
-    def _others_backward(self, i: int) -> float:
+    def _other_weights_backward(self, i: int) -> float:
         """Whole weights and gradients in the backward pass of layer i, but the layer's own."""
         peak = self.peak
         of_root = peak.numbers.head.trained * peak.stage.predicts
@@ -204,4 +204,6 @@ class MicroBatchMoments:
             yield self._moment(gradients=before, gathered=peak.summing(root), kept=0.0, work=rows)
         images = EncoderBytes(peak)
         if images.rows:
-            yield self._moment(gradients=every, gathered=images.whole_bytes, kept=images.again, work=images.work)
+            yield self._moment(
+                gradients=every, gathered=images.whole_bytes, kept=images.backward_bytes, work=images.block_work
+            )

@@ -79,7 +79,7 @@ class ModelNumbers:
 
     @classmethod
     def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
-        """Of a configuration under a home. Raises PlanError for sizes that are missing."""
+        """Count the parameters of a configuration under a home. Raises PlanError for sizes that are missing."""
         read = ConfigReader.of(config)
         read.require("hidden_size", "vocab_size")
         if reason := reason_uncounted(config):
@@ -96,7 +96,7 @@ class ModelNumbers:
         of_depth = [_layer_numbers(read, kind, mixer, home, settings) for kind in depth]
         layers += [of_depth[0] + extra, *of_depth[1:]] * settings.depths
         table = hidden * read.count("vocab_size") / home.tp
-        trained, (tower, tower_shape) = table if settings.trains_all else 0.0, _tower(config, settings)
+        trained, (tower, tower_shape) = table if settings.trains_all else 0.0, _tower_numbers(config, settings)
         of_table = Numbers(table, trained, 0.0, table)
         return cls(
             read,
@@ -185,7 +185,7 @@ def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) ->
     return linears
 
 
-def _tower(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
+def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
     """The tower and projector of a model that sees, over all slots; nothing without images."""
     if not settings.encoder_rows:
         return Numbers(), None

@@ -73,7 +73,7 @@ class StepPeak:
             tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).tape(
                 key[0], load, lean=measure.startswith("selective")
             )
-            of_layer = _bytes_under(tape, measure)
+            of_layer = _layer_bytes_under(tape, measure)
             around = _OF_A_DEPTH * load.rows * self.row_bytes * is_depth
             self.layers_so_far[key] = replace(of_layer, kept=of_layer.kept + around)
         return self.layers_so_far[key]
@@ -98,7 +98,7 @@ class StepPeak:
         return Bytes(
             weights=int(weights / self.shards),
             states=0 if settings.offload_states else self._state_bytes(),
-            communicators=self._communicators(),
+            communicators=self._communicator_bytes(),
         )
 
     def _state_bytes(self) -> int:
@@ -114,7 +114,7 @@ class StepPeak:
         every = self._state_bytes()
         return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every
 
-    def _communicators(self) -> int:
+    def _communicator_bytes(self) -> int:
         if not self.settings.gpu:
             return 0
         home = self.home
@@ -152,14 +152,14 @@ class StepPeak:
         return Bytes(kept=int(activations * self.in_flight) if self.settings.backward else 0, states=states)
 
 
-def _bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
+def _layer_bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
     """What a layer keeps under a measure, and its peaks above that."""
     kind, _, host = measure.partition("+")
     size = bytes_kept(tape, kind)
     if kind == "none":
         peaks = tape.peaks(held=("x",), again=False)
         return LayerBytes(size, 0.0, Peaks(peaks.forward, peaks.backward - tape.bytes_saved(("x",))))
-    peaks = tape.peaks(held=_names_kept(tape, kind))
+    peaks = tape.peaks(held=_names_to_keep(tape, kind))
     return LayerBytes(0.0, size, peaks) if host else LayerBytes(size, 0.0, peaks)
 
 
@@ -167,9 +167,9 @@ def bytes_kept(tape: Tape, kind: str) -> float:
     """Bytes that a layer keeps under "none", "exchanged", "selective" or "full", wherever they wait."""
     if kind == "none":
         return tape.bytes_saved(("x",)) + tape.sizes["x"]
-    return sum(tape.sizes[name] for name in _names_kept(tape, kind))
+    return sum(tape.sizes[name] for name in _names_to_keep(tape, kind))
 
 
-def _names_kept(tape: Tape, kind: str) -> set[str]:
+def _names_to_keep(tape: Tape, kind: str) -> set[str]:
     names = ["x", *tape.lasting, *KEPT_OF_ATTENTION * (kind != "full"), *EXCHANGED * (kind == "exchanged")]
     return set(names) & set(tape.sizes)

@@ -225,11 +225,11 @@ def plan_padded(
     cp = request.check_degree(home, cp)
     groups = request.slots // cp
     return request.plan(
-        [_deal_documents(request, cp, rounds) for rounds in _documents_of_batches(request, cp, groups)], "padded"
+        [_deal_documents(request, cp, rounds) for rounds in _divide_documents(request, cp, groups)], "padded"
     )
 
 
-def _documents_of_batches(request: Request, cp: int, groups: int) -> list[range]:
+def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
     """Divide the documents into micro-batches: each group gets one more in every round, as long as slots hold it."""
     if not request.lengths:
         return []

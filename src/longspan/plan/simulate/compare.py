@@ -93,12 +93,12 @@ class PlannerComparison:
         simulations, refusals = list[Simulation](), list[str]()
         for options in choices:
             try:
-                simulations.append(self._simulation(planner, options, cp))
+                simulations.append(self._simulate_planner(planner, options, cp))
             except LongspanError as error:  # the other rows are worth printing all the same
                 refusals.append(str(error))
         return min(simulations, key=lambda simulation: simulation.seconds) if simulations else refusals[0]
 
-    def _simulation(self, planner: Callable[..., Plan], options: PlanOptions, cp: int | None) -> Simulation:
+    def _simulate_planner(self, planner: Callable[..., Plan], options: PlanOptions, cp: int | None) -> Simulation:
         """Plan by a planner under these options, as an evaluation if it is one, and simulate the plan."""
 
         def make(options: PlanOptions) -> Plan:

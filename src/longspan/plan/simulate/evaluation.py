@@ -228,14 +228,14 @@ def _price_degree(evaluation: _Evaluation, cp: int) -> DegreeChoice:
     """Price an evaluation at a degree: planned, each document once, and filled up with repeated documents."""
     planned, options = _fastest_plan(evaluation, cp)
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
-    batches = _full_passes(evaluation.lengths, slots, cp, accumulation, options)
+    batches = _fill_passes(evaluation.lengths, slots, cp, accumulation, options)
     seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
     filled = run_pipeline(seconds, None, evaluation.home.pp).seconds
     steps = sum(len(batch.groups) for batch in batches)
     return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled, planned, options)
 
 
-def _full_passes(
+def _fill_passes(
     lengths: tuple[int, ...], slots: int, cp: int, accumulation: int, options: PlanOptions
 ) -> list[MicroBatch]:
     """Fill whole passes of `accumulation` micro-batches, a document a group; the first follows the last."""

@@ -77,16 +77,16 @@ def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backw
     """
     total = micro_batches * chunks
     if not backward:
-        return [_action_at("forward", k, stages, chunks) for k in range(total)]
+        return [_schedule_action("forward", k, stages, chunks) for k in range(total)]
     warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     warm_up = min(warm_up, total)
-    forwards = [_action_at("forward", k, stages, chunks) for k in range(total)]
-    backwards = [_action_at("backward", k, stages, chunks) for k in range(total)]
+    forwards = [_schedule_action("forward", k, stages, chunks) for k in range(total)]
+    backwards = [_schedule_action("backward", k, stages, chunks) for k in range(total)]
     steady = [action for k in range(total - warm_up) for action in (forwards[warm_up + k], backwards[k])]
     return [*forwards[:warm_up], *steady, *backwards[total - warm_up :]]
 
 
-def _action_at(kind: Literal["forward", "backward"], k: int, stages: int, chunks: int) -> Action:
+def _schedule_action(kind: Literal["forward", "backward"], k: int, stages: int, chunks: int) -> Action:
     """Return the k-th forward or backward pass of a stage: which chunk it runs, and which micro-batch."""
     if chunks == 1:
         return Action(kind, 0, k)

@@ -102,7 +102,7 @@ def check_lora(config: RunConfig) -> None:
                 "out"
             )
         return
-    _check_parts(config)
+    _check_adapter_parts(config)
     if lora.dropout >= 1:
         raise ConfigError(f"lora.dropout is {lora.dropout:g}; it must be below 1")
     if lora.dropout and TOWER_PARTS & {*lora.parts} and config.encoder.tp > 1:
@@ -122,7 +122,7 @@ def check_lora(config: RunConfig) -> None:
         )
 
 
-def _check_parts(config: RunConfig) -> None:
+def _check_adapter_parts(config: RunConfig) -> None:
     """Raise ConfigError for parts that no model has, and for those that [encoder] trains whole."""
     parts = config.lora.parts
     if not parts or not {*parts} <= {*PARTS} or len({*parts}) < len(parts):

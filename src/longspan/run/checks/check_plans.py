@@ -128,10 +128,10 @@ def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, tit
     except ConfigError as error:
         if not choice.options.max_tokens_per_slot:
             raise
-        raise ConfigError(f"{error}. {_room_for(longest, choice, home)}; {cut_by} cuts longer texts") from error
+        raise ConfigError(f"{error}. {_advise_room(longest, choice, home)}; {cut_by} cuts longer texts") from error
 
 
-def _room_for(longest: int, choice: PlanChoice, home: Layout) -> str:
+def _advise_room(longest: int, choice: PlanChoice, home: Layout) -> str:
     """Advise how to fit the longest document: on all slots together, and by which key."""
     wider = ""
     if choice.has_one_degree and 0 < choice.degree < home.slots:

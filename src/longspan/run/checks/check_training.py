@@ -8,6 +8,7 @@ from longspan.config.keys import AUTO, NOT_GIVEN, Above, AtLeast, keys_of, value
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, TrainConfig, section_kinds
 from longspan.errors import ConfigError
+from longspan.launch.stop_signals import NOTICES
 from longspan.layout import Layout
 from longspan.train.optim.schedule import Schedule
 
@@ -32,6 +33,11 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
         )
     if config.run.stopped_status > 255:
         raise ConfigError(f"run.stopped_status is {config.run.stopped_status}; a process ends with 0 to 255")
+    names = [number.name for number in NOTICES]
+    if wrong := [name for name in config.run.save_on if name not in names]:
+        raise ConfigError(
+            f"run.save_on has {wrong[0]!r}; it may have {', '.join(names)} (SIGINT and SIGTERM always end a run)"
+        )
     if not config.run.dir:
         raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
 

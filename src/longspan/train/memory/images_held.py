@@ -15,7 +15,7 @@ from longspan.errors import ConfigError
 from longspan.model.exactness.trial_documents import probe_image
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.model.parts import modes_restored
+from longspan.model.parts import preserve_modes
 from longspan.model.sharding import reshard
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.train.memory.live_bytes import LiveBytes
@@ -51,8 +51,8 @@ class ImagesHeld:
             )
 
 
-def images_held(model: MultimodalModel, rows: float, world: World, *, uses: int = 1) -> ImagesHeld:
-    """The bytes that steps with so many rows of images take on the rank that needs most; all ranks call it together.
+def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: int = 1) -> ImagesHeld:
+    """Measure the bytes that steps with so many rows of images take on the rank that needs most; entered by all ranks.
 
     `uses`: how often a row is held, once for its own place and once for each depth of multi-token prediction.
     """
@@ -64,7 +64,7 @@ def images_held(model: MultimodalModel, rows: float, world: World, *, uses: int 
         width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
         itemsize = next(encoder.module.parameters()).element_size()
         step_bytes += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots
-        row = _bytes_of_row(encoder, tokens)
+        row = _measure_row_bytes(encoder, tokens)
         wave_rows = math.ceil(min(encoder.max_rows_per_slot or of_slot, of_slot))
         wave = max(wave, row * wave_rows)
         if not (encoder.recompute or encoder.frozen):
@@ -73,11 +73,11 @@ def images_held(model: MultimodalModel, rows: float, world: World, *, uses: int 
     return ImagesHeld(round(step_bytes), round(wave), wave_rows, row)
 
 
-def _bytes_of_row(encoder: Encoder, tokens: ImageTokens) -> float:
-    """Bytes of a forward pass with a graph (without one of a frozen encoder), by row: one image, on every rank."""
+def _measure_row_bytes(encoder: Encoder, tokens: ImageTokens) -> float:
+    """Measure a forward pass of one image: bytes of a row, with a graph unless the encoder is frozen; on every rank."""
     module, device = encoder.module, encoder.world.device
     image = probe_image(module.base, tokens.merge, PROBE_ROWS)
-    with modes_restored(module), torch.set_grad_enabled(not encoder.frozen):
+    with preserve_modes(module), torch.set_grad_enabled(not encoder.frozen):
         _ = _run_encoder(encoder, image)  # what the first call makes once
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -107,9 +107,9 @@ def needed_bytes(
         copies = [p for stage in models for p in stage.parameters()]
         trained = [p for p in copies if p.requires_grad and training]
         sizes = (
-            sum(map(_bytes, copies)),
-            sum(map(_bytes, trained)),
-            moments * sum(map(_bytes, dict.fromkeys(trained))),
+            sum(map(_parameter_bytes, copies)),
+            sum(map(_parameter_bytes, trained)),
+            moments * sum(map(_parameter_bytes, dict.fromkeys(trained))),
         )
         weights, gradients, states = (int(x / home.tp / shards / sharers) for x in sizes)
         numbers = sum(_gathered_numbers(config, stage, home) for stage in models) / sharers if gathers else 0
@@ -131,11 +131,11 @@ def _models_of_ranks(config: RunConfig, model: PreTrainedModel, home: Layout) ->
     return [[stages[i] for i in settings.stages_at(place)] for place in range(home.pp)]
 
 
-def _bytes(x: Tensor) -> int:
+def _parameter_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _numel(model: nn.Module, home: Layout) -> dict[str, float]:
+def _parameter_numbers(model: nn.Module, home: Layout) -> dict[str, float]:
     """Numbers of each parameter on a tensor-parallel rank, before FSDP2 shards them."""
     return {name: parameter.numel() / home.tp for name, parameter in model.named_parameters()}
 
@@ -144,7 +144,7 @@ def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -
     """How many numbers a rank gathers at one time: the root's and the largest layer's, or all if none is freed."""
     layers = (*decoder_layers(model), *mtp_blocks(model))
     by_layer, root = dict.fromkeys(layers, 0.0), 0.0
-    for name, numel in _numel(model, home).items():
+    for name, numel in _parameter_numbers(model, home).items():
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if layer is None:
             root += numel
@@ -165,11 +165,11 @@ def _check_room(config: RunConfig, needed: NeededBytes, room: Room, home: Layout
     raise ConfigError(
         f"the model does not fit: a rank needs at least {_gib(needed.total)} before any activation ({figures}; "
         f"parameters over {plural(needed.shards, 'shard')}), and {room.where} has {_gib(room.size)} free; "
-        + _remedy(config, needed, room, home)
+        + _advise_remedy(config, needed, room, home)
     )
 
 
-def _remedy(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> str:
+def _advise_remedy(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> str:
     """Advise what would make the model fit: keys, or a number of GPUs."""
     if not room.of_gpu:
         return "use GPUs, hosts with more memory, or a smaller model (does its configuration say all of its sizes?)"

@@ -63,7 +63,7 @@ class _Measured(Protocol):
 Measurement = TypeVar("Measurement", bound=_Measured)
 
 
-def most_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
+def measure_step_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
     """The most bytes at a time of a step of micro-batches of so many rows on every slot, above those before.
 
     Raises ConfigError on the rank whose memory does not suffice; the others raise CommError, which quotes it.
@@ -122,7 +122,7 @@ def _too_many_error(config: RunConfig, world: World, rows: int, error: BaseExcep
     )
 
 
-def too_many_rows(directory: Path, ranks: int, keys: dict[str, Any]) -> int | None:
+def read_too_many_rows(directory: Path, ranks: int, keys: dict[str, Any]) -> int | None:
     """The rows of a probe for which there was no memory when the run was started before, under the same keys."""
     too_many = read_measurement(TooMany, directory / TOO_MANY_FILE, ranks, keys, "rows are probed from the start")
     return None if too_many is None else too_many.rows

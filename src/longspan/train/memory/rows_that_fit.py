@@ -30,8 +30,8 @@ from longspan.files import write_atomically
 from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
-from longspan.train.memory.images_held import ImagesHeld, images_held
-from longspan.train.memory.row_probe import memory_keys, most_bytes, read_measurement, too_many_rows
+from longspan.train.memory.images_held import ImagesHeld, measure_images
+from longspan.train.memory.row_probe import measure_step_bytes, memory_keys, read_measurement, read_too_many_rows
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.plans import row_multiple_of
@@ -43,7 +43,7 @@ def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer,
     """Bytes for gradients and activations: those that a run may fill, without weights and moments, and what a GPU's
     context takes."""
     train, on_host = config.train, isinstance(optimizer, OffloadedStates)
-    states = 0 if optimizer.state or on_host else states_to_come(OptimizerChoice.of(train), model)
+    states = 0 if optimizer.state or on_host else measure_state_bytes(OptimizerChoice.of(train), model)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         taken = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
@@ -56,14 +56,16 @@ def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer,
     return float(train.memory_bytes - states - sum(x.numel() * x.element_size() for x in tensors))
 
 
-def states_to_come(choice: OptimizerChoice, model: nn.Module) -> int:
-    """Bytes that an optimizer's first step will take for its states, measured on one parameter of each shape here."""
+def measure_state_bytes(choice: OptimizerChoice, model: nn.Module) -> int:
+    """Measure the bytes that the states of an optimizer will take, on one parameter of each shape."""
     local = [local_tensor(p.detach()) for p in model.parameters() if p.requires_grad]
     shapes = Counter((tuple(p.shape), p.dtype, p.device) for p in local)
-    return sum(count * _bytes_of_states(choice, *shape) for shape, count in shapes.items())
+    return sum(count * _measure_tensor_states(choice, *shape) for shape, count in shapes.items())
 
 
-def _bytes_of_states(choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
+def _measure_tensor_states(
+    choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> int:
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = choice.build([parameter])
@@ -72,12 +74,12 @@ def _bytes_of_states(choice: OptimizerChoice, shape: tuple[int, ...], dtype: tor
 
 
 def count_states(choice: OptimizerChoice, dtype: torch.dtype) -> float:
-    """Numbers of state that an optimizer keeps of each number of a matrix, counted on one.
+    """Count the numbers of state that an optimizer keeps for each number of a matrix.
 
     >>> count_states(OptimizerChoice.of(TrainConfig()), torch.float32)
     2.0
     """
-    size = _bytes_of_states(choice, (_SIDE, _SIDE), dtype, torch.device("cpu"))
+    size = _measure_tensor_states(choice, (_SIDE, _SIDE), dtype, torch.device("cpu"))
     return round(size / (_SIDE * _SIDE * dtype.itemsize), 3)  # without the count of steps
 
 
@@ -106,10 +108,10 @@ class RowsThatFit:
 def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> RowsThatFit:
     """The rows that a budget holds, from two measurements (rows, most bytes). Raises ConfigError where none fit.
 
-    >>> fitted([(100, 3000), (300, 7000)], 10_000, ranks=1).rows
+    >>> fit_rows([(100, 3000), (300, 7000)], 10_000, ranks=1).rows
     450
     """
-    row_bytes, fixed = _line_through(probes)
+    row_bytes, fixed = _fit_line(probes)
     rows = int((budget - fixed) // row_bytes)
     if rows < 1:
         raise ConfigError(
@@ -150,9 +152,9 @@ def measure_rows(
         return config
     directory = Path(config.run.dir)
     ranks, keys = len(world.home.ranks), memory_keys(config)
-    below = run_on_first_rank(world, lambda: too_many_rows(directory, ranks, keys), ConfigError)
+    below = run_on_first_rank(world, lambda: read_too_many_rows(directory, ranks, keys), ConfigError)
     uses = 1 + config.mtp.depths
-    images = images_held(model, image_rows, world, uses=uses) if isinstance(model, MultimodalModel) else None
+    images = measure_images(model, image_rows, world, uses=uses) if isinstance(model, MultimodalModel) else None
     fit = measure(config, model, optimizer, world, below=below, images=images, first_guess=first_guess)
     fit = replace(fit, measured_for=keys)
     text = json.dumps(asdict(fit), indent=1)
@@ -249,11 +251,11 @@ class _Probes:
     def run(self, rows: int, *, warm: bool = False) -> None:
         """Run one probe, with `warm` after one that is not measured, and share its bytes with the other ranks."""
         if warm:
-            self._bytes_of_all(rows)
-        self._probed.append((rows, self._bytes_of_all(rows)))
+            self._measure_on_ranks(rows)
+        self._probed.append((rows, self._measure_on_ranks(rows)))
 
-    def _bytes_of_all(self, rows: int) -> list[int]:
-        bytes_here = most_bytes(self._config, self._model, self._world, rows)
+    def _measure_on_ranks(self, rows: int) -> list[int]:
+        bytes_here = measure_step_bytes(self._config, self._model, self._world, rows)
         return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
 
     def rows_of_guess(self, guess: int) -> int:
@@ -290,11 +292,11 @@ class _Probes:
 
 
 def _largest_rows(probes: Sequence[tuple[int, int]], budget: float) -> float:
-    row_bytes, fixed = _line_through(probes)
+    row_bytes, fixed = _fit_line(probes)
     return (budget - fixed) / row_bytes
 
 
-def _line_through(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
+def _fit_line(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """The bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
     (fewer_rows, fewer_bytes), (more_rows, more_bytes) = probes
     row_bytes = max((more_bytes - fewer_bytes) / (more_rows - fewer_rows), 1.0)

@@ -165,12 +165,12 @@ HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading document
 
 def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
     """The bytes that a rank may fill of its device and of its host: the least of all ranks, which call it together."""
-    device, host = _budget_here(config, world)
+    device, host = _rank_budget(config, world)
     least = world.control.largest_of([-float(device), -float(host)], "the least free memory")
     return MemoryBudget(device=int(-least[0]), host=int(-least[1]))
 
 
-def _budget_here(config: RunConfig, world: World) -> tuple[int, int]:
+def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
     host = int(HOST_SHARE * (free_host_bytes() or 0) / ranks_on_host(world))
     if config.train.memory_bytes:
         return config.train.memory_bytes, host

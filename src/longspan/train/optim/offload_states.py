@@ -30,7 +30,7 @@ from longspan.train.optim.state_parts import (
     StateSizes,
     check_one_by_one,
     cut_into_buckets,
-    waits,
+    waits_on_host,
     with_local,
 )
 
@@ -183,7 +183,7 @@ class OffloadedStates(Optimizer):
         for part, new_state in zip(bucket.parts, states, strict=True):
             state = self.state[part.parameter]
             for name, value in new_state.items():
-                if waits(value, part.parameter):
+                if waits_on_host(value, part.parameter):
                     state[name] = host = self._place(part.parameter, name, value, whole=part.whole)
                     pairs.append((part.numbers(local_tensor(host)), local_tensor(value)))
                 else:

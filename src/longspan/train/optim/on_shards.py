@@ -57,10 +57,10 @@ def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Par
             if (dim := getattr(placement, "dim", None)) is not None:
                 shape[dim] *= mesh.size(axis)
         whole = _draw_normal(shape, seed=0).to(device)
-        yield nn.Parameter(_sharded(whole, parameter)), nn.Parameter(whole)
+        yield nn.Parameter(_shard_like(whole, parameter)), nn.Parameter(whole)
 
 
-def _sharded(whole: Tensor, like: DTensor) -> DTensor:
+def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
     mesh, placements = like.device_mesh, like.placements
     local = whole[local_block(whole.shape, mesh, placements)].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
@@ -78,7 +78,7 @@ def _difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.
         for sharded, whole in pairs:
             whole.grad = _draw_normal(whole.shape, seed=step).to(whole)
             assert isinstance(sharded, DTensor)
-            sharded.grad = _sharded(whole.grad, sharded)
+            sharded.grad = _shard_like(whole.grad, sharded)
         for optimizer in optimizers:
             optimizer.step()
     for (sharded, whole), initial in zip(pairs, initial_values, strict=True):

@@ -102,7 +102,7 @@ def parameter_groups(
     by the names of modules (None: the optimizer's own). Raises ConfigError where weights are to decay under an
     optimizer without weight decay, and for rates that do not fit the model.
     """
-    knows_decay = _takes(optimizer_class(name), "weight_decay")
+    knows_decay = _accepts_argument(optimizer_class(name), "weight_decay")
     if weight_decay and not knows_decay:
         raise ConfigError(f"train.optimizer {name!r} knows no weight decay; set train.weight_decay to 0")
     if rates is not None:
@@ -176,13 +176,13 @@ def optimizer_class(name: str) -> type[Optimizer]:
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"train.optimizer {name!r} is {kind!r}, no class of torch.optim.Optimizer")
-    if reason := _REFUSED.get(kind.__name__) or _refusal_of_class(kind):
+    if reason := _REFUSED.get(kind.__name__) or _class_fault(kind):
         raise ConfigError(f"train.optimizer {name!r} cannot train here: {reason}; use adamw")
     return kind
 
 
-def _refusal_of_class(kind: type[Optimizer]) -> str:
-    if not _takes(kind, "lr"):
+def _class_fault(kind: type[Optimizer]) -> str:
+    if not _accepts_argument(kind, "lr"):
         return "it takes no lr, which the schedule sets at every step"
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -219,7 +219,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     for a switch that is neither true nor false."""
     kind = optimizer_class(name)
     parameters = inspect.signature(kind).parameters
-    if unknown := [key for key in arguments if key == "params" or not _takes(kind, key)]:
+    if unknown := [key for key in arguments if key == "params" or not _accepts_argument(kind, key)]:
         names = [key for key in parameters if key not in ("params", *_BY_KEY)]
         raise ConfigError(f"train.optimizer {name!r} has no argument {unknown[0]!r}; known: {', '.join(names)}")
     for key, value in arguments.items():
@@ -232,6 +232,6 @@ def _is_switch(parameter: inspect.Parameter) -> bool:
     return isinstance(parameter.default, bool) or words == {"bool"}
 
 
-def _takes(kind: type[Optimizer], argument: str) -> bool:
+def _accepts_argument(kind: type[Optimizer], argument: str) -> bool:
     parameters = inspect.signature(kind).parameters
     return argument in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

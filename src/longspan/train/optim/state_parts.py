@@ -52,15 +52,15 @@ class Part:
         if self.whole:
             return self.parameter
         assert self.parameter.grad is not None
-        stand_in = nn.Parameter(self._as_given(self.parameter, self.numbers(local_tensor(self.parameter.detach()))))
-        stand_in.grad = self._as_given(self.parameter, self.numbers(local_tensor(self.parameter.grad)))
+        stand_in = nn.Parameter(self._view_like(self.parameter, self.numbers(local_tensor(self.parameter.detach()))))
+        stand_in.grad = self._view_like(self.parameter, self.numbers(local_tensor(self.parameter.grad)))
         return stand_in
 
     def state_on_device(self, value: Tensor, local: Tensor) -> Tensor:
         """The state of the stand-in, from that of the parameter on the host and this part of it on the device."""
-        return with_local(value, local) if self.whole else self._as_given(value, local)
+        return with_local(value, local) if self.whole else self._view_like(value, local)
 
-    def _as_given(self, like: Tensor, local: Tensor) -> Tensor:
+    def _view_like(self, like: Tensor, local: Tensor) -> Tensor:
         return local_dtensor(local, like) if isinstance(like, DTensor) and not self.plain else local
 
 
@@ -81,7 +81,7 @@ def with_local(value: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def comes_apart(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+def can_split(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     """Whether the optimizer may update any part of the parameter by itself."""
     local = local_tensor(parameter.detach())
     gradient = local if parameter.grad is None else local_tensor(parameter.grad)
@@ -101,9 +101,9 @@ class Bucket:
 def cut_into_buckets(
     optimizer: Optimizer, sizes: "StateSizes", bucket_bytes: int, *, every: bool = False
 ) -> Iterator[Bucket]:
-    """The parameters that have gradients, or `every` one, in order, in buckets whose states take so many bytes at most.
+    """Cut the parameters that have gradients, or `every` one, into buckets whose states take so many bytes at most.
 
-    Only a parameter that does not come apart may take more.
+    Only a parameter that must stay whole may take more.
     """
     for index, group in enumerate(optimizer.param_groups):
         plain, parts, filled = bool(group.get("fused") or group.get("foreach")), list[Part](), 0.0
@@ -111,7 +111,7 @@ def cut_into_buckets(
             if parameter.grad is None and not every:
                 continue
             number_bytes = sizes.bytes_of(index, parameter) / max(local_tensor(parameter.detach()).numel(), 1)
-            for part in _parts(optimizer, parameter, number_bytes, bucket_bytes, plain=plain):
+            for part in _split_parameter(optimizer, parameter, number_bytes, bucket_bytes, plain=plain):
                 part_bytes = number_bytes * (part.stop - part.start)
                 if parts and filled + part_bytes > bucket_bytes:
                     yield Bucket(group, tuple(parts), filled)
@@ -122,12 +122,12 @@ def cut_into_buckets(
             yield Bucket(group, tuple(parts), filled)
 
 
-def _parts(
+def _split_parameter(
     optimizer: Optimizer, parameter: nn.Parameter, number_bytes: float, bucket_bytes: int, *, plain: bool
 ) -> Iterator[Part]:
-    """A parameter in parts whose states fill a bucket; in one where they take less, or where it does not come apart."""
+    """Split a parameter into parts whose states fill a bucket; into one if they take less, or if it must stay whole."""
     numel = local_tensor(parameter.detach()).numel()
-    if not comes_apart(optimizer, parameter):
+    if not can_split(optimizer, parameter):
         yield Part(parameter, 0, numel, whole=True, last=True, plain=plain)
         return
     step = numel if numel * number_bytes <= bucket_bytes else max(int(bucket_bytes / number_bytes) // CUT, 1) * CUT
@@ -173,10 +173,10 @@ class StateSizes:
     def _state_bytes(self, group: int, values: Tensor) -> tuple[int, ...]:
         parameter = nn.Parameter(values)
         parameter.grad = torch.zeros_like(values)
-        shadow = shadow_of(self._optimizer, self._optimizer.param_groups[group], [parameter])
+        shadow = make_shadow(self._optimizer, self._optimizer.param_groups[group], [parameter])
         if self._by_number and (first := self._first_state(group)):  # Adagrad's constructor makes states in torch 2.11
             shadow.state[parameter] = {
-                name: value.flatten()[:1].expand_as(values).clone() if waits(value, values) else deepcopy(value)
+                name: value.flatten()[:1].expand_as(values).clone() if waits_on_host(value, values) else deepcopy(value)
                 for name, value in first.items()
             }
         shadow.step()
@@ -188,7 +188,7 @@ class StateSizes:
                     f"{type(self._optimizer).__name__} keeps {name!r} as {type(value).__name__}; only plain tensors "
                     "wait on the host: use adamw, or keep its states on the device (train.offload_states = false)"
                 )
-        return tuple(value.nbytes for value in state.values() if waits(value, parameter))
+        return tuple(value.nbytes for value in state.values() if waits_on_host(value, parameter))
 
     def _first_state(self, group: int) -> dict[str, Any]:
         """The states, with plain tensors, of the first parameter of a group that has any; empty if none has."""
@@ -197,12 +197,12 @@ class StateSizes:
         return {name: local_tensor(value) if isinstance(value, Tensor) else value for name, value in first.items()}
 
 
-def waits(value: Any, parameter: Tensor) -> bool:
+def waits_on_host(value: Any, parameter: Tensor) -> bool:
     """Whether a state waits on the host: numbers for those of the parameter, not a count of steps."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.device == parameter.device
 
 
-def shadow_of(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> Optimizer:
+def make_shadow(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> Optimizer:
     """The optimizer with other parameters, and no states, in a group with these settings; it stays as it is."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
@@ -241,7 +241,7 @@ def _difference(optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, lik
         torch.randn(shape, generator=draws).to(local_tensor(p.detach())) for shape, p in zip(shapes, like, strict=True)
     ]
     together, single = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    at_once, one_by_one = shadow_of(optimizer, group, together), shadow_of(optimizer, group, ())
+    at_once, one_by_one = make_shadow(optimizer, group, together), make_shadow(optimizer, group, ())
     for _ in range(STEPS):
         for a, b in zip(together, single, strict=True):
             a.grad = torch.randn(a.shape, generator=draws).to(a)
@@ -255,10 +255,10 @@ def _difference(optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, lik
     changed = [
         key
         for key, value in at_once.param_groups[0].items()
-        if key != "params" and not _same(value, one_by_one.param_groups[0][key])
+        if key != "params" and not _are_equal(value, one_by_one.param_groups[0][key])
     ]
     return f"it counts in the group's {changed[0]!r}" if changed else ""
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b

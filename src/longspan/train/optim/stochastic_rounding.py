@@ -38,7 +38,7 @@ class StochasticRounding(Optimizer):
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
-        self.kind, self._world, self._parts = choice.kind, world, _parts(model)
+        self.kind, self._world, self._parameter_blocks = choice.kind, world, _parameter_blocks(model)
         self._last_step, self._draws = -1, Counter[nn.Parameter]()
 
     @torch.no_grad()
@@ -75,13 +75,13 @@ class StochasticRounding(Optimizer):
     def _generator(self, parameter: nn.Parameter) -> torch.Generator:
         draws = self._draws[parameter]  # of this step: the caller may not count steps
         self._draws[parameter] += 1
-        counted = self._world.seed, self._last_step, draws, self._parts.get(parameter)
+        counted = self._world.seed, self._last_step, draws, self._parameter_blocks.get(parameter)
         seed = int.from_bytes(hashlib.blake2b(repr(counted).encode(), digest_size=7).digest(), "little")
         return torch.Generator(local_tensor(parameter).device).manual_seed(seed)
 
 
-def stochastically_rounded(x: Tensor, bits: torch.Generator) -> Tensor:
-    """A float32 tensor in bfloat16: each number to one of its two neighbours, so that the mean is the number.
+def round_stochastically(x: Tensor, bits: torch.Generator) -> Tensor:
+    """Round a float32 tensor to bfloat16: each number to one of its two neighbours, so that the mean is the number.
 
     Sixteen random bits are added to those that bfloat16 lacks, and what carries over rounds away from zero.
     """
@@ -95,7 +95,7 @@ def _round_value(value: Any, dtype: torch.dtype, bits: torch.Generator) -> Any:
     if not _is_wide(value) or dtype != torch.bfloat16:
         return value
     rounded = value.to(dtype)
-    local_tensor(rounded).copy_(stochastically_rounded(local_tensor(value), bits))
+    local_tensor(rounded).copy_(round_stochastically(local_tensor(value), bits))
     return rounded
 
 
@@ -107,6 +107,6 @@ def _is_wide(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.dtype == torch.float32
 
 
-def _parts(model: nn.Module) -> dict[nn.Parameter, tuple[str, Any]]:
+def _parameter_blocks(model: nn.Module) -> dict[nn.Parameter, tuple[str, Any]]:
     """The name and the block of every parameter here; copies on several pipeline stages have one name."""
     return {parameter: (name, LocalPart.of(parameter).block) for name, parameter in model.named_parameters()}

@@ -24,7 +24,7 @@ from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.refinement import MOST_AHEAD, Refinement
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.type_and_partition import options_at_degree
-from longspan.train.plans.own import plan_by
+from longspan.train.plans.own import call_planner
 from longspan.train.plans.run_cost import cost_of
 
 
@@ -199,7 +199,7 @@ class PlanChoice:
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
-            make = partial(plan_by, self.planner, self.planner_key, lengths, home)
+            make = partial(call_planner, self.planner, self.planner_key, lengths, home)
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:

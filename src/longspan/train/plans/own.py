@@ -50,7 +50,7 @@ def _import_planner(name: str, key: str) -> OwnPlanner:
     return planner
 
 
-def plan_by(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
+def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
     """The plan of a planner of one's own, checked, and completed by the options.
 
     Raises PlanError, with the key that names the planner, if it fails, returns no Plan, or a plan of other documents or

@@ -49,7 +49,7 @@ def choose_partition(
     if config.context.partition != AUTO or cost.states is None:
         return with_usual_partition(config), ""
     choice = PlanChoice.training(config, cost=cost, heads=heads)
-    chosen = _fastest_way(choice, lengths, home)
+    chosen = _choose_way(choice, lengths, home)
     context, options = config.context, chosen.options
     if context.cp_comm_type == AUTO:
         context = replace(context, cp_comm_type=options.cp_comm_type)
@@ -64,7 +64,7 @@ def with_usual_partition(config: RunConfig) -> RunConfig:
     return _with_evaluations(config, None, None)
 
 
-def _fastest_way(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
+def _choose_way(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
     """Choose the partition and type under which these steps are predicted to be fastest."""
     widest = choice.widest(home)
 

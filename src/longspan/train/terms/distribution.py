@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.errors import LossError, short_text
-from longspan.train.loss import chunks_of_rows
+from longspan.train.loss import cut_rows_into_chunks
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 _PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
@@ -43,7 +43,7 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     values = logits.new_empty((len(names), len(logits)), dtype=dtype)
-    for part in chunks_of_rows(len(logits), max(1, len(logits) // _PARTS)):
+    for part in cut_rows_into_chunks(len(logits), max(1, len(logits) // _PARTS)):
         for value, name in zip(values, names, strict=True):
             value[part] = _one_value(logits[part].detach(), ids[part], name, dtype)
     return values

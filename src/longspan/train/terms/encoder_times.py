@@ -51,11 +51,11 @@ class PartClock:
     def timing(self, part: Part) -> Iterator[None]:
         """Add the time of the `with` block to a part; a block that raises is not counted."""
         started = time.perf_counter()
-        start = self._event()
+        start = self._record_event()
         yield
         self._seconds[part] += time.perf_counter() - started
         if start is not None:
-            end = self._event()
+            end = self._record_event()
             assert end is not None
             self._spans[part].append((start, end))
 
@@ -67,7 +67,7 @@ class PartClock:
             end.synchronize()
         return sum(start.elapsed_time(end) for start, end in self._spans[part]) / 1e3
 
-    def _event(self) -> torch.cuda.Event | None:
+    def _record_event(self) -> torch.cuda.Event | None:
         """Record an event on the device's stream; None on a CPU."""
         if not self._gpu:
             return None

@@ -17,7 +17,7 @@ from longspan.comm.shard import RowsAt
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.multimodal.encoder import Encoder
-from longspan.model.parts import modes_restored
+from longspan.model.parts import preserve_modes
 from longspan.model.sharding import gradients_summed_over_slots, reshard, sum_replicas_at_last
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import ItemTable, ModalityPlan, Wave
@@ -101,7 +101,7 @@ class ModalityPass:
             wave.inputs = [self._read(documents, item) for item in wave.items]
 
     def _read(self, documents: Any, item: int) -> Any:
-        with _error_note(lambda: f"reading {self.items.name(item)}"):
+        with _add_note(lambda: f"reading {self.items.name(item)}"):
             return documents.read(self.items.numbers[item])
 
     def not_finite(self) -> list[str]:
@@ -114,7 +114,7 @@ class ModalityPass:
         """Inside, the encoder has its modes for the step. At the end its gradients are summed over its slots, and
         nothing stays gathered."""
         module = self.encoder.module
-        with modes_restored(module), ExitStack() as stack:
+        with preserve_modes(module), ExitStack() as stack:
             if not self.training or (self.trains and not module.training):
                 module.train(self.training)
             if self.trains:
@@ -142,7 +142,7 @@ class ModalityPass:
         return error
 
     def _call(self, wave: _LocalWave) -> Tensor:
-        doing = _error_note(lambda: f"encoding {self._names(wave)} on rank {self.world.rank}")
+        doing = _add_note(lambda: f"encoding {self._names(wave)} on rank {self.world.rank}")
         with doing, self.clock.timing("towers"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
@@ -245,7 +245,7 @@ class ModalityPass:
 
 
 @contextmanager
-def _error_note(doing: Callable[[], str]) -> Iterator[None]:
+def _add_note(doing: Callable[[], str]) -> Iterator[None]:
     """Add a note to an error of the caller's code: what it was called for."""
     try:
         yield

@@ -135,7 +135,7 @@ def _is_another(name: str, value: Any, expected: Any) -> bool:
 
 
 def _parameter_reasons(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> Iterator[str]:
-    """Gradients of logits go to hidden states and to the output embedding."""
+    """Yield a reason if logits are made of more parameters than hidden states and the output embedding."""
     embedding: Any = model.get_output_embeddings()
     others = {id(leaf) for leaf in _leaves_of_graph(logits)} - {id(rows), *map(id, embedding.parameters())}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in others]
