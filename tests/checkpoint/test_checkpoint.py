@@ -475,6 +475,6 @@ def test_the_other_ranks_name_one_that_is_killed_while_all_write_or_read(
         "load": "reading of checkpoint step-000001",
         "model": r"writing of \S+/model",
     }[inside]
-    report = rf"rank \d: CommError: '{what}' of step 2 .* rank {lost} does not answer: it was killed by signal 9"
+    report = rf"rank \d: RankLostError: '{what}' of step 2 .* rank {lost} does not answer: it was killed by signal 9"
     assert [bool(re.match(report, note)) for note in raised.value.__notes__] == [True, True], raised.value.__notes__
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"]

@@ -71,7 +71,7 @@ def read_metadata(path: Path) -> Metadata:
     file = path / METADATA if (path / METADATA).exists() else path / PICKLED
     try:
         table = json.loads(file.read_text(encoding="utf-8")) if file.name == METADATA else _unpickle(file)
-        return _checked(table, path)
+        return _as_metadata(table, path)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path}: {file.name} {error}") from error
     except OSError as error:
@@ -152,7 +152,7 @@ def _unpickle(file: Path) -> Table:
     return _table(stored.state_dict_metadata, stored.storage_data)
 
 
-def _checked(table: Any, path: Path) -> Metadata:
+def _as_metadata(table: Any, path: Path) -> Metadata:
     """The table as torch's classes. Raises CheckpointError for what is not in the folder's files."""
     if table["format"] != FORMAT:
         raise CheckpointError(
