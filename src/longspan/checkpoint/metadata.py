@@ -96,7 +96,7 @@ def _table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table:
 
     tensors: Table = {}
     values: Table = {}
-    for name, entry in entries.items():
+    for name, entry in sorted(entries.items()):
         if not hasattr(entry, "chunks"):
             values[name] = location(name, None)
             continue

@@ -105,7 +105,7 @@ def _over_ranks(rank: int, root: Path) -> None:
             for place, pair in pairs.items():
                 save_checkpoint(root / name / place, *pair, world, step=2)
             device, host = (_files(root / name / place / "step-000002") for place in pairs)
-            assert device == host and len(device[0]) == 2 + 1, name
+            assert device == host and len(device[0]) == 2 + 2, name
             for place, other in (("device", "host"), ("host", "device")) if case.resumed else ():
                 pairs[f"{place}, resumed"] = _open(case, world, on_host=place == "host")
                 load_checkpoint(root / name / other / "step-000002", *pairs[f"{place}, resumed"], world)
