@@ -291,8 +291,10 @@ def best(rank: int, folder: Path, settings: dict[str, Any], ours: bool) -> Any:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}, {"save_strategy": "best"}],
-    ids=["limit", "best"],
+    [
+        pytest.param({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}, id="limit"),
+        pytest.param({"save_strategy": "best"}, id="best", marks=pytest.mark.whole),
+    ],
 )
 def test_the_best_model_and_the_checkpoints_that_stay_are_stocks(tmp_path: Path, settings: dict[str, Any]) -> None:
     ((names, path, losses, _),) = run_ranks(best, 1, tmp_path / "stock", settings, False)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.errors import CommError, LayoutError
+from longspan.errors import CommError, LayoutError, RankLostError
 from longspan.launch import launch, rank_process
 from longspan.launch.local_ranks import LocalRank, LocalRanks
 from longspan.testing import run_ranks
@@ -60,8 +60,8 @@ FAILURES = {  # how rank 1 fails -> the error's type and what it says
     "value": (ValueError, "(?m)^boom$"),
     "layout": (LayoutError, "seven slots"),
     "awkward": (CommError, "rank 1 failed with AwkwardError: 3 and 4"),
-    "kill": (CommError, r"rank 1 of 3 was killed by signal 9 \(SIGKILL\)"),
-    "leave": (CommError, "rank 1 of 3 left with exit code 7"),
+    "kill": (RankLostError, r"rank 1 of 3 was killed by signal 9 \(SIGKILL\)"),
+    "leave": (RankLostError, "rank 1 of 3 left with exit code 7"),
 }
 
 
