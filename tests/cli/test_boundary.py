@@ -26,7 +26,7 @@ from longspan.plan import Machine
 from longspan.plan.cost.links import KINDS, SHARDED_KINDS
 from longspan.testing import run_ranks
 
-LATENCY = 5e-3  # seconds, of messages between hosts
+LATENCY = 20e-3  # seconds, of messages between hosts; far above what a busy machine adds to its fastest message
 BLOCKS = ((0, 1, 2, 3), (4, 5, 6, 7))
 ROUND_ROBIN = ((0, 2, 4, 6), (1, 3, 5, 7))
 
@@ -140,4 +140,4 @@ def test_calibration_finds_two_hosts_and_measures_what_is_between_them(
     machine = Machine.from_json(json.loads(out.read_text()))
     assert (machine.world, machine.node_size) == (4, 2) and not {"inside", "across"} & {*machine.assumed_parts}
     assert set(machine.across.wires()) == {*KINDS, *SHARDED_KINDS}
-    assert 2 * float(machine.inside.point.seconds(64)) < float(machine.across.point.seconds(64)) > LATENCY
+    assert float(machine.inside.point.seconds(64)) < LATENCY < float(machine.across.point.seconds(64))
