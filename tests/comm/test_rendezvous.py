@@ -58,3 +58,14 @@ def test_a_world_that_killed_ranks_had_joined_is_passed_over() -> None:
         dead.add(f"joined/{rank}", 1)
         dead.add("joined", 1)
     assert open_worlds(store, 4, (1, 2, 3, 0)) == ["longspan/world 2"] * 4
+
+
+def test_a_world_that_is_open_is_not_left_for_the_next() -> None:
+    """Rank 0 may have left a world with an error, and have begun the next, before the others see that it was opened."""
+    store = HashStore()
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(wait_for_all_ranks, store, Place(1, 2, 1, ""), 5.0)
+        first = wait_for_all_ranks(store, Place(0, 2, 0, ""), 5.0)
+        with pytest.raises(CommError, match=r"rank\(s\) \(1\) did not come"):
+            wait_for_all_ranks(store, Place(0, 2, 0, ""), 0.0)
+        assert slow.result() == first

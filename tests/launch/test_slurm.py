@@ -157,4 +157,4 @@ def test_a_run_goes_on_in_the_next_job_and_after_a_lost_rank(
     assert "going on from" in (logs / "run0-rank0.log").read_text()
     assert "going on from" in (logs / "run1-rank0.log").read_text()
     assert "error (rank 1)" in printed, "what the other rank saw is in the job's log"
-    assert [row["step"] for row in read_metrics(metrics)] == list(range(1, 61))
+    assert [row["step"] for row in read_metrics(metrics) if "lr" in row] == list(range(1, 61))

@@ -153,11 +153,11 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
     try:
         for _ in _pauses(place.size, timeout):
             newest = store.get(_NEWEST).decode() if store.check([_NEWEST]) else ""
+            if joined and _is_open(PrefixStore(joined, store), place.size):  # rank 0 may already be at the next
+                return joined
             if newest not in seen:
                 seen.add(newest)
                 joined = newest if _join(PrefixStore(newest, store), place) else ""
-            if joined and _is_open(PrefixStore(joined, store), place.size):
-                return joined
     except BaseException:
         if joined:
             _leave_unopened(PrefixStore(joined, store), place)

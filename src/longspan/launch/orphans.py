@@ -13,7 +13,8 @@ from collections.abc import Callable
 from longspan.launch.stop_signals import leave_closed_output
 
 PATIENCE = 600.0  # seconds for the step and the save of a rank that heeds SIGTERM
-_CHECK_SECONDS = 1.0
+_CHECK_SECONDS = 0.1
+_gone = threading.Event()
 
 
 def stop_without_launcher(wait: Callable[[], object], *, says: bool) -> None:
@@ -26,6 +27,7 @@ def stop_without_launcher(wait: Callable[[], object], *, says: bool) -> None:
 
     def stop() -> None:
         wait()
+        _gone.set()
         if says:
             leave_closed_output()
             os.write(2, b"longspan: the process that started the ranks is gone: they stop, and a run saves first\n")
@@ -34,6 +36,11 @@ def stop_without_launcher(wait: Callable[[], object], *, says: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=stop, name="launcher watch", daemon=True).start()
+
+
+def launcher_is_gone() -> bool:
+    """Whether the launcher of this rank is gone, and with it the store that it served to the ranks of its host."""
+    return _gone.is_set()
 
 
 def stop_without_torchrun() -> None:
