@@ -342,7 +342,8 @@ def run_under_faults(soak: Soak, faults: list[str], between: tuple[int, int]) ->
                     break  # the fault came after the last step
                 if status != expected:
                     raise SoakError(f"{row['done']}: status {status}, not {expected}:\n{attempt.text()[-3000:]}")
-                row["saved"] = max(soak.saved(), default=0)
+                good = soak.saved()[:-1] if name in ("corrupt_newest", "cut_newest") else soak.saved()
+                row["saved"] = max(good, default=0)
                 row["steps_lost"] = soak.done() - row["saved"]
                 recovering = row
                 print(f"step {before}: {row['done']}; status {status}, {row['steps_lost']} steps lost", flush=True)
