@@ -112,10 +112,10 @@ def _token_counts(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.tokenizer import load_tokenizer
 
-    encoding = RowEncoding(kind_of_files(files, skip_bad=False), load_tokenizer(tokenizer))
+    encoding = RowEncoding(kind_of_files(files, skip_bad=False, most_bytes=0), load_tokenizer(tokenizer))
     encoder, lengths = DocumentEncoder((encoding,), 0, "<u4"), list[int]()
     for number, file in enumerate(files):
-        for chunk in row_file(file.name, file.path).chunks():
+        for chunk in row_file(file.name, file.path, 0).chunks():
             lengths += encoder.encode([FileChunk(0, number, chunk)]).lengths.tolist()
     return lengths
 
