@@ -20,7 +20,9 @@ from longspan.report.run_folder import RunFolder
 from tests.report.runs import FACTS, mixed_plan, train_row, write_run
 from tests.report.test_eval_page import DIFFERENCE, RECORD, ROW
 
-TAIL = "\"'><x-hostile onclick=alert(1)>\u2028</script></style></title></textarea>--><svg/onload=alert(2)>`${3}&quot;a.b"
+TAIL = (
+    "\"'><x-hostile onclick=alert(1)>\u2028</script></style></title></textarea>--><svg/onload=alert(2)>`${3}&quot;a.b"
+)
 PASSKEY = {"step": 60, "cp": 2, "lengths": [64, 128], "depths": [0.0, 1.0], "samples": 2}
 PASSKEY |= {"retrieved": [[2, 1], [0, 2]], "losses": [[0.1, 1.0], [2.0, 0.5]]}
 SAMPLE = {"step": 60, "name": "s", "text": "what?", "answer": "7", "predicted": "8", "images": ["aGk=", "aGk= onerror"]}

@@ -67,11 +67,12 @@ def read_configuration(path: Path) -> PreTrainedConfig:
 def _forget_code(config: PreTrainedConfig) -> None:
     """Take out what would have transformers run other code than its own: a folder's, or a kernel's of the hub."""
     vars(config).pop("auto_map", None)
-    parts = (getattr(config, name, None) for name in config.sub_configs)
-    for part in (config, *(part for part in parts if isinstance(part, PreTrainedConfig))):
-        for key in ("_attn_implementation", "_experts_implementation"):
-            if "/" in str(getattr(part, key, None)):
-                setattr(part, key, None)
+    for key in ("_attn_implementation", "_experts_implementation"):
+        if "/" in str(getattr(config, key, None)):
+            setattr(config, key, None)
+    for part in (getattr(config, name, None) for name in config.sub_configs):
+        if isinstance(part, PreTrainedConfig):
+            _forget_code(part)
 
 
 def refusal_reason(error: Exception, instead: str) -> str:
