@@ -75,11 +75,6 @@ def with_code(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="Own")
 
 
-def with_tokenizer_code(folder: Path) -> None:
-    (folder / "own.py").write_text(CODE)
-    edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="Own")
-
-
 def with_pickle(folder: Path) -> None:
     """Put a pickle in place of a model's weights."""
     for file in folder.glob("*safetensors*"):
@@ -101,25 +96,13 @@ def with_deep_index(folder: Path) -> None:
 
 HOSTILE: dict[Callable[[Path], None], str] = {
     with_code: "no code of a folder is run",
-    with_tokenizer_code: "no code of a folder is run",
     with_pickle: "a pickle with more than tensors in it",
     with_index_outside: "outside its folder",
     with_deep_index: "index.json is damaged",
 }
 EVAL = ["eval", "model", "--data", "words=texts", "--world", "1", "--device", "cpu"]
-TRAIN = [
-    "train",
-    "--model.path",
-    "model",
-    "--data.path",
-    "texts",
-    "--world",
-    "1",
-    "--device",
-    "cpu",
-    "--run.dir",
-    "new",
-]
+TRAIN = ["train", "--model.path", "model", "--data.path", "texts", "--world", "1", "--device", "cpu"]
+TRAIN += ["--run.dir", "new", "--train.lr", "1e-5", "--train.steps", "1"]
 
 
 def refused(words: list[str], place: Path, capfd: pytest.CaptureFixture[str], message: str) -> None:
@@ -128,6 +111,14 @@ def refused(words: list[str], place: Path, capfd: pytest.CaptureFixture[str], me
     error = capfd.readouterr().err
     assert message in error and not any(word in error for word in ADVICE), error
     assert not list(place.rglob("*.ran")) and not (place / "trap").exists()
+
+
+@pytest.mark.parametrize("change", [with_pickle, with_deep_index], ids=lambda change: change.__name__)
+def test_a_hostile_model_is_refused_by_eval(
+    place: Path, change: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    change(place / "model")
+    refused(EVAL, place, capfd, HOSTILE[change])
 
 
 @pytest.mark.whole

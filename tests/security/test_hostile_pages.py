@@ -73,7 +73,10 @@ def run_in(folder: Path, change: Callable[[Any], Any]) -> Path:
         rows[-1] | {"eval_name": name, "planner": "my.planner", "step": step} for name in ("a", "b") for step in (1, 60)
     ]
     buckets = [[0, 127, 3.5, 100, 2], [128, 255, 3.0, 158, 1]]
-    rows += [rows[-1] | {"by_position": buckets, "by_length": buckets, "eval_own": 2.0, "passkey": PASSKEY}]
+    rows += [
+        rows[-1] | {"by_position": buckets, "by_length": buckets, "eval_own": 2.0, "passkey": PASSKEY | {"step": n}}
+        for n in (1, 60)
+    ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
     memory = {"measures": ["full", "own"], "device": {"total": 9e9, "weights": 5e9, "kept": 1e9, "own": 3}, "host": {}}
     (path / "run.json").write_text(json.dumps(change(FACTS | {"memory": memory, "mtp": "m", "rows": "r"})))
@@ -114,7 +117,7 @@ def test_pages_hold_no_element_of_a_record(tmp_path: Path) -> None:
 
         def change(value: Any, whole: bool = whole) -> Any:
             changed = hostile(value, whole)
-            return with_keys(changed) if isinstance(value, dict) and "loss" in value else changed
+            return with_keys(changed) if isinstance(value, dict) and {"loss", "eval_loss"} & value.keys() else changed
 
         made = [*pages(tmp_path / str(number), change, TAIL)]
         assert sum(page.count("x-hostile") for page in made) > 40
