@@ -30,7 +30,8 @@ class LineFile:
     """A .jsonl file, plain or compressed; to reach a row of a compressed file the rows before it are decompressed."""
 
     def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+        self.name: str = name
+        self.path: Path = path
         self._stream: BinaryIO | None = None
         self._close: Callable[[], object] = lambda: None
 
@@ -67,7 +68,8 @@ class TextFile:
     """A .txt, .md or .py file: one row."""
 
     def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+        self.name: str = name
+        self.path: Path = path
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its text."""
@@ -147,7 +149,8 @@ class ParquetFile:
     """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
 
     def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+        self.name: str = name
+        self.path: Path = path
         self._group = lru_cache(maxsize=1)(self._read_group)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -188,7 +191,8 @@ class ArrowFile:
     """An .arrow file, mapped into memory."""
 
     def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+        self.name: str = name
+        self.path: Path = path
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""

@@ -31,7 +31,9 @@ class OneProcess:
     now: "OneProcess | None" = None
 
     def __init__(self, home: Layout, world: World) -> None:
-        self.home, self.world, self.trainers = home, world, 0
+        self.home: Layout = home
+        self.world: World = world
+        self.trainers = 0
         self._state = dict(PartialState._shared_state)
         self._patched: list[tuple[Any, str, Any]] = []
 

@@ -34,7 +34,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     hyperparameter_search = refuse_search
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
-        self.longspan = longspan or LongspanArguments()
+        self.longspan: LongspanArguments = longspan or LongspanArguments()
         construction = GivenArguments(type(self), super().__init__, args, keywords)
         arguments, model = construction.args, construction.values.get("model")
         refuse_arguments(arguments, self.longspan, construction.values)
@@ -84,7 +84,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._facade.head = take_fused_head(inside)
         self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)
-        self.model_wrapped = self._facade
+        self.model_wrapped: Facade = self._facade
         self._prepared_model = self.model
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, PreTrainedModel):

@@ -74,7 +74,8 @@ class OffloadedStates(Optimizer):
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.inner, self._bucket_bytes = optimizer, bucket_bytes
+        self.inner: torch.optim.Optimizer = optimizer
+        self._bucket_bytes = bucket_bytes
         optimizer.param_groups = self.param_groups
         self._sizes = StateSizes(optimizer)
         self._copies, self._arena = _Copies(device), HostArena(device, self._sizes.total())
