@@ -49,7 +49,7 @@ class HostArena:
 
     def __init__(self, device: torch.device, bytes: int = 0) -> None:
         self.device = device
-        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.RLock()  # backward passes run in threads of their own
         self._freed: deque[tuple[_Part, int, int]] = deque()  # ranges are collected in any thread, also inside `take`
         self._parts: list[_Part] = []

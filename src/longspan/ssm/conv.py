@@ -45,7 +45,7 @@ class Halo:
         owners = [runs.member[run] for run, _ in needs]
         leaving = [np.flatnonzero(owner == me) for owner in owners]
         self.sends: list[int] = [len(index) for index in leaving]
-        self.receives: Any = np.bincount(owners[me], minlength=chains.degree).tolist()
+        self.receives: list[int] = np.bincount(owners[me], minlength=chains.degree).tolist()
         rows = [runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)]
         self.rows: Tensor = to_device(np.concatenate(rows), chains.device)
         self.travels: bool = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row

@@ -64,7 +64,7 @@ class MultimodalModel(nn.Module):
         self.config: Any = language_model.config
         rules: Any = language_model
         rules.call_rules = replace(call_rules(language_model), in_spans=modalities_in_spans(encoders))
-        self.training = language_model.training  # encoders keep the modes of their modules
+        self.training: bool = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
         check_deep_layers(encoders, language_model)
         hook_item_rows(language_model, tuple(encoders.values()))

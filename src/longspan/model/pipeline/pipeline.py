@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from longspan.comm import SequenceShard, World, world_of
@@ -109,10 +109,11 @@ class PipelineModel(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.training = model.training
+        self.training: bool = model.training
         # What the whole model is, whatever stages are here.
         self.architecture: type[PreTrainedModel] = type(model)
-        self.config, self.generation_config = model.config, model.generation_config
+        self.config: PreTrainedConfig = model.config
+        self.generation_config: GenerationConfig | None = model.generation_config
         self.stages: tuple[Stage, ...] = tuple(stages)  # a tuple: not by these names
         self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages  # of all stages, whatever are here
         self.pipeline_settings: PipelineSettings = pipeline_settings

@@ -117,7 +117,7 @@ class Stage(nn.Module):
         self.layers_of_stages: tuple[range, ...] = tuple(layers)
         self.with_embedding: bool = with_embedding
         self.model: PreTrainedModel = model
-        self.training = model.training
+        self.training: bool = model.training
 
     @property
     def first(self) -> bool:
