@@ -112,7 +112,9 @@ class LocalRank:
     """One process, its answer when it has come, and what it was doing when its time was up."""
 
     def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
-        self.index, self.process, self.pipe = index, process, pipe
+        self.index: int = index
+        self.process: ForkServerProcess = process
+        self.pipe = pipe
         self.answer: Answer | None = None
         self.death: str | None = None
         self.killed_by = 0  # the signal that it died of
@@ -124,12 +126,14 @@ class LocalRank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
-            self.death, self.killed_by = _describe_death(self.process.exitcode), -min(0, self.process.exitcode or 0)
+            self.killed_by: int = -min(0, self.process.exitcode or 0)
+            self.death = _describe_death(self.process.exitcode)
         self.waiting = False
 
     def send(self, task: Task) -> None:
         """Send a task to a rank that takes them through its pipe."""
-        self.answer, self.waiting = None, True
+        self.waiting: bool = True
+        self.answer = None
         self.pipe.send_bytes(pickle.dumps(task))
 
     @property
@@ -198,7 +202,8 @@ class LocalRanks:
 
     def call(self, payload: bytes, n: int) -> None:
         """Let the first n ranks make a call, with a store of its own."""
-        self.store, self.ranks, self.failed, self.failure = start_store_server(), self._all[:n], [], None
+        self.store: Any = start_store_server()
+        self.ranks, self.failed, self.failure = self._all[:n], [], None
         for rank in self.ranks:
             rank.send(self._task(rank.index, n, payload))
 

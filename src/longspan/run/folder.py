@@ -85,7 +85,7 @@ class Saves:
     """
 
     def __init__(self, run: TrainingRun) -> None:
-        self.done = run.done
+        self.done: int = run.done
         self._run, self._saved, self._since = run, run.done, time.monotonic()
 
     def minutes_are_over(self) -> bool:
