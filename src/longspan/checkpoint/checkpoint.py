@@ -80,9 +80,10 @@ def save_checkpoint(
     PosixPath('runs/mine/step-000100')
 
     `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
-    newest `keep` good checkpoints stay (0: all), and that of step `best`. Without `weights` it holds the optimizer only, for who keeps the
-    weights in a folder of `save_model`. Returns the checkpoint's folder. Raises CheckpointError on every rank if any
-    could not write, and CommError with the rank that is lost; an older checkpoint is never damaged.
+    newest `keep` good checkpoints stay (0: all), and that of step `best`. Without `weights` it holds the optimizer
+    only, for who keeps the weights in a folder of `save_model`. Returns the checkpoint's folder; `CheckpointSaver`
+    writes while training goes on. Raises CheckpointError on every rank if any could not write, and CommError with the
+    rank that is lost; an older checkpoint is never damaged.
     """
     root = Path(root)
     path = checkpoint_path(root, step)

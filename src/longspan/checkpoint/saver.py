@@ -20,7 +20,6 @@ from socket import gethostname
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
@@ -50,6 +49,7 @@ from longspan.layout.layout import short
 SPARE = 1.1  # times the bytes of all copies of a host that must be free there
 _LOGGED = 0.1  # seconds of waiting from which a line says so
 _POLL = 0.2
+_ENDS = 1.0  # seconds in which the threads of a save that failed end, once one of them has
 
 
 class SaveFigures(NamedTuple):
@@ -76,6 +76,7 @@ class _Save:
     failure: BaseException | None = None
     seconds: float = 0.0
     bytes: int = 0
+    given_up: bool = False  # nobody waits for it any more, and it is not published
     staged: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -142,7 +143,9 @@ class CheckpointSaver:
             return
         self._preparing = self._start(partial(self._stage.reserve, tensors))
 
-    def save(self, model: nn.Module, optimizer: Optimizer, *, step: int, state: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, model: nn.Module, optimizer: Optimizer, *, step: int, state: Mapping[str, Any] | None = None
+    ) -> None:
         """Begin checkpoint `step`; `state` is whatever else a resumed run wants to see, as JSON.
 
         Waits for the last save. Raises CheckpointError, on every rank, where that failed.
@@ -189,8 +192,11 @@ class CheckpointSaver:
         failures = [f"{text} (on rank {r})" for r, (_, text, _) in self._by_rank(reports) if text]
         if not failures and not any(over for _, _, over in reports):
             return
-        self._running = None
+        self._running, save.given_up = None, True
         self._plans.forget()
+        if self._world.control.any_rank(not save.ended.wait(_ENDS)):
+            self._background = False  # the group may have a message of theirs under way
+            self._log("the next checkpoints are written while training waits: the threads of this one have not ended")
         if failures:
             reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
         else:
@@ -240,9 +246,16 @@ class CheckpointSaver:
             return ""
         return f"writing of checkpoint {save.path.name} ({save.phase}) for {time.monotonic() - save.started:.1f} s"
 
+    def wait_here(self, seconds: float) -> None:
+        """Wait for the save in progress at most so long, on a rank that is about to leave with an error of its own."""
+        if self._running is not None:
+            self._running.ended.wait(seconds)
+            self._running = None
+
     def give_up(self) -> None:
         """Leave the save in progress to itself, where a rank is lost: it cannot be published."""
-        self._running = None
+        if self._running is not None:
+            self._running.given_up, self._running = True, None
 
     def close(self) -> None:
         """Wait for the save in progress and give the memory back; at the latest when the world is left."""
@@ -276,8 +289,8 @@ class CheckpointSaver:
             if total and rooms and SPARE * total > min(rooms):
                 self._background = False
                 self._log(
-                    f"training waits while checkpoints are written: host {host} has {min(rooms) / 1e9:.1f} GB free, and "
-                    f"copies of its ranks' weights and moments take {total / 1e9:.1f} GB"
+                    f"training waits while checkpoints are written: host {host} has {min(rooms) / 1e9:.1f} GB free, "
+                    f"and copies of its ranks' weights and moments take {total / 1e9:.1f} GB"
                 )
                 return False
         return True
@@ -329,6 +342,8 @@ class CheckpointSaver:
 
         def publish(digests: list[dict[str, Digest]]) -> int:
             save.phase = "publishing"
+            if save.given_up:
+                raise CheckpointError(f"{save.folder} came too late")
             publish_checkpoint(save.folder, save.path, save.state, digests)
             return sum(size for files in digests for size, _ in files.values())
 

@@ -158,5 +158,3 @@ def _rounded(x: Tensor) -> int:
 
 def _signature(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.stride()
-
-

@@ -106,7 +106,7 @@ class _Loop:
 
     def run_steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
         """Run the remaining steps; returns the number of steps done, and the signal that stopped them ("" for none)."""
-        run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
+        run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run, self.display.log), ""
         slow_slots = SlowSlots()
         if run.done < settings.steps:
             stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
@@ -116,6 +116,7 @@ class _Loop:
                 refine_prices(run, saves.done)
                 row, plan = _take_step(run, plans, saves.done, slow_slots)
                 saves.done += 1
+                row |= saves.columns()
                 _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
                 self.display.show_step(row)
                 agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
@@ -127,12 +128,18 @@ class _Loop:
                 if stopped or agreed.save_on or saves.due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.answer_save()  # also what other ranks received meanwhile
+                saves.prepare()
                 if agreed.save_on and not stopped:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
                     if stopped:
                         saves.save_rest()
+            saves.wait()
+            columns = saves.columns()  # of a checkpoint after the last step, which no step's row follows
+            if columns:
+                row = {"step": saves.done, **columns}
+                run_on_first_rank(run.world, partial(self.records.metrics.write, row), RunFolderError)
         return saves.done, stopped
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
@@ -224,10 +231,12 @@ def _agree_on_end(
     """
     flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
     slow = world.rank + 1 if slow_slots.is_slow else 0
-    stops, saves_now, minutes, slowest = world.control.largest_of(
-        [*map(float, flags), float(slow)], "agreement on a flag"
+    stops, saves_now, minutes, save_failed, slowest = world.control.largest_of(
+        [*map(float, flags), float(saves.saver.has_failed), float(slow)], "agreement on a flag"
     )
     stopped = save_on = ""
+    if save_failed:
+        saves.saver.raise_failure()
     if stops:
         raise_first_error(world, failure)
         stopped = received_signal(world, stop)
