@@ -85,7 +85,7 @@ def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
         assert [step_of(path) for path in complete_checkpoints(root / "background")] == [4, 3]
         figures = saver.take_figures()
         assert figures is not None and saver.take_figures() is None
-        assert figures.step == 4 and 0 < figures.shown_seconds <= figures.seconds
+        assert figures.step == 4 and figures.shown_seconds > 0 and figures.seconds > 0
         sizes = {name: size for name, (size, _) in check_sizes(path).items() if name != "state.json"}
         assert figures.bytes == sum(sizes.values()), (figures, sizes)
         check_checkpoint(path, world)
@@ -142,7 +142,8 @@ def failures_rank(rank: int, root: Path, world: World) -> list[str]:
         saver.save(model, optimizer, step=2)
         save = saver._running
         assert save is not None
-        while broken is not refuse and "files" not in save.phase:
+        phase = "writing its files" if rank == 1 else "waiting for the other ranks' files"
+        while broken is not refuse and save.phase != phase:
             time.sleep(0.01)
         saver.timeout = 0.0 if broken is not refuse else saver.timeout
         while not world.control.any_rank(saver.has_failed):  # as a step's agreement does

@@ -60,6 +60,12 @@ class SaveFigures(NamedTuple):
     seconds: float
     bytes: int
 
+    def __str__(self) -> str:
+        return (
+            f"checkpoint of step {self.step}: {self.bytes / 1e9:.3g} GB, written in {self.seconds:.1f} s, "
+            f"for which training stood {self.shown_seconds:.1f} s"
+        )
+
 
 @dataclass
 class _Save:
@@ -158,6 +164,7 @@ class CheckpointSaver:
                 f"step {step} waited {waited:.1f} s for checkpoint {last.path.name} to be written, which took "
                 f"{last.seconds:.1f} s; save less often, or on faster storage"
             )
+        started = time.monotonic()
         if self._preparing is not None:
             self._preparing.join()
         if not self._background:

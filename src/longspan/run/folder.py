@@ -12,14 +12,16 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from longspan.checkpoint.files import complete_checkpoints, remove_old_checkpoints, step_of
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.data.stream import ORDER
 from longspan.errors import (
     CheckpointError,
@@ -30,6 +32,7 @@ from longspan.errors import (
     plural,
 )
 from longspan.files import naming_file
+from longspan.run.best import BestCheckpoint
 from longspan.run.refining import STATE
 from longspan.run.run_data import TrainingRun
 
@@ -106,6 +109,15 @@ class Saves:
             timeout=run.config.run.save_timeout_seconds,
             log=log,
         )
+        self._best: BestCheckpoint | None = None
+        if figure := run.config.train.keep_best:
+            self._best = BestCheckpoint(figure, run.dir, run.world, log)
+            self._best.figure.check_sets({entry.name for entry in run.sets})
+            saved = run_on_first_rank(
+                run.world, lambda: [*map(step_of, complete_checkpoints(run.checkpoints))], CheckpointError
+            )
+            self._best.take_up(run.done, saved)
+            self.saver.best = self._best.step
 
     def minutes_are_over(self) -> bool:
         """Whether the next checkpoint is due by the clock of the first rank, which the other ranks follow."""
@@ -135,6 +147,21 @@ class Saves:
         """Begin a checkpoint unless the last one has these weights."""
         if self.done > self._saved:
             self.save()
+
+    def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the checkpoint of this step if its evaluations have the best figure so far; write it where it lacks."""
+        if self._best is None or not rows or not self._best.is_new(rows, self.done):
+            return
+        self.save_rest()
+        self.saver.best = self.done
+
+    def remove_old(self) -> None:
+        """Remove what is not kept any more, after the last evaluation; all ranks call it together."""
+        keep = self._run.config.run.keep_checkpoints
+        if self._best is not None:
+            self.wait()
+            remove = partial(remove_old_checkpoints, self._run.checkpoints, keep, best=self.saver.best)
+            run_on_first_rank(self._run.world, remove, CheckpointError)
 
     def wait(self) -> None:
         """Return when the last checkpoint is published; all ranks call it together."""

@@ -88,9 +88,11 @@ class _Loop:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
             warm_up_run(run, self.display.log)
-            done, stopped = self.run_steps(plans, stop)
+            saves = Saves(run, self.display.log)
+            stopped = self.run_steps(plans, stop, saves)
+        done = saves.done
         self.display.end_bar()
-        final = Final() if stopped else self.finish()
+        final = Final() if stopped else self.finish(saves)
         return TrainResult(
             dir=run.dir,
             done=done,
@@ -104,13 +106,15 @@ class _Loop:
             ratios=run.refinement.ratios() if run.refinement else {},
         )
 
-    def run_steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
-        """Run the remaining steps; returns the number of steps done, and the signal that stopped them ("" for none)."""
-        run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run, self.display.log), ""
+    def run_steps(self, plans: PlanAhead, stop: StopSignal, saves: Saves) -> str:
+        """Run the remaining steps; returns the signal that stopped them ("" for none)."""
+        run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots = SlowSlots()
-        if run.done < settings.steps:
-            stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
         with saves.save_before_errors():
+            if run.done < settings.steps:
+                stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
+                if run.done:
+                    saves.keep_if_best(self.evaluations.take_rows())
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 refine_prices(run, saves.done)
@@ -133,14 +137,13 @@ class _Loop:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
+                    saves.keep_if_best(self.evaluations.take_rows())
                     if stopped:
                         saves.save_rest()
             saves.wait()
-            columns = saves.columns()  # of a checkpoint after the last step, which no step's row follows
-            if columns:
-                row = {"step": saves.done, **columns}
-                run_on_first_rank(run.world, partial(self.records.metrics.write, row), RunFolderError)
-        return saves.done, stopped
+            if figures := saves.saver.take_figures():  # of a checkpoint that no step's row follows
+                self.display.log(str(figures))
+        return stopped
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses."""
@@ -148,13 +151,16 @@ class _Loop:
         self.records.plans.write(row["step"], plan)
         self.records.metrics.write(row)
 
-    def finish(self) -> Final:
+    def finish(self, saves: Saves) -> Final:
         """After the last step: save the weights (under [lora] the adapter), and run the last evaluations."""
         run = self.run
         dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
         dtype = None if run.config.lora.rank else dtype
         save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
-        return self.evaluations.evaluate_at_end()
+        final = self.evaluations.evaluate_at_end()
+        saves.keep_if_best(self.evaluations.take_rows())
+        saves.remove_old()
+        return final
 
 
 def _plans(run: TrainingRun) -> PlanAhead:

@@ -6,8 +6,8 @@ predicted_seconds and bound_share, and of a model with images encoder_share, enc
 (`step_figures.py`); where prices are refined (`refining.py`), the factors that priced the plan: correction_linear,
 correction_attention, correction_inside and correction_across; source_tokens, those of each of several sources;
 save_shown_seconds, save_seconds and save_bytes of a checkpoint, in the row of the first step that ended after it was
-published, or in a row of their own after the last step: the seconds that training stood for it, those until it was
-published, and all ranks' bytes;
+published: the seconds that training stood for it, those until it was published, and all ranks' bytes (of the last
+checkpoint a line of the log says them);
 router_balance_loss and router_z_loss of models with experts; and mtp_loss_1, mtp_loss_2 and so on of depths of
 multi-token prediction. docs/figures.md explains them.
 
