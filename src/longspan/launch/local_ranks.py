@@ -46,6 +46,12 @@ PRELOAD: tuple[str, ...] = (
 )
 
 
+_USUAL_CAUSES = {
+    signal.SIGKILL: ", as Linux does where memory runs out",
+    signal.SIGBUS: ", as Linux does where a mapped file, as of a corpus, was cut, or the disk below it fails",
+}
+
+
 def start_fork_server() -> ForkServerContext:
     """Start the fork server if it does not run; it imports in the background while this process imports torch.
 
@@ -306,11 +312,14 @@ class LocalRanks:
 
 def _describe_death(code: int | None) -> str:
     if code is not None and code < 0:
-        return describe_end(code) + (", as Linux does where memory runs out" if -code == signal.SIGKILL else "")
+        return describe_end(code) + _USUAL_CAUSES.get(-code, "")
     return f"{describe_end(code)} before it answered"
 
 
 def _dump(folder: Path, index: int) -> str:
+    """Where a rank was, as its faulthandler has written it: the thread that got the signal, where that is known."""
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""
-    return "\n".join(text.splitlines()[:14])
+    head, current, thread = text.partition("Current thread")
+    lines = [*head.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
+    return "\n".join(lines[:14])
