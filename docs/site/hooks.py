@@ -17,7 +17,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-LINK = re.compile(r"(?P<before>\]\(|<img [^>]*src=\"|<source [^>]*srcset=\")(?P<target>[^)\s\"#:]+)(?P<rest>(?:#[^)\s\"]*)?[)\"])")
+LINK = re.compile(
+    r"(?P<before>\]\(|<img [^>]*src=\"|<source [^>]*srcset=\")(?P<target>[^)\s\"#:]+)(?P<rest>(?:#[^)\s\"]*)?[)\"])"
+)
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml"}
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r'<img alt="([^"]*)" src="[^"]*?(pictures/[\w-]+\.svg)"\s*/?>')
