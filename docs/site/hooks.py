@@ -8,7 +8,6 @@
 It does not check links: mkdocs does, with anchors, and `make docs` fails where one leads nowhere.
 """
 
-import os
 import posixpath
 import re
 from pathlib import Path
@@ -22,7 +21,7 @@ LINK = re.compile(
 )
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml"}
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-PICTURE = re.compile(r'<img alt="([^"]*)" src="[^"]*?(pictures/[\w-]+\.svg)"\s*/?>')
+PICTURE = re.compile(r'<img([^>]* src=")([^"]*?pictures/[\w-]+)\.svg"([^>]*)>')
 SYSTEM_DARK = "@media (prefers-color-scheme: dark)"
 
 _page_of: dict[str, str] = {}  # a file of the repository, and what shows it in the site
@@ -45,26 +44,25 @@ def on_files(files: Files, config: Any) -> Files:
     for path, page in _page_of.items():
         if not path.startswith("docs/"):
             files.append(_file(path, page, config))
+    for path in sorted((ROOT / "docs/pictures").glob("*.svg")):
+        text = path.read_text(encoding="utf-8")
+        for colors, query in (("light", "@media not all"), ("dark", "@media all")):
+            name = f"pictures/{path.stem}-{colors}.svg"
+            files.append(File.generated(config, name, content=text.replace(SYSTEM_DARK, query)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links of a page to where the site has their files."""
+    """Lead links of a page to where the site has their files; the front page needs no list of pages next to it."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]
     path = next((path for path, shown in _page_of.items() if shown == page.file.src_uri), None)
     return markdown if path is None or not path.endswith(".md") else _relinked(path, page.file.src_uri, markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Put the pictures of docs/pictures into the page, so that the switch of the site reaches their colours."""
-
-    def inline(found: re.Match[str]) -> str:
-        svg = (ROOT / "docs" / found[2]).read_text(encoding="utf-8")
-        return f'<span class="picture">{svg.replace(SYSTEM_DARK, "@media all").replace("svg.drawn.dark", DARK)}</span>'
-
-    return PICTURE.sub(inline, re.sub(r"<source [^>]*>|</?picture>", "", html))
-
-
-DARK = "[data-md-color-scheme=slate] svg.drawn"
+    """Show a picture of docs/pictures in the colours that the switch of the site has chosen."""
+    return PICTURE.sub(r'<img\1\2-light.svg#only-light"\3><img\1\2-dark.svg#only-dark"\3>', html)
 
 
 def _targets(path: str, text: str) -> list[str]:
@@ -93,12 +91,13 @@ def _file(path: str, page: str, config: Any) -> File:
 
 def _program(path: str) -> str:
     text = (ROOT / path).read_text(encoding="utf-8")
-    return f"# {path}\n\nA file of the repository, as it stands there.\n\n````{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}````\n"
+    language = LANGUAGES.get(Path(path).suffix, "text")
+    return f"# {path}\n\nA file of the repository, as it stands there.\n\n````{language}\n{text}````\n"
 
 
 def _folder(path: str) -> str:
     """A page of the files in a folder; those that have a page here are links."""
-    names = [name for name in sorted(os.listdir(ROOT / path)) if not name.startswith((".", "__"))]
+    names = [name for name in sorted(file.name for file in (ROOT / path).iterdir()) if not name.startswith((".", "__"))]
     shown = {name: _page_of.get(f"{path}/{name}") for name in names}
     here = posixpath.dirname(_page_of[path])
     rows = [f"- [{n}]({posixpath.relpath(p, here)})" if p else f"- {n}" for n, p in shown.items()]

@@ -14,7 +14,7 @@ from longspan.layout import Layout
 PLAN = "plan --distribution lognorm --slots 32 --tokens 1048576 --seed 1 --machine h200 --cp-comm-type auto"
 STYLE = """svg.drawn{--ink:#1d2126;--soft:#5d6670;--line:#b9bfc6;--box:#f3f3ef;
 --a:#2f6fb3;--b:#c2571a;--c:#2c7f4f;--d:#8e4585;--on:#ffffff}
-@media (prefers-color-scheme: dark){svg.drawn.dark{--ink:#e8eaed;--soft:#a5aeb8;--line:#525b66;--box:#232a32;
+@media (prefers-color-scheme: dark){svg.drawn{--ink:#e8eaed;--soft:#a5aeb8;--line:#525b66;--box:#232a32;
 --a:#6aaeff;--b:#ffa26b;--c:#63c98f;--d:#dd9bd4;--on:#14171b}}
 svg.drawn text{fill:var(--ink);font-family:system-ui,sans-serif;font-size:13px}
 svg.drawn text.soft{fill:var(--soft)}svg.drawn text.title{font-weight:600;font-size:15px}
@@ -30,7 +30,7 @@ class Picture:
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn dark" viewBox="0 0 {width} {height}" role="img">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn" viewBox="0 0 {width} {height}" role="img">'
             f"<title>{escape(title)}</title><style>{STYLE}</style>"
             '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3.5" orient="auto">'
             '<path class="tip" d="M0 0L7 3.5L0 7z"/></marker></defs>'
@@ -154,7 +154,7 @@ def hierarchy() -> str:
     picture.text(
         20,
         234,
-        "Each GPU holds all rows of its host for a quarter of the heads, and sends their keys and values to its partner.",
+        "Each GPU holds all rows of its host for a quarter of the heads, and sends their keys and values across.",
     )
     picture.text(
         20,
