@@ -108,7 +108,8 @@ class RankError(Exception):
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(rank, text)
-        self.rank, self.text = rank, text
+        self.rank: int = rank
+        self.text: str = text
 
     def __str__(self) -> str:
         return f"on rank {self.rank}\n{self.text}"
