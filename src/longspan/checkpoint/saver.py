@@ -33,13 +33,14 @@ from longspan.checkpoint.files import (
     checkpoint_path,
     create_partial,
     publish_checkpoint,
+    remove_folder,
     remove_old_checkpoints,
-    remove_partial,
     unfinished_path,
 )
-from longspan.checkpoint.save_plan import CachedPlanner, PlanCache
+from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
 from longspan.checkpoint.stage import Stage, StagedTensors
 from longspan.checkpoint.storage import HashingWriter, first_failure
+from longspan.checkpoint.store_path import as_root
 from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
@@ -83,6 +84,7 @@ class _Save:
     seconds: float = 0.0
     bytes: int = 0
     given_up: bool = False  # nobody waits for it any more, and it is not published
+    noted: bool = False  # its figures are in the metrics, or about to be
     staged: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -121,7 +123,7 @@ class CheckpointSaver:
         timeout: float = 1800.0,
         log: LogLine = print,
     ) -> None:
-        self.root, self.keep, self.best, self.timeout = Path(root), keep, 0, float(timeout)
+        self.root, self.keep, self.best, self.timeout = as_root(root), keep, 0, float(timeout)
         self.figures: SaveFigures | None = None  # of the last save that was published
         self._world, self._log = world, log if is_first_rank(world) else _silent
         self._background = background
@@ -239,9 +241,8 @@ class CheckpointSaver:
 
     def take_figures(self) -> SaveFigures | None:
         """What the last save took, once, if it is published; None before that and after."""
-        save = self._running
+        save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
-            self._running = None
             self._note(save)
         figures, self.figures = self.figures, None
         return figures
@@ -333,7 +334,7 @@ class CheckpointSaver:
         except BaseException as error:  # raised where the ranks meet next
             save.failure = error
             if is_first_rank(self._world):
-                remove_partial(save.folder)  # what it takes may be what the disk lacks
+                remove_folder(save.folder)  # what it takes may be what the disk lacks
         finally:
             save.seconds = time.monotonic() - save.started
             save.staged.set()
@@ -356,8 +357,11 @@ class CheckpointSaver:
 
         talk.all_reduce("copy", copy, lambda _: create_partial(save.folder))
         save.phase = "planning"
-        planner = CachedPlanner(self._plans)
-        dcp.save(save.staging.tensors, storage_writer=writer, planner=planner, process_group=self._group)
+        tensors = save.staging.tensors
+        digests = talk.all_gather("names", partial(names_digest, tensors))
+        first = digests.index(digests[talk.rank]) == talk.rank
+        planner = CachedPlanner(self._plans, lists_values=first)
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         save.bytes = talk.all_reduce("publish", lambda: writer.digests, publish)
         if is_first_rank(self._world):
             save.phase = "removing older checkpoints"
@@ -378,7 +382,10 @@ class CheckpointSaver:
         return "; ".join(f"rank(s) {short(ranks)}: {phase}" for phase, ranks in items)
 
     def _note(self, save: _Save) -> None:
-        self.figures = SaveFigures(save.step, save.shown, save.seconds, save.bytes)
+        """Keep the figures of a save that is published, once."""
+        if not save.noted:
+            save.noted = True
+            self.figures = SaveFigures(save.step, save.shown, save.seconds, save.bytes)
 
 
 class _Writer(HashingWriter):

@@ -69,11 +69,11 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr
             return train(config, world, display)
 
 
-def _print_result(result: "TrainResult", saved: str, *, as_json: bool) -> None:
+def _print_result(result: "TrainResult", saved: str, checkpoints: str, *, as_json: bool) -> None:
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout
     print(f"report: {write_report(result.dir)}", file=out)
     model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
-    print(f"checkpoints: {result.dir / 'checkpoints'}{model}", file=out)
+    print(f"checkpoints: {checkpoints or result.dir / 'checkpoints'}{model}", file=out)
     print(json.dumps(result.summary()) if as_json else result.text())
