@@ -44,9 +44,8 @@ def main(argv: Sequence[str]) -> int:
         raise
     if reports_here():
         leave_closed_output()  # whose status would stand for the run's
-        _print_result(
-            result, "adapter, for stock peft" if config.lora.rank else "Hugging Face folder", as_json=flags.json
-        )
+        saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
+        _print_result(result, saved, config.run.checkpoints, as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0
 
 
