@@ -47,14 +47,17 @@ class Operation:
     __slots__ = ("outer", "ranks", "started", "step", "watch", "what")
 
     def __init__(self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None) -> None:
-        self.watch, self.what, self.ranks, self.started = watch, what, ranks, 0.0
+        self.watch: Watch = watch
+        self.what: str = what
+        self.ranks: Sequence[int] = ranks
+        self.started = 0.0
         self.step = step  # that errors name; None: the world's
         if step is None and watch.named is not None:
             self.step = watch.named.step
         self.outer: Operation | None = None
 
     def __enter__(self) -> "Operation":
-        self.started = time.monotonic()
+        self.started: float = time.monotonic()
         self.outer, self.watch.current = self.watch.current, self
         return self
 
@@ -83,7 +86,10 @@ class Watch:
     def __init__(
         self, rank: int, ranks: Sequence[int], timeout: float, reports: FailureReports | None, *, gpu: bool = False
     ) -> None:
-        self.rank, self.ranks, self.timeout, self.reports = rank, tuple(ranks), timeout, reports
+        self.rank: int = rank
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.timeout: float = timeout
+        self.reports: FailureReports | None = reports
         self.step = 0
         self.current: Operation | None = None
         self.finished = "nothing yet"

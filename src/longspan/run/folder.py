@@ -99,9 +99,9 @@ class Saves:
     """
 
     def __init__(self, run: TrainingRun, log: LogLine) -> None:
-        self.done = run.done
+        self.done: int = run.done
         self._run, self._saved, self._since = run, run.done, time.monotonic()
-        self.saver = CheckpointSaver(
+        self.saver: CheckpointSaver = CheckpointSaver(
             run.checkpoints,
             run.world,
             keep=run.config.run.keep_checkpoints,

@@ -29,7 +29,7 @@ from longspan.plan import Plan, PlanAhead
 from longspan.plan.plan_rows import group_counts
 from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
-from longspan.run.folder import Saves, run_lock
+from longspan.run.folder import LOCK, Saves, run_lock
 from longspan.run.loggers import logger_classes
 from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
@@ -146,7 +146,15 @@ class _Loop:
         return stopped
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
-        """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses."""
+        """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
+
+        Raises RunFolderError where the run's folder was removed: the files that are open would still be written.
+        """
+        if is_first_rank(self.run.world) and not (self.run.dir / LOCK).exists():
+            raise RunFolderError(
+                f"{self.run.dir} was removed or renamed while the run was at work in it: it has no {LOCK}; put it back "
+                "if it is elsewhere, and start the command again"
+            )
         self.records.groups.note(plan)
         self.records.plans.write(row["step"], plan)
         self.records.metrics.write(row)

@@ -51,7 +51,8 @@ class Shareable:
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self.group, self.users = group, 0
+        self.group: dist.ProcessGroup | None = group
+        self.users: int = 0
 
 
 ByRanks = dict[tuple[object, ...], list[Shareable]]  # by ranks, torch's options and purpose, in the order made
