@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longspan.corpus.chunk import CHUNK_BYTES, chunk_rows
 from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.infer_turns import longest_overlap
 from longspan.corpus.rows.sample import BadRow
 from longspan.errors import DataError
 from tests.corpus.test_formats import corpus_of, rows_as
@@ -108,3 +111,18 @@ def test_tables_with_damaged_texts_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.parquet, row 2: a text that is not UTF-8"):
         corpus_of(tmp_path, path=str(tmp_path / "a.parquet"))
     assert documents(tmp_path, tmp_path / "a.parquet") == 2
+
+
+@given(text=st.text("ab c", max_size=200), other=st.text("ab c", max_size=200), shared=st.integers(0, 200))
+def test_overlaps_are_the_longest(text: str, other: str, shared: int) -> None:
+    """Of a question and an answer, however long: comparing every length took the square of it."""
+    other = text[shared:] + other
+    lengths = range(min(len(text), len(other)) + 1)
+    assert longest_overlap(text, other) == max(n for n in lengths if text.endswith(other[:n]))
+
+
+def test_a_long_answer_is_found_in_time_that_grows_with_it() -> None:
+    """Without the bound this takes some hours."""
+    words = "some words " * 400_000
+    assert longest_overlap(f"user: {words}", f"{words}and more" * 2) == len(words)
+    assert longest_overlap("a" * 300_000 + "b", "a" * 300_000) == 0
