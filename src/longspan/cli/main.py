@@ -23,6 +23,7 @@ VERBS = {
     "simulate": "the former name of plan --compare",
     "bench": "measure communication patterns on this machine",
     "report": "write the HTML report of a run or a plan",
+    "examples": "list the examples that come with longspan, or copy them",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
 _ALIASES = {"simulate": ["plan", "--compare"]}

@@ -33,7 +33,9 @@ class LineFile:
     """A .jsonl file, plain or compressed; to reach a row of a compressed file the rows before it are decompressed."""
 
     def __init__(self, name: str, path: Path, most: int) -> None:
-        self.name, self.path, self._most = name, path, most
+        self.name: str = name
+        self.path: Path = path
+        self._most = most
         self._stream: BinaryIO | None = None
         self._close: Callable[[], object] = lambda: None
 
@@ -81,7 +83,9 @@ class TextFile:
     """A .txt, .md or .py file: one row."""
 
     def __init__(self, name: str, path: Path, most: int) -> None:
-        self.name, self.path, self._most = name, path, most
+        self.name: str = name
+        self.path: Path = path
+        self._most = most
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its text."""
@@ -164,7 +168,9 @@ class ParquetFile:
     """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
 
     def __init__(self, name: str, path: Path, most: int) -> None:
-        self.name, self.path, self._most = name, path, most
+        self.name: str = name
+        self.path: Path = path
+        self._most = most
         self._group = lru_cache(maxsize=1)(self._read_group)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -205,7 +211,9 @@ class ArrowFile:
     """An .arrow file, mapped into memory."""
 
     def __init__(self, name: str, path: Path, most: int) -> None:
-        self.name, self.path, self._most = name, path, most
+        self.name: str = name
+        self.path: Path = path
+        self._most = most
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""

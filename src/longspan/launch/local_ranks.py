@@ -46,6 +46,12 @@ PRELOAD: tuple[str, ...] = (
 )
 
 
+_USUAL_CAUSES = {
+    signal.SIGKILL: ", as Linux does where memory runs out",
+    signal.SIGBUS: ", as Linux does where a mapped file, as of a corpus, was cut, or the disk below it fails",
+}
+
+
 def start_fork_server() -> ForkServerContext:
     """Start the fork server if it does not run; it imports in the background while this process imports torch.
 
@@ -112,7 +118,9 @@ class LocalRank:
     """One process, its answer when it has come, and what it was doing when its time was up."""
 
     def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
-        self.index, self.process, self.pipe = index, process, pipe
+        self.index: int = index
+        self.process: ForkServerProcess = process
+        self.pipe = pipe
         self.answer: Answer | None = None
         self.death: str | None = None
         self.killed_by = 0  # the signal that it died of
@@ -124,12 +132,14 @@ class LocalRank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
-            self.death, self.killed_by = _describe_death(self.process.exitcode), -min(0, self.process.exitcode or 0)
+            self.killed_by: int = -min(0, self.process.exitcode or 0)
+            self.death = _describe_death(self.process.exitcode)
         self.waiting = False
 
     def send(self, task: Task) -> None:
         """Send a task to a rank that takes them through its pipe."""
-        self.answer, self.waiting = None, True
+        self.waiting: bool = True
+        self.answer = None
         self.pipe.send_bytes(pickle.dumps(task))
 
     @property
@@ -198,7 +208,8 @@ class LocalRanks:
 
     def call(self, payload: bytes, n: int) -> None:
         """Let the first n ranks make a call, with a store of its own."""
-        self.store, self.ranks, self.failed, self.failure = start_store_server(), self._all[:n], [], None
+        self.store: Any = start_store_server()
+        self.ranks, self.failed, self.failure = self._all[:n], [], None
         for rank in self.ranks:
             rank.send(self._task(rank.index, n, payload))
 
@@ -301,11 +312,14 @@ class LocalRanks:
 
 def _describe_death(code: int | None) -> str:
     if code is not None and code < 0:
-        return describe_end(code) + (", as Linux does where memory runs out" if -code == signal.SIGKILL else "")
+        return describe_end(code) + _USUAL_CAUSES.get(-code, "")
     return f"{describe_end(code)} before it answered"
 
 
 def _dump(folder: Path, index: int) -> str:
+    """Where a rank was, as its faulthandler has written it: the thread that got the signal, where that is known."""
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""
-    return "\n".join(text.splitlines()[:14])
+    head, current, thread = text.partition("Current thread")
+    lines = [*head.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
+    return "\n".join(lines[:14])

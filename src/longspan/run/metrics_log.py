@@ -5,6 +5,9 @@ efficiency; groups, [{degree, cp_comm_type, count, tokens}] of the plan; if they
 predicted_seconds and bound_share, and of a model with images encoder_share, encoder_balance and both as predicted
 (`step_figures.py`); where prices are refined (`refining.py`), the factors that priced the plan: correction_linear,
 correction_attention, correction_inside and correction_across; source_tokens, those of each of several sources;
+save_shown_seconds, save_seconds and save_bytes of a checkpoint, in the row of the first step that ended after it was
+published: the seconds that training stood for it, those until it was published, and all ranks' bytes (of the last
+checkpoint a line of the log says them);
 router_balance_loss and router_z_loss of models with experts; and mtp_loss_1, mtp_loss_2 and so on of depths of
 multi-token prediction. docs/figures.md explains them.
 

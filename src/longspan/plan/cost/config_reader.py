@@ -18,7 +18,8 @@ class ConfigReader:
     """
 
     def __init__(self, config: Any, where: str) -> None:
-        self._config, self.where = config, where
+        self.where: str = where
+        self._config = config
 
     @classmethod
     def of(cls, config: Any) -> "ConfigReader":
