@@ -80,8 +80,8 @@ def token_sample(values: Mapping[str, Any], vocabulary: int) -> Sample:
         raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
     _check_one_document(values, len(ids))
     padding = values.get("attention_mask")
-    if padding is not None and not all(padding):
-        raise RowError(f"attention_mask masks {list(padding).count(0)} tokens of padding; leave the padding out")
+    if padding is not None and (masked := int((_read_integers(padding, "attention_mask") == 0).sum())):
+        raise RowError(f"attention_mask masks {masked} tokens of padding; leave the padding out")
     if labels is not None:
         targets = _check_length(_read_integers(labels, "labels"), "labels", len(ids))
         _check_ids(targets[targets != NO_TARGET], "labels", vocabulary)
