@@ -2,7 +2,8 @@
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
 corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, plans.jsonl, groups.jsonl, plans/,
-checkpoints/, model/ (Hugging Face), summary.json; and run.lock, which keeps a second run out.
+checkpoints/, model/ (Hugging Face), summary.json; run.lock, which keeps a second run out; hang/, where a collective
+failed.
 """
 
 import math
@@ -17,6 +18,7 @@ from longspan.bridge.item_documents import item_table_of
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, asking_signal, received_signal
+from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
@@ -40,12 +42,15 @@ from longspan.run.run_data import TrainingRun
 from longspan.run.run_facts import facts_of
 from longspan.run.set_up import check_targets, set_up
 from longspan.run.slow_slots import SlowSlots
+from longspan.run.time_limits import TimeLimits
 from longspan.run.warm_up import warm_up_run
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plans_of_steps
 from longspan.train.reading.gather import share_documents
 from longspan.train.reading.step_inputs import with_targets_of
 from longspan.train.terms import plan_waves_ahead
+
+HANG = "hang"  # of what torch recorded of collectives, where one failed
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
@@ -66,7 +71,10 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         run = set_up(config, world, display.log)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
-            result = _Loop(run, display, records, Evaluations(run, display, records, stop)).train(stop)
+            for opened in open_worlds():
+                opened.watch.folder = run.dir / HANG
+            limits = TimeLimits(config, world, is_priced=run.figures.priced_here)
+            result = _Loop(run, display, records, Evaluations(run, display, records, stop, limits)).train(stop)
         summary = as_json(result.summary(), indent=1)
         run_on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
         return result
@@ -107,18 +115,19 @@ class _Loop:
     def run_steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
         """Run the remaining steps; returns the number of steps done, and the signal that stopped them ("" for none)."""
         run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
-        slow_slots = SlowSlots()
+        slow_slots, limits = SlowSlots(), self.evaluations.limits
         if run.done < settings.steps:
             stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
         with saves.save_before_errors():
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 refine_prices(run, saves.done)
-                row, plan = _take_step(run, plans, saves.done, slow_slots)
+                row, plan = _take_step(run, plans, saves.done, slow_slots, limits)
                 saves.done += 1
-                _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
-                self.display.show_step(row)
-                agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
+                with limits.around_end_of_step():
+                    _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
+                    self.display.show_step(row)
+                    agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
                 stopped = agreed.stopped
                 if agreed.slow is not None:
                     slow_slots.name(agreed.slow, run.world, self.display.log)
@@ -156,14 +165,17 @@ def _plans(run: TrainingRun) -> PlanAhead:
     return plans_of_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
 
 
-def _take_step(run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots) -> tuple[dict[str, Any], Plan]:
+def _take_step(
+    run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots, limits: TimeLimits
+) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started = time.perf_counter()
     documents = _documents_of_step(run, step)
     plan = with_targets_of(documents, plans.plan(step))
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         _prepare_next_step(run, run.model, plans, step + 1)
-    result = run.take_step(plan, documents, step)
+    with limits.around_step(plan.predicted_seconds):
+        result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
     slow_slots.note(result.slot_ratio)
     note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))

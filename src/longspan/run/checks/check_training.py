@@ -58,7 +58,7 @@ def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collecti
             raise ConfigError(f"{prefix}{key} is 1; a document of one token predicts nothing: use 2 or more")
         if isinstance(value, str):
             if value != AUTO:
-                units = {"eval_documents": "documents", "node_size": "slots"}
+                units = {"eval_documents": "documents", "node_size": "slots", "timeout_seconds": "seconds"}
                 number = f"a number of {units.get(key, 'rows')}"
                 number = "a degree" if key.endswith("parallel_size") else number
                 raise ConfigError(f'{prefix}{key} is {value!r}; give {number}, or "{AUTO}"')
