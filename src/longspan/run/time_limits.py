@@ -47,15 +47,15 @@ class TimeLimits:
         self._evaluated = dict[Hashable, float]()  # seconds of an evaluation
 
     @contextmanager
-    def around_step(self, predicted: float) -> Iterator[None]:
-        """A context of one step that is predicted to take so many seconds."""
+    def around_step(self, predicted: float, *, is_usual: bool = True) -> Iterator[None]:
+        """A context of one step that is predicted to take so many seconds; one that is profiled is no usual one."""
         self._begun += 1
         is_known = self._begun > FIRST_STEPS
         self._of_step = TIMES * max([predicted, *self._measured()]) if is_known else LONG
         started = time.monotonic()
         with self._at_most(self._of_step):
             yield
-        if is_known:
+        if is_known and is_usual:
             self._steps.append(time.monotonic() - started)
 
     def around_end_of_step(self) -> AbstractContextManager[None]:

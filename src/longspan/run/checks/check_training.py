@@ -38,6 +38,10 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
         raise ConfigError(
             f"run.save_on has {wrong[0]!r}; it may have {', '.join(names)} (SIGINT and SIGTERM always end a run)"
         )
+    if any(step < 1 for step in config.train.profile_steps):
+        raise ConfigError(
+            f"train.profile_steps has {min(config.train.profile_steps)}; steps are counted from 1, as in [10, 11]"
+        )
     if not config.run.dir:
         raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
 
