@@ -49,15 +49,19 @@ class Operation:
     __slots__ = ("limit", "outer", "ranks", "started", "step", "watch", "what")
 
     def __init__(self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None) -> None:
-        self.watch, self.what, self.ranks, self.started = watch, what, ranks, 0.0
-        self.limit = watch.timeout  # seconds
+        self.watch: Watch = watch
+        self.what: str = what
+        self.ranks: Sequence[int] = ranks
+        self.started = 0.0
+        self.limit: float = watch.timeout  # seconds
         self.step = step  # that errors name; None: the world's
         if step is None and watch.named is not None:
             self.step = watch.named.step
         self.outer: Operation | None = None
 
     def __enter__(self) -> "Operation":
-        self.started, self.limit = time.monotonic(), self.watch.timeout
+        self.started: float = time.monotonic()
+        self.limit = self.watch.timeout
         self.outer, self.watch.current = self.watch.current, self
         return self
 
@@ -86,7 +90,10 @@ class Watch:
     def __init__(
         self, rank: int, ranks: Sequence[int], timeout: float, reports: FailureReports | None, *, gpu: bool = False
     ) -> None:
-        self.rank, self.ranks, self.timeout, self.reports = rank, tuple(ranks), timeout, reports
+        self.rank: int = rank
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.timeout: float = timeout
+        self.reports: FailureReports | None = reports
         self.step = 0
         self.current: Operation | None = None
         self.finished = "nothing yet"
@@ -94,6 +101,7 @@ class Watch:
         self.notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
         self.others: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
         self.named: Operation | None = None  # around collectives that others start
+        self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
         # The last collective that was waited for, and how to ask whether the device is past it.
         self.last: tuple[Operation, Callable[[], bool]] | None = None
         self._passed = torch.cuda.Event() if gpu else None
@@ -166,17 +174,18 @@ class Watch:
         recorded = last_collective()
         operation = self.current or next((watch.current for watch in self.others() if watch.current), None)
         if operation is not None:
-            text = f"in {operation} for {time.monotonic() - operation.started:.1f} s"
-            return Activity(text, operation.what, recorded)
-        if self.last is not None and not self.last[1]():
+            text, name = f"in {operation} for {time.monotonic() - operation.started:.1f} s", operation.what
+        elif self.last is not None and not self.last[1]():
             operation = self.last[0]
             text = f"past {operation} in its program, its GPU in it for {time.monotonic() - operation.started:.1f} s"
-            return Activity(text, operation.what, recorded)
-        if (named := self.named) is None:
-            return Activity(f"computing in step {self.step}, after '{self.finished}'", "", recorded)
-        step = self.step if named.step is None else named.step
-        text = f"computing in step {step}, in '{named.what}', after '{self.finished}'"
-        return Activity(text, recorded, recorded)  # in a collective of FSDP2 or DTensor, which torch recorded, or after
+            name = operation.what
+        elif (named := self.named) is None:
+            text, name = f"computing in step {self.step}, after '{self.finished}'", ""
+        else:  # in a collective of FSDP2 or DTensor, which torch recorded, or after it
+            step = self.step if named.step is None else named.step
+            text, name = f"computing in step {step}, in '{named.what}', after '{self.finished}'", recorded
+        background = self.background()
+        return Activity(f"{text}, in the background in {background}" if background else text, name, recorded)
 
     def write_traces(self) -> None:
         """Write what torch recorded of this rank's collectives into the folder for it, if there is one."""
