@@ -15,7 +15,6 @@ none. torch (2.11 to 2.13) makes moments by a step with zero gradients if an opt
 load into, and if there are gradients it silently makes and loads none.
 """
 
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -47,6 +46,8 @@ from longspan.checkpoint.files import (
     publish_checkpoint,
     read_state,
     remove_old_checkpoints,
+    remove_partial,
+    unfinished_path,
 )
 from longspan.checkpoint.metadata import read_metadata
 from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure
@@ -70,6 +71,7 @@ def save_checkpoint(
     step: int,
     state: Mapping[str, Any] | None = None,
     keep: int = 0,
+    best: int = 0,
     weights: bool = True,
 ) -> Path:
     """Write a prepared model and its optimizer as checkpoint `step` under `root`; all ranks call it together.
@@ -78,13 +80,14 @@ def save_checkpoint(
     PosixPath('runs/mine/step-000100')
 
     `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
-    newest `keep` good checkpoints stay (0: all). Without `weights` it holds the optimizer only, for who keeps the
-    weights in a folder of `save_model`. Returns the checkpoint's folder. Raises CheckpointError on every rank if any
-    could not write, and CommError with the rank that is lost; an older checkpoint is never damaged.
+    newest `keep` good checkpoints stay (0: all), and that of step `best`. Without `weights` it holds the optimizer
+    only, for who keeps the weights in a folder of `save_model`. Returns the checkpoint's folder; `CheckpointSaver`
+    writes while training goes on. Raises CheckpointError on every rank if any could not write, and CommError with the
+    rank that is lost; an older checkpoint is never damaged.
     """
     root = Path(root)
     path = checkpoint_path(root, step)
-    folder = path.with_name(path.name + PARTIAL)
+    folder = unfinished_path(path)
     run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
         tensors = tensors_to_save(model, optimizer)
@@ -96,11 +99,11 @@ def save_checkpoint(
         )
     except (CheckpointError, CommError) as error:
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
-            shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
+            remove_partial(folder)  # what it takes may be what the disk lacks
         if isinstance(error, CommError):
             raise
         raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
-    run_on_first_rank(world, lambda: remove_old_checkpoints(root, keep), CheckpointError)
+    run_on_first_rank(world, lambda: remove_old_checkpoints(root, keep, best=best), CheckpointError)
     return path
 
 

@@ -41,6 +41,16 @@ def create_partial(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
+def unfinished_path(path: Path) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def remove_partial(partial: Path) -> None:
+    """Remove what a save that failed has written, as far as the disk lets it."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
 def publish_checkpoint(
     partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]
 ) -> None:
@@ -55,16 +65,17 @@ def publish_checkpoint(
     _sync_folder(path.parent)
 
 
-def remove_old_checkpoints(root: Path, keep: int) -> None:
+def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
     """Remove unfinished checkpoints, and what is older than the newest `keep` good ones (0: nothing).
 
-    Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good.
+    Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good. That of step `best`
+    stays.
     """
     remove_unfinished_saves(root)
     good = [path for path in complete_checkpoints(root) if _looks_good(path)]
     if keep and len(good) > keep:
         oldest = step_of(good[keep - 1])
-        for path in (path for path in complete_checkpoints(root) if step_of(path) < oldest):
+        for path in (path for path in complete_checkpoints(root) if step_of(path) < oldest and step_of(path) != best):
             shutil.rmtree(path, ignore_errors=True)
 
 

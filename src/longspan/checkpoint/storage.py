@@ -33,9 +33,12 @@ from longspan.files import naming_file, os_error_text
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes this rank's files; `digests` are those of all that it wrote, by name."""
+    """Writes this rank's files; `digests` are those of all that it wrote, by name.
 
-    def __init__(self, path: Path, world: World) -> None:
+    With a world its ranks wait for each other while they write.
+    """
+
+    def __init__(self, path: Path, world: World | None) -> None:
         super().__init__(path)
         self.fs = self._files = _HashingFiles()
         self._world = world
@@ -47,6 +50,7 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """As torch writes; entered by all ranks."""
+        assert self._world is not None
         with waiting_for_all(self._world):
             return super().write_data(plan, planner)
 

@@ -20,7 +20,11 @@ from longspan.run.result import versions
 if TYPE_CHECKING:
     from longspan.attention import Kernel
 
-SUPPORTED = {"python": ((3, 11), None), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (6, 0))}
+SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
+    "python": ((3, 11), None),
+    "torch": ((2, 11), (2, 14)),
+    "transformers": ((5, 17), (6, 0)),
+}
 LOCAL_RANKS = 4
 
 

@@ -29,7 +29,8 @@ class ControlGroup:
     """
 
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
-        self.home, self.plane = home, plane
+        self.home: Layout = home
+        self.plane: tuple[int, ...] = plane
         self._groups = groups
         group = groups.make_group(home.ranks, "control", backend="gloo")
         assert group is not None

@@ -47,14 +47,17 @@ class Operation:
     __slots__ = ("outer", "ranks", "started", "step", "watch", "what")
 
     def __init__(self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None) -> None:
-        self.watch, self.what, self.ranks, self.started = watch, what, ranks, 0.0
+        self.watch: Watch = watch
+        self.what: str = what
+        self.ranks: Sequence[int] = ranks
+        self.started = 0.0
         self.step = step  # that errors name; None: the world's
         if step is None and watch.named is not None:
             self.step = watch.named.step
         self.outer: Operation | None = None
 
     def __enter__(self) -> "Operation":
-        self.started = time.monotonic()
+        self.started: float = time.monotonic()
         self.outer, self.watch.current = self.watch.current, self
         return self
 
@@ -83,12 +86,16 @@ class Watch:
     def __init__(
         self, rank: int, ranks: Sequence[int], timeout: float, reports: FailureReports | None, *, gpu: bool = False
     ) -> None:
-        self.rank, self.ranks, self.timeout, self.reports = rank, tuple(ranks), timeout, reports
+        self.rank: int = rank
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.timeout: float = timeout
+        self.reports: FailureReports | None = reports
         self.step = 0
         self.current: Operation | None = None
         self.finished = "nothing yet"
         self.others: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
         self.named: Operation | None = None  # around collectives that others start
+        self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
         # The last collective that was waited for, and how to ask whether the device is past it.
         self.last: tuple[Operation, Callable[[], bool]] | None = None
         self._passed = torch.cuda.Event() if gpu else None
@@ -154,8 +161,11 @@ class Watch:
         operation = self.current or next((watch.current for watch in self.others() if watch.current), None)
         if operation is None:
             step = self.step if self.named is None or self.named.step is None else self.named.step
-            return f"computing in step {step}, after '{self.finished}'"
-        return f"in {operation} for {time.monotonic() - operation.started:.1f} s"
+            text = f"computing in step {step}, after '{self.finished}'"
+        else:
+            text = f"in {operation} for {time.monotonic() - operation.started:.1f} s"
+        background = self.background()
+        return f"{text}, in the background in {background}" if background else text
 
     def has_died(self, rank: int) -> bool:
         """Whether a rank is known to be dead, by its launcher."""

@@ -80,7 +80,7 @@ class Corpus:
 
     def _open_columns(self, place: Path) -> None:
         """Map the columns of the folder; without sources of documents, all are of source 0."""
-        self.manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
+        self.manifest: Manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
         self.sources: Sequence[SourceFile] = SourceLines(place)
         self._origins = map_array(place / "origins.npy")
         self.lengths: npt.NDArray[Any] = map_array(place / "lengths.npy")
@@ -88,7 +88,7 @@ class Corpus:
         zero = np.broadcast_to(np.int16(0), len(self.lengths))
         self.source_of: npt.NDArray[Any] = map_array(several) if several.is_file() else zero
         self.targets: npt.NDArray[Any] | None = map_array(masked) if masked.is_file() else None
-        self.images = ImageTable.of(place)
+        self.images: ImageTable | None = ImageTable.of(place)
 
     def _find_tokens(
         self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None

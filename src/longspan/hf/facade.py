@@ -135,7 +135,8 @@ class Facade:
         token_values: Callable[["Facade", list[Document]], TokenLogProbs],
         head: FusedHead | None = None,
     ) -> None:
-        self._model, self._token_values, self.head = model, token_values, head or FusedHead()
+        self.head: FusedHead = head or FusedHead()
+        self._model, self._token_values = model, token_values
         self.called: list[CalledBatch] = []  # of this optimizer step, with gradients
         self.ahead: list[AheadBatch] = []  # of this optimizer step, not called with yet
         self.evaluated = (0.0, 0)  # of an evaluation: the sum of losses, and tokens
@@ -203,7 +204,7 @@ class Facade:
         if torch.is_grad_enabled():
             self.called.append(CalledBatch(rows, leaf))
         else:
-            self.evaluated = (self.evaluated[0] + total.item(), self.evaluated[1] + int(targets))
+            self.evaluated: tuple[float, int] = (self.evaluated[0] + total.item(), self.evaluated[1] + int(targets))
         return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
 
     def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:

@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Callable
 from functools import cached_property, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +21,35 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 
-StockTrainer: Any = object  # the Trainer class that comes after our parts in the order of bases
+if TYPE_CHECKING:
+
+    class StockTrainer:
+        """The Trainer class that comes after our parts in the order of bases: any, with whatever names it has."""
+
+        def __init__(self, *args: Any, **keywords: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+        # what our parts call of it
+        _calculate_rewards: Any
+        _generate: Any
+        _get_output_dir: Any
+        _load_rng_state: Any
+        _precompute_ref_logps: Any
+        _prepare_for_training: Any
+        _save_checkpoint: Any
+        _save_rng_state: Any
+        _token_values: Any
+        create_accelerator_and_postprocess: Any
+        evaluate: Any
+        evaluation_loop: Any
+        get_batch_samples: Any
+        predict: Any
+        prediction_step: Any
+        train: Any
+        training_step: Any
+else:
+    StockTrainer = object
+
 OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
 
 
@@ -31,7 +59,9 @@ class OneProcess:
     now: "OneProcess | None" = None
 
     def __init__(self, home: Layout, world: World) -> None:
-        self.home, self.world, self.trainers = home, world, 0
+        self.home: Layout = home
+        self.world: World = world
+        self.trainers = 0
         self._state = dict(PartialState._shared_state)
         self._patched: list[tuple[Any, str, Any]] = []
 

@@ -22,6 +22,7 @@ from longspan.hf.preferences import PreferencesPart, load_on_one_device
 from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import model_inside
+from longspan.plan import MemoryPlan
 
 
 class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, FilesPart):
@@ -34,7 +35,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     hyperparameter_search = refuse_search
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
-        self.longspan = longspan or LongspanArguments()
+        self.longspan: LongspanArguments = longspan or LongspanArguments()
         construction = GivenArguments(type(self), super().__init__, args, keywords)
         arguments, model = construction.args, construction.values.get("model")
         refuse_arguments(arguments, self.longspan, construction.values)
@@ -82,9 +83,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             return
         inside = model_inside(self.model)
         self._facade.head = take_fused_head(inside)
+        self.memory_plan: MemoryPlan | None
         self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)
-        self.model_wrapped = self._facade
+        self.model_wrapped: Facade = self._facade
         self._prepared_model = self.model
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, PreTrainedModel):

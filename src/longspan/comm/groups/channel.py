@@ -83,7 +83,9 @@ class Channel:
         device: torch.device,
         parent: ParentName = "plane",
     ) -> None:
-        self.ranks, self.index, self.device = ranks, index, device
+        self.ranks: tuple[int, ...] = ranks
+        self.index: int = index
+        self.device: torch.device = device
         self._by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # members in the order that torch has them in
         self._groups = groups
         self._parent: ParentName = parent

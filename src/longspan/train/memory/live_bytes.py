@@ -43,7 +43,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._live[key] = storage.nbytes()
         self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        self.peak: int = max(self.peak, self.now)
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
