@@ -208,6 +208,27 @@ def publish_and_die(publish: Any, folder: Path, *arguments: Any) -> None:
     publish(folder, *arguments)
 
 
+def figures_rank(rank: int, ranks: int, root: Path) -> list[int]:
+    """Ranks that see at different times that a save has ended."""
+    with World(Layout(ranks), backend=backend(), timeout=30) as world:
+        model, optimizer = opened(world)
+        saver = CheckpointSaver(root, world, log=[].append)
+        steps = list[int]()
+        for step in (1, 2):
+            update(model, optimizer)
+            saver.save(model, optimizer, step=step)
+            if rank == 0:  # another rank's thread may end later
+                assert saver._running is not None and saver._running.ended.wait(30)
+                steps += [figures.step for figures in (saver.take_figures(), saver.take_figures()) if figures]
+        saver.wait()
+        return steps
+
+
+def test_ranks_agree_on_a_save_that_one_of_them_saw_end_first(tmp_path: Path) -> None:
+    assert run_ranks(figures_rank, 2, 2, tmp_path) == [[1, 2], []]
+    assert {step_of(path) for path in complete_checkpoints(tmp_path)} == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("lost", "place"), [(0, "copying"), (1, "copying"), (0, "writing"), (1, "writing"), (0, "publishing")]
 )

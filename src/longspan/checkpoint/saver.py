@@ -83,6 +83,7 @@ class _Save:
     seconds: float = 0.0
     bytes: int = 0
     given_up: bool = False  # nobody waits for it any more, and it is not published
+    noted: bool = False  # its figures are in the metrics, or about to be
     staged: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -239,9 +240,8 @@ class CheckpointSaver:
 
     def take_figures(self) -> SaveFigures | None:
         """What the last save took, once, if it is published; None before that and after."""
-        save = self._running
+        save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
-            self._running = None
             self._note(save)
         figures, self.figures = self.figures, None
         return figures
@@ -378,7 +378,10 @@ class CheckpointSaver:
         return "; ".join(f"rank(s) {short(ranks)}: {phase}" for phase, ranks in items)
 
     def _note(self, save: _Save) -> None:
-        self.figures = SaveFigures(save.step, save.shown, save.seconds, save.bytes)
+        """Keep the figures of a save that is published, once."""
+        if not save.noted:
+            save.noted = True
+            self.figures = SaveFigures(save.step, save.shown, save.seconds, save.bytes)
 
 
 class _Writer(HashingWriter):
