@@ -133,8 +133,19 @@ class CheckpointSaver:
         if background:
             groups = world.process_groups
             self._group = groups.make_group(world.home.ranks, "saves", backend="gloo", timeout=self.timeout)
+            self._connect()
             world.watch.background = self.activity
             world.on_leaving(self.close)
+
+    def _connect(self) -> None:
+        """Let the group connect the ranks that a save connects, as long as their store is there.
+
+        Ranks whose launcher was killed save once more, and gloo finds its peers through the store of the launcher.
+        """
+        talk = _DistWrapper(self._group, True, 0)
+        talk.all_gather("connecting", str)
+        talk.all_reduce("connecting", str, len)
+        talk.reduce_scatter("connecting", str, list)
 
     # ---- for the thread that trains
 
