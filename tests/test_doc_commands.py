@@ -59,6 +59,8 @@ def commands_of(path: Path) -> list[str]:
 def _lines(block: str) -> Iterator[str]:
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
+        if words[-1:] == ["&"]:
+            words.pop()
         if words:
             yield shlex.join(words)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 def srun(words: list[str]) -> int:
     """Run the command after the options in every task."""
-    options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--") and "=" in word)
+    options = dict[str, str](word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
     start = next(i for i, word in enumerate(words) if not word.startswith("--"))
     tasks = list[subprocess.Popen[bytes]]()
     for task in range(int(options.get("ntasks", os.environ["SLURM_NTASKS"]))):
@@ -25,9 +25,15 @@ def srun(words: list[str]) -> int:
                 )
             )
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda number, _: [task.send_signal(number) for task in tasks] and None)
+        signal.signal(number, lambda number, _: send_all(tasks, number))
     statuses = [task.wait() for task in tasks]
     return max(128 - status if status < 0 else status for status in statuses)
+
+
+def send_all(tasks: list[subprocess.Popen[bytes]], number: int) -> None:
+    """Send a signal to every task."""
+    for task in tasks:
+        task.send_signal(number)
 
 
 def scontrol(words: list[str]) -> int:

@@ -139,7 +139,7 @@ def test_a_run_goes_on_in_the_next_job_and_after_a_lost_rank(
     longspan = f'[ "$1" != doctor ] || exit 0\nexec "{sys.executable}" -m longspan "$@" --device cpu'
     metrics = tmp_path / "run/metrics.jsonl"
     words = ("config.toml", "--train.save_every", "10")
-    jobs = []
+    jobs, printed = [], ""
     for restarted, act in enumerate((signal.SIGUSR1, signal.SIGKILL)):
         steps = len(read_metrics(metrics))
         jobs.append(submit(tmp_path, longspan, *words, restarted=restarted, PYTHONPATH=os.environ["PYTHONPATH"]))

@@ -45,12 +45,13 @@ from longspan.checkpoint.files import (
     note_damage,
     publish_checkpoint,
     read_state,
+    remove_folder,
     remove_old_checkpoints,
-    remove_partial,
     unfinished_path,
 )
 from longspan.checkpoint.metadata import read_metadata
 from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure
+from longspan.checkpoint.store_path import as_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
@@ -85,7 +86,7 @@ def save_checkpoint(
     writes while training goes on. Raises CheckpointError on every rank if any could not write, and CommError with the
     rank that is lost; an older checkpoint is never damaged.
     """
-    root = Path(root)
+    root = as_root(root)
     path = checkpoint_path(root, step)
     folder = unfinished_path(path)
     run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
@@ -99,7 +100,7 @@ def save_checkpoint(
         )
     except (CheckpointError, CommError) as error:
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
-            remove_partial(folder)  # what it takes may be what the disk lacks
+            remove_folder(folder)  # what it takes may be what the disk lacks
         if isinstance(error, CommError):
             raise
         raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
@@ -117,7 +118,7 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the
     checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
     """
-    root = Path(root)
+    root = as_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
     newest, damage = newest_good_checkpoint(
         paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
@@ -153,7 +154,7 @@ def load_checkpoint(
     CheckpointError where the folder is missing, belongs to another model, holds no weights that are asked for, or lacks
     moments of parameters that were frozen, and CommError where a rank is lost.
     """
-    path = Path(path)
+    path = as_root(path)
     state, metadata = run_on_first_rank(world, lambda: (read_state(path), read_metadata(path)), CheckpointError)
     stored = list[str](metadata.state_dict_metadata)
     tensors = tensors_to_fill(model, optimizer)

@@ -33,13 +33,14 @@ from longspan.checkpoint.files import (
     checkpoint_path,
     create_partial,
     publish_checkpoint,
+    remove_folder,
     remove_old_checkpoints,
-    remove_partial,
     unfinished_path,
 )
-from longspan.checkpoint.save_plan import CachedPlanner, PlanCache
+from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
 from longspan.checkpoint.stage import Stage, StagedTensors
 from longspan.checkpoint.storage import HashingWriter, first_failure
+from longspan.checkpoint.store_path import as_root
 from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
@@ -122,7 +123,7 @@ class CheckpointSaver:
         timeout: float = 1800.0,
         log: LogLine = print,
     ) -> None:
-        self.root, self.keep, self.best, self.timeout = Path(root), keep, 0, float(timeout)
+        self.root, self.keep, self.best, self.timeout = as_root(root), keep, 0, float(timeout)
         self.figures: SaveFigures | None = None  # of the last save that was published
         self._world, self._log = world, log if is_first_rank(world) else _silent
         self._background = background
@@ -333,7 +334,7 @@ class CheckpointSaver:
         except BaseException as error:  # raised where the ranks meet next
             save.failure = error
             if is_first_rank(self._world):
-                remove_partial(save.folder)  # what it takes may be what the disk lacks
+                remove_folder(save.folder)  # what it takes may be what the disk lacks
         finally:
             save.seconds = time.monotonic() - save.started
             save.staged.set()
@@ -356,8 +357,11 @@ class CheckpointSaver:
 
         talk.all_reduce("copy", copy, lambda _: create_partial(save.folder))
         save.phase = "planning"
-        planner = CachedPlanner(self._plans)
-        dcp.save(save.staging.tensors, storage_writer=writer, planner=planner, process_group=self._group)
+        tensors = save.staging.tensors
+        digests = talk.all_gather("names", partial(names_digest, tensors))
+        first = digests.index(digests[talk.rank]) == talk.rank
+        planner = CachedPlanner(self._plans, lists_values=first)
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         save.bytes = talk.all_reduce("publish", lambda: writer.digests, publish)
         if is_first_rank(self._world):
             save.phase = "removing older checkpoints"

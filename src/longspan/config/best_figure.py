@@ -52,8 +52,6 @@ class BestFigure:
                 continue
             if self.column not in row:
                 columns = ", ".join(name for name in row if name.startswith("eval_") and name != "eval_name")
-                raise on_all_ranks(
-                    ConfigError(f"train.keep_best names {self.column}, and the evaluation has {columns}")
-                )
+                raise ConfigError(f"train.keep_best names {self.column}, and the evaluation has {columns}")
             return row[self.column]
         return None

@@ -46,7 +46,7 @@ PRELOAD: tuple[str, ...] = (
 )
 
 
-_USUAL_CAUSES = {
+_USUAL_CAUSES: dict[int, str] = {
     signal.SIGKILL: ", as Linux does where memory runs out",
     signal.SIGBUS: ", as Linux does where a mapped file, as of a corpus, was cut, or the disk below it fails",
 }

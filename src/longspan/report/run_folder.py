@@ -119,8 +119,9 @@ def last_evaluations(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
 
 def number(value: object) -> float:
     """A number of a record that a figure can show; NaN for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
-    return float(value) if is_number else math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST:
+        return float(value)
+    return math.nan
 
 
 def _read_buckets(rows: object) -> tuple[BucketRow, ...]:
