@@ -78,9 +78,12 @@ def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
         return train(config, world, display)
 
 
+_TIMES = {"seconds", "tokens_per_second", "memory_bytes", "tflops", "save_shown_seconds", "save_seconds", "save_bytes"}
+
+
 def without_times(row: Mapping[str, object]) -> dict[str, object]:
     """A row of metrics without what differs between two equal runs."""
-    return {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "memory_bytes", "tflops")}
+    return {k: v for k, v in row.items() if k not in _TIMES}
 
 
 def value_of(config: RunConfig, name: str) -> Any:

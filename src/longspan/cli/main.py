@@ -74,7 +74,12 @@ def error_line(error: LongspanError) -> str:
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         label = f"\x1b[1;31m{label}\x1b[0m"
     notes = [note for note in getattr(error, "__notes__", ()) if str(error) not in note]
-    return "\n".join([f"{label} {error}", *(f"  {note}" for note in notes)])
+    return "\n".join([f"{label} {_printable(str(error))}", *(f"  {_printable(note)}" for note in notes)])
+
+
+def _printable(text: str) -> str:
+    """A text that may hold names from files of others, without characters that steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _run_verb(words: list[str]) -> int:

@@ -13,6 +13,7 @@ import time
 
 from longspan.comm.failure_reports import ANSWER_SECONDS, FailureReports
 from longspan.comm.watch import Operation, Watch, one_line
+from longspan.launch.orphans import launcher_is_gone
 
 SILENT_SECONDS = 60.0  # a store that has not answered for this long is given up
 LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
@@ -45,7 +46,7 @@ class AnsweringThread:
         reports, silent_since = self.watch.reports, math.inf
         while not self._stop.wait(interval):
             self._end_with_stuck_device()
-            if reports is None:
+            if reports is None or launcher_is_gone():
                 continue
             try:
                 if silent_since < math.inf:

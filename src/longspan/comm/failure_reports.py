@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store
 from longspan.comm.nodes import Nodes
 from longspan.comm.rendezvous import new_connection
 from longspan.launch.rank_process import DEAD_KEY
+from longspan.launch.siblings import has_ended, processes_of_torchrun
 from longspan.layout.layout import short
 
 ANSWER_SECONDS = 5.0  # a report waits this long for answers
@@ -32,6 +33,7 @@ class FailureReports:
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
         self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
         self._store = PrefixStore(prefix, root)
+        self._processes = processes_of_torchrun()
         self.nodes: Nodes | None = None  # where the ranks run, once the world is open
         self._answered, self._answered_at = 0, -math.inf  # the last report that this rank answered for, and when
         self._answering = threading.Lock()
@@ -109,9 +111,11 @@ class FailureReports:
         return f"; it was served on {self.nodes.names[0]}, with ranks {short(self.nodes.ranks[0])}"
 
     def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
-        """How missing ranks died, where a launcher has posted it."""
-        dead = [rank for rank in missing[:64] if self.has_died(rank)]
-        return {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in dead}
+        """How missing ranks died, where a launcher has posted it, or where torchrun started them next to this one."""
+        ended = {rank: self._processes[rank] for rank in missing if rank in self._processes}
+        deaths = {rank: f"ended, or was killed: process {pid} is gone" for rank, pid in ended.items() if has_ended(pid)}
+        posted = [rank for rank in missing[:64] if self.has_died(rank)]
+        return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
     def _entries(self, key: str) -> list[dict[str, Any]]:
         if not self._store.check([key]):

@@ -95,6 +95,7 @@ class Watch:
         self.finished = "nothing yet"
         self.others: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
         self.named: Operation | None = None  # around collectives that others start
+        self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
         # The last collective that was waited for, and how to ask whether the device is past it.
         self.last: tuple[Operation, Callable[[], bool]] | None = None
         self._passed = torch.cuda.Event() if gpu else None
@@ -160,8 +161,11 @@ class Watch:
         operation = self.current or next((watch.current for watch in self.others() if watch.current), None)
         if operation is None:
             step = self.step if self.named is None or self.named.step is None else self.named.step
-            return f"computing in step {step}, after '{self.finished}'"
-        return f"in {operation} for {time.monotonic() - operation.started:.1f} s"
+            text = f"computing in step {step}, after '{self.finished}'"
+        else:
+            text = f"in {operation} for {time.monotonic() - operation.started:.1f} s"
+        background = self.background()
+        return f"{text}, in the background in {background}" if background else text
 
     def has_died(self, rank: int) -> bool:
         """Whether a rank is known to be dead, by its launcher."""

@@ -123,6 +123,12 @@ class TrainConfig:
     """Steps between checkpoints; 0: only those of save_minutes, after the last step and when the run ends early."""
     save_minutes: NonNegativeFloat = 30.0
     """Minutes between checkpoints, as well as save_every; 0: never by the clock."""
+    save_async: Literal["auto", "off"] = "auto"
+    """Write checkpoints while training goes on, from copies on the host: auto (where every host has room for them), or
+    off (docs/checkpoints.md)."""
+    keep_best: str = ""
+    """Keep the checkpoint with the best figure of an evaluation too, such as eval_loss, or code/eval_loss of a set; the
+    lowest, or with :higher, as in eval_token_accuracy:higher, the highest. Empty: only the newest are kept."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,11 @@ class RunSection(MachineSection):
     """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
     keep_checkpoints: NonNegativeInt = 2
     """Newest good checkpoints that are kept; 0: all."""
+    checkpoints: str = ""
+    """Where checkpoints are written and read: a folder, or a store that fsspec knows, such as s3://bucket/run (extra
+    stores); empty: the folder checkpoints of run.dir."""
+    save_timeout_seconds: PositiveFloat = 1800.0
+    """How long the writing of one checkpoint may take while training goes on, before the run ends with an error."""
     compile_cache: str = ""
     """Folder where kernels compiled for GPUs are kept for later runs; empty: longspan/kernels in the user's cache."""
     loggers: tuple[str, ...] = ()

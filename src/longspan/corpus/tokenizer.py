@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from longspan.corpus.long_texts import PIECE, encode_in_pieces, has_pieces
 from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
 from longspan.errors import DataError
+from longspan.files import read_json
 from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, refusal_reason
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -178,7 +179,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
 def _check_settings(settings: Path) -> None:
     """Raise DataError for a file of settings that is no JSON object."""
     try:
-        if not isinstance(json.loads(settings.read_text(encoding="utf-8")), dict):
+        if not isinstance(read_json(settings), dict):
             raise ValueError("it holds something else")
     except ValueError as error:
         raise DataError(f"{settings} is not a JSON object: {error}") from error

@@ -17,6 +17,7 @@ import numpy as np
 
 from longspan.data.arrays import GrowingArray, map_array
 from longspan.errors import DataError
+from longspan.files import parse_json, read_json
 
 FILE = "corpus.json"
 SHORTEST = 2  # tokens of a document: a single token predicts nothing
@@ -80,7 +81,7 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
         """Read a manifest; KeyError, TypeError or ValueError if the text is no manifest."""
-        values: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = parse_json(text)
         for key in values.keys() & {*_TUPLES}:
             values[key] = tuple(values[key])
         return cls(**{**values, "left_out": LeftOut(**values.pop("left_out", {}))})
@@ -168,7 +169,7 @@ class Record:
 def read_record(folder: Path) -> Record | None:
     """Read the record of a folder; None if there is none that can be read. Raises DataError for an earlier format."""
     try:
-        values: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        values: dict[str, Any] = read_json(folder / FILE)
         if not has_earlier_format(values):
             return Record(**{**values, "around": tuple(values["around"])})
     except (OSError, KeyError, TypeError, ValueError):

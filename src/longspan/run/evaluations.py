@@ -8,7 +8,7 @@ target, `<image>` for an image), answer, predicted, and images, each a small PNG
 import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,13 @@ class Evaluations:
     display: ProgressDisplay
     records: Records
     stop: StopSignal
+    _recorded: list[dict[str, Any]] = field(default_factory=list)
+
+    def take_rows(self) -> list[dict[str, Any]]:
+        """The rows of evaluations since the last call, one of each set, at the degree that it is configured with."""
+        rows = self._recorded.copy()
+        self._recorded.clear()
+        return rows
 
     def evaluate_due(self, done: int, *, unless_recorded: bool = False) -> str:
         """Evaluate the sets that are due after so many steps; returns the signal that came meanwhile, or ""."""
@@ -227,6 +234,7 @@ class Evaluations:
         Losses of documents are written for the first one only: all have the same weights and documents.
         """
         world = self.run.world
+        self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])
         for evaluation in sorted(evaluations, key=_largest_degree):
             row = evaluation.row()
             run_on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)

@@ -29,7 +29,7 @@ from longspan.plan import Plan, PlanAhead
 from longspan.plan.plan_rows import group_counts
 from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
-from longspan.run.folder import Saves, run_lock
+from longspan.run.folder import LOCK, Saves, run_lock
 from longspan.run.loggers import logger_classes
 from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
@@ -88,9 +88,11 @@ class _Loop:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
             warm_up_run(run, self.display.log)
-            done, stopped = self.run_steps(plans, stop)
+            saves = Saves(run, self.display.log)
+            stopped = self.run_steps(plans, stop, saves)
+        done = saves.done
         self.display.end_bar()
-        final = Final() if stopped else self.finish()
+        final = Final() if stopped else self.finish(saves)
         return TrainResult(
             dir=run.dir,
             done=done,
@@ -104,18 +106,21 @@ class _Loop:
             ratios=run.refinement.ratios() if run.refinement else {},
         )
 
-    def run_steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
-        """Run the remaining steps; returns the number of steps done, and the signal that stopped them ("" for none)."""
-        run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
+    def run_steps(self, plans: PlanAhead, stop: StopSignal, saves: Saves) -> str:
+        """Run the remaining steps; returns the signal that stopped them ("" for none)."""
+        run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots = SlowSlots()
-        if run.done < settings.steps:
-            stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
         with saves.save_before_errors():
+            if run.done < settings.steps:
+                stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
+                if run.done:
+                    saves.keep_if_best(self.evaluations.take_rows())
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 refine_prices(run, saves.done)
                 row, plan = _take_step(run, plans, saves.done, slow_slots)
                 saves.done += 1
+                row |= saves.columns()
                 _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
                 self.display.show_step(row)
                 agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
@@ -127,27 +132,43 @@ class _Loop:
                 if stopped or agreed.save_on or saves.due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.answer_save()  # also what other ranks received meanwhile
+                saves.prepare()
                 if agreed.save_on and not stopped:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
+                    saves.keep_if_best(self.evaluations.take_rows())
                     if stopped:
                         saves.save_rest()
-        return saves.done, stopped
+            saves.wait()
+            if figures := saves.saver.take_figures():  # of a checkpoint that no step's row follows
+                self.display.log(str(figures))
+        return stopped
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
-        """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses."""
+        """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
+
+        Raises RunFolderError where the run's folder was removed: the files that are open would still be written.
+        """
+        if is_first_rank(self.run.world) and not (self.run.dir / LOCK).exists():
+            raise RunFolderError(
+                f"{self.run.dir} was removed or renamed while the run was at work in it: it has no {LOCK}; put it back "
+                "if it is elsewhere, and start the command again"
+            )
         self.records.groups.note(plan)
         self.records.plans.write(row["step"], plan)
         self.records.metrics.write(row)
 
-    def finish(self) -> Final:
+    def finish(self, saves: Saves) -> Final:
         """After the last step: save the weights (under [lora] the adapter), and run the last evaluations."""
         run = self.run
         dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
         dtype = None if run.config.lora.rank else dtype
         save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
-        return self.evaluations.evaluate_at_end()
+        final = self.evaluations.evaluate_at_end()
+        saves.keep_if_best(self.evaluations.take_rows())
+        saves.remove_old()
+        return final
 
 
 def _plans(run: TrainingRun) -> PlanAhead:
@@ -224,10 +245,12 @@ def _agree_on_end(
     """
     flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
     slow = world.rank + 1 if slow_slots.is_slow else 0
-    stops, saves_now, minutes, slowest = world.control.largest_of(
-        [*map(float, flags), float(slow)], "agreement on a flag"
+    stops, saves_now, minutes, save_failed, slowest = world.control.largest_of(
+        [*map(float, flags), float(saves.saver.has_failed), float(slow)], "agreement on a flag"
     )
     stopped = save_on = ""
+    if save_failed:
+        saves.saver.raise_failure()
     if stops:
         raise_first_error(world, failure)
         stopped = received_signal(world, stop)

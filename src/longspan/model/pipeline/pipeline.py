@@ -113,7 +113,7 @@ class PipelineModel(nn.Module):
         # What the whole model is, whatever stages are here.
         self.architecture: type[PreTrainedModel] = type(model)
         self.config: PreTrainedConfig = model.config
-        self.generation_config: GenerationConfig | None = model.generation_config
+        self.generation_config: GenerationConfig = model.generation_config
         self.stages: tuple[Stage, ...] = tuple(stages)  # a tuple: not by these names
         self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages  # of all stages, whatever are here
         self.pipeline_settings: PipelineSettings = pipeline_settings

@@ -4,6 +4,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from longspan.checkpoint.store_path import as_root
+from longspan.config.best_figure import BestFigure
 from longspan.config.keys import AUTO, NOT_GIVEN, Above, AtLeast, keys_of, value_at
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, TrainConfig, section_kinds
@@ -38,6 +40,10 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
         raise ConfigError(
             f"run.save_on has {wrong[0]!r}; it may have {', '.join(names)} (SIGINT and SIGTERM always end a run)"
         )
+    if config.train.keep_best:
+        BestFigure.of(config.train.keep_best).check_sets({entry.name for entry in config.evaluations})
+    if config.run.checkpoints:
+        as_root(config.run.checkpoints)
     if not config.run.dir:
         raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
 

@@ -1,0 +1,76 @@
+"""The site of docs/: its reference, its messages, its configurations and its pictures are those of the source.
+
+`make docs` checks the links, in an environment of its own.
+"""
+
+import ast
+import re
+import runpy
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from longspan.config.file import load_config
+from tests.test_surface import PUBLIC
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+NEW = [
+    path for folder in ("concepts", "how-to", "migration", "tutorials") for path in sorted((DOCS / folder).glob("*.md"))
+]
+
+
+def test_the_reference_is_made_from_the_public_names() -> None:
+    pages = runpy.run_path(str(DOCS / "site/reference.py"))["pages"]()
+    written = {path.stem: path.read_text() for path in (DOCS / "reference").glob("*.md")}
+    assert written == pages, "make them again: python docs/site/reference.py"
+
+
+@pytest.mark.parametrize("namespace", PUBLIC)
+def test_every_public_name_is_in_the_reference(namespace: str) -> None:
+    text = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    (section,) = re.findall(rf"^## {re.escape(namespace)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    shown = set(re.findall(rf"^::: {re.escape(namespace)}\.(\w+)$", section, re.MULTILINE))
+    linked = set(re.findall(r"\[`(\w+)`\]", section))
+    assert shown | linked == set(import_module(namespace).__all__)
+
+
+def texts_of_the_source() -> Iterator[str]:
+    """Every string of the package, with … for what is put into it."""
+    for path in (ROOT / "src").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_of_troubleshooting_are_in_the_source() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = [row.replace("\\|", "|") for row in re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)]
+    source = "\n".join(texts_of_the_source())
+    assert len(messages) > 50
+    gone = [part for message in messages for part in message.split("…") if part.strip() and part.strip() not in source]
+    assert not gone
+
+
+@pytest.mark.parametrize("page", [page for page in NEW if "```toml" in page.read_text()], ids=lambda page: page.name)
+def test_configurations_of_pages_are_read(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)):
+        (tmp_path / f"{number}.toml").write_text(block)
+        assert load_config(tmp_path / f"{number}.toml")
+
+
+@pytest.mark.parametrize("page", NEW, ids=lambda page: page.name)
+def test_a_page_begins_with_what_it_covers(page: Path) -> None:
+    title, _, first = page.read_text().split("\n", 3)[:3]
+    assert title.startswith("# ") and first.startswith("This page ")
+
+
+def test_pictures_are_drawn_by_their_script(tmp_path: Path) -> None:
+    runpy.run_path(str(DOCS / "site/pictures.py"))["draw"](tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (DOCS / "pictures" / path.name).read_text(), f"{path.name}: docs/site/pictures.py"
