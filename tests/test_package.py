@@ -75,7 +75,9 @@ def test_every_change_and_every_night_run_what_they_should() -> None:
     matrix = job["strategy"]["matrix"]
     least, below = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", " ".join(PROJECT["project"]["dependencies"]))[0]
     assert matrix["torch"] == [f"2.{minor}" for minor in range(int(least), int(below))]
-    assert matrix["python"][0] == PROJECT["project"]["requires-python"].removeprefix(">=") and len(matrix["python"]) == 3
+    assert (
+        matrix["python"][0] == PROJECT["project"]["requires-python"].removeprefix(">=") and len(matrix["python"]) == 3
+    )
     oldest = re.findall(r"transformers>=([\d.]+),", " ".join(PROJECT["project"]["dependencies"]))[0]
     assert f"transformers=={oldest}.*" in str(job["steps"])
     assert {entry["transformers"] for entry in matrix["include"]} == {"oldest"}

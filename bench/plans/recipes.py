@@ -22,6 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+
+from longspan.errors import plural  # noqa: E402
+
 FOLDER = ROOT / "examples" / "recipes"
 PAGE = FOLDER / "README.md"
 GPUS = (("h100", "H100 80 GB"), ("h200", "H200"))
@@ -32,24 +35,47 @@ ROWS = re.compile(r"(?<=<!-- answers -->\n).*(?=<!-- end -->)", re.DOTALL)
 _PLAIN: dict[str, Any] = {"rope_type": "default"}
 _QWEN3_VL: dict[str, Any] = {
     "text_config": {
-        **{"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
-        **{"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 262144},
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
         "rope_parameters": {**_PLAIN, "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
     },
     "vision_config": {
-        **{"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16},
-        **{"out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24], "num_position_embeddings": 2304},
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 4096,
+        "deepstack_visual_indexes": [8, 16, 24],
+        "num_position_embeddings": 2304,
     },
 }
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+_YARN = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 # By the name of the model's folder in the recipes: a configuration class of transformers, and what differs from it.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Llama-3.1-8B-Instruct": (
         "LlamaConfig",
         {
-            **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
-            **{"intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072},
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
             "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **_LLAMA3},
         },
     ),
@@ -57,26 +83,45 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Gemma3Config",
         {
             "text_config": {
-                **{"hidden_size": 3840, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8},
-                **{"head_dim": 256, "intermediate_size": 15360, "vocab_size": 262208, "sliding_window": 1024},
-                **{"query_pre_attn_scalar": 256, "max_position_embeddings": 131072},
+                "hidden_size": 3840,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 256,
+                "intermediate_size": 15360,
+                "vocab_size": 262208,
+                "sliding_window": 1024,
+                "query_pre_attn_scalar": 256,
+                "max_position_embeddings": 131072,
                 "rope_parameters": {
                     "sliding_attention": {**_PLAIN, "rope_theta": 1e4},
                     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 },
             },
             "vision_config": {
-                **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16},
-                **{"image_size": 896, "patch_size": 14},
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "image_size": 896,
+                "patch_size": 14,
             },
         },
     ),
     "gpt-oss-20b-bf16": (
         "GptOssConfig",
         {
-            **{"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64},
-            **{"num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
-            **{"vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072},
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "vocab_size": 201088,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
             "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, **_YARN},
         },
     ),
@@ -91,16 +136,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with what is written, and write nothing")
     flags = parser.parse_args()
     names = flags.names or sorted(path.stem for path in FOLDER.glob("*.toml"))
-    written = read_rows(PAGE.read_text(encoding="utf-8"))
+    wrong = 0
     with made_folder() as folder:
-        rows = {name: row_of(name, folder) for name in names}
-    if flags.check:
-        wrong = [name for name in names if written.get(name) != rows[name]]
-        print("\n".join(rows[name] for name in wrong) or "the answers are those that are written")
-        return int(bool(wrong))
-    write_rows(written | rows)
-    print("\n".join(rows.values()))
-    return 0
+        for name in names:
+            row, written = row_of(name, folder), read_rows(PAGE.read_text(encoding="utf-8"))
+            wrong += written.get(name) != row
+            print(row, flush=True)
+            if not flags.check:
+                write_rows(written | {name: row})
+    print(f"{plural(wrong, 'row')} of {len(names)} {'differ from the page' if flags.check else 'written anew'}")
+    return int(flags.check and wrong > 0)
 
 
 @contextlib.contextmanager
@@ -203,7 +248,9 @@ def make_chats(folder: Path, size: str, *, images: bool) -> Path:
         return path
     shortest, longest, count = MADE[size]
     draw = Random(0)
-    lengths = [longest if i % 12 == 0 else round(shortest * (longest / shortest) ** draw.random()) for i in range(count)]
+    lengths = [
+        longest if i % 12 == 0 else round(shortest * (longest / shortest) ** draw.random()) for i in range(count)
+    ]
     rows: Sequence[dict[str, Any]]
     if images:
         from PIL import Image
@@ -231,7 +278,11 @@ def read_rows(page: str) -> dict[str, str]:
 def write_rows(rows: Mapping[str, str]) -> None:
     """Write the table into the page."""
     heads = [f"{count} × {title}" for _, title in GPUS for count in COUNTS]
-    lines = [f"| recipe | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|", *(rows[name] for name in sorted(rows))]
+    lines = [
+        f"| recipe | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
+        *(rows[name] for name in sorted(rows)),
+    ]
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(ROWS.sub(lambda _: "\n".join(lines) + "\n", page), encoding="utf-8")
 
