@@ -106,7 +106,7 @@ $(DOCS)/.made: docs/site/requirements.txt
 
 docs: $(DOCS)/.made
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with search: $(DOCS)/bin/python -m http.server --directory build/site"
 
 predictions: $(VENV)/.core
 	$(BIN)/python bench/plans/predictions.py

@@ -1,4 +1,4 @@
-"""Checkpoints in stores of fsspec: written, complete by their manifest, found, pruned, loaded, exported, resumed from."""
+"""Checkpoints in stores of fsspec: written, complete by their manifest, found, pruned, resumed from."""
 
 import tempfile
 from pathlib import Path
@@ -74,7 +74,7 @@ def store_rank(rank: int, ranks: int, root: str) -> None:
             with (path / "__1_0.distcp").open("wb") as stream:
                 stream.write(b"other")
             (path.parent / "step-000003" / "manifest.json").unlink()
-        with pytest.raises(CheckpointError, match="step-000002: __1_0.distcp has 5 bytes"):
+        with pytest.raises(CheckpointError, match=r"step-000002: __1_0.distcp has 5 bytes"):
             find_checkpoint(root, world)
 
 

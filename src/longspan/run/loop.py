@@ -2,7 +2,8 @@
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
 corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, plans.jsonl, groups.jsonl, plans/,
-checkpoints/, model/ (Hugging Face), summary.json; and run.lock, which keeps a second run out.
+checkpoints/, model/ (Hugging Face), summary.json; run.lock, which keeps a second run out; profiles/ of steps that were
+profiled; memory/, where memory was short; hang/, where a collective failed.
 """
 
 import math
@@ -17,6 +18,7 @@ from longspan.bridge.item_documents import item_table_of
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, asking_signal, received_signal
+from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
@@ -31,7 +33,9 @@ from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
 from longspan.run.folder import LOCK, Saves, run_lock
 from longspan.run.loggers import logger_classes
+from longspan.run.memory_short import memory_explained, record_history
 from longspan.run.metrics_log import read_metrics
+from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, open_records
 from longspan.run.refining import correction_columns, note_step, refine_prices
@@ -40,12 +44,15 @@ from longspan.run.run_data import TrainingRun
 from longspan.run.run_facts import facts_of
 from longspan.run.set_up import check_targets, set_up
 from longspan.run.slow_slots import SlowSlots
+from longspan.run.time_limits import TimeLimits
 from longspan.run.warm_up import warm_up_run
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plans_of_steps
 from longspan.train.reading.gather import share_documents
 from longspan.train.reading.step_inputs import with_targets_of
 from longspan.train.terms import plan_waves_ahead
+
+HANG = "hang"  # of what torch recorded of collectives, where one failed
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
@@ -66,7 +73,12 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         run = set_up(config, world, display.log)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
-            result = _Loop(run, display, records, Evaluations(run, display, records, stop)).train(stop)
+            for opened in open_worlds():
+                opened.watch.folder = run.dir / HANG
+            limits = TimeLimits(config, world, is_priced=run.figures.priced_here)
+            evaluations = Evaluations(run, display, records, stop, limits)
+            profiles = StepProfiles(config.train.profile_steps, run.dir / FOLDER, world, display.log)
+            result = _Loop(run, display, records, evaluations, profiles).train(stop)
         summary = as_json(result.summary(), indent=1)
         run_on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
         return result
@@ -80,6 +92,7 @@ class _Loop:
     display: ProgressDisplay
     records: Records
     evaluations: Evaluations
+    profiles: StepProfiles
 
     def train(self, stop: StopSignal) -> TrainResult:
         """Run the remaining steps and, unless the run is stopped, the end of the run."""
@@ -110,6 +123,7 @@ class _Loop:
         """Run the remaining steps; returns the signal that stopped them ("" for none)."""
         run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots = SlowSlots()
+        record_history(run)
         with saves.save_before_errors():
             if run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
@@ -118,12 +132,14 @@ class _Loop:
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 refine_prices(run, saves.done)
-                row, plan = _take_step(run, plans, saves.done, slow_slots)
+                row, plan = self.take_step(plans, saves.done, slow_slots)
                 saves.done += 1
+                self.profiles.write()
                 row |= saves.columns()
-                _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
-                self.display.show_step(row)
-                agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
+                with self.evaluations.limits.around_end_of_step():
+                    _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
+                    self.display.show_step(row)
+                    agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
                 stopped = agreed.stopped
                 if agreed.slow is not None:
                     slow_slots.name(agreed.slow, run.world, self.display.log)
@@ -144,6 +160,39 @@ class _Loop:
             if figures := saves.saver.take_figures():  # of a checkpoint that no step's row follows
                 self.display.log(str(figures))
         return stopped
+
+    def take_step(self, plans: PlanAhead, step: int, slow_slots: SlowSlots) -> tuple[dict[str, Any], Plan]:
+        """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
+        run, is_usual = self.run, not self.profiles.has(step + 1)
+        started = time.perf_counter()
+        documents = _documents_of_step(run, step)
+        plan = with_targets_of(documents, plans.plan(step))
+        if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
+            _prepare_next_step(run, run.model, plans, step + 1)
+        limit = self.evaluations.limits.around_step(plan.predicted_seconds, is_usual=is_usual)
+        with limit, memory_explained(run, step + 1), self.profiles.around_step(step + 1):
+            result = run.take_step(plan, documents, step)
+        seconds = time.perf_counter() - started
+        if is_usual:
+            slow_slots.note(result.slot_ratio)
+            note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
+        row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
+        row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
+        row |= {
+            "tokens_per_second": round(result.tokens / seconds, 3),
+            "memory_bytes": peak_memory_bytes(run.world.device),
+        }
+        row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
+        row["groups"] = group_counts(plan)
+        if len(run.order.stream.sources) > 1:
+            row["source_tokens"] = run.order.source_tokens(step)
+        items = item_table_of(documents, plan.lengths)
+        images = [item.rows for item in items.items] if items else ()
+        row |= run.figures.step_figures(plan, seconds, images, result.encoders) | correction_columns(run, step)
+        if result.router is not None:
+            row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
+        row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
+        return row, plan
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
@@ -175,33 +224,6 @@ def _plans(run: TrainingRun) -> PlanAhead:
     """The plans of the run's steps, priced for its model."""
     ahead = run.config.context.plan_ahead
     return plans_of_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
-
-
-def _take_step(run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots) -> tuple[dict[str, Any], Plan]:
-    """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
-    started = time.perf_counter()
-    documents = _documents_of_step(run, step)
-    plan = with_targets_of(documents, plans.plan(step))
-    if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
-        _prepare_next_step(run, run.model, plans, step + 1)
-    result = run.take_step(plan, documents, step)
-    seconds = time.perf_counter() - started
-    slow_slots.note(result.slot_ratio)
-    note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
-    row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
-    row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
-    row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(run.world.device)}
-    row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
-    row["groups"] = group_counts(plan)
-    if len(run.order.stream.sources) > 1:
-        row["source_tokens"] = run.order.source_tokens(step)
-    items = item_table_of(documents, plan.lengths)
-    images = [item.rows for item in items.items] if items else ()
-    row |= run.figures.step_figures(plan, seconds, images, result.encoders) | correction_columns(run, step)
-    if result.router is not None:
-        row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
-    row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
-    return row, plan
 
 
 def _documents_of_step(run: TrainingRun, step: int) -> Any:
