@@ -163,7 +163,11 @@ class CheckpointSaver:
         reports = self._world.control.gather_objects(
             (save.phase, save.failure_text, self._is_over(save)), "failures of a checkpoint"
         )
-        failures = [f"{text} (on rank {r})" for r, (_, text, _) in self._by_rank(reports) if text]
+        failures = [
+            text if text.endswith(f"(on rank {rank})") else f"{text} (on rank {rank})"
+            for rank, (_, text, _) in self._by_rank(reports)
+            if text
+        ]
         if not failures and not any(over for _, _, over in reports):
             return
         self._running, save.given_up = None, True
