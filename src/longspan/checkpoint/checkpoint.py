@@ -43,11 +43,11 @@ from longspan.checkpoint.files import (
     files_by_rank,
     newest_good_checkpoint,
     note_damage,
+    partial_path,
     publish_checkpoint,
     read_state,
     remove_folder,
     remove_old_checkpoints,
-    partial_path,
 )
 from longspan.checkpoint.metadata import read_metadata
 from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure

@@ -32,10 +32,10 @@ from longspan.checkpoint.files import (
     Digest,
     checkpoint_path,
     create_partial,
+    partial_path,
     publish_checkpoint,
     remove_folder,
     remove_old_checkpoints,
-    partial_path,
 )
 from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
 from longspan.checkpoint.stage import Stage, StagedTensors

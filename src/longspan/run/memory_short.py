@@ -90,8 +90,8 @@ def _cell(sizes: Mapping[str, int], part: str) -> str:
 
 def _count_stored_bytes(run: TrainingRun) -> dict[str, int]:
     """Bytes of this rank's parameters, their gradients and the optimizer's states, those on its device."""
-    sizes: dict[str, int] = dict.fromkeys(STORED, 0)
     device = run.world.device.type
+    sizes: dict[str, int] = dict.fromkeys(STORED, 0)
     for parameter in run.model.parameters():
         sizes["weights"] += _bytes_on(local_tensor(parameter.detach()), device)
         if parameter.grad is not None:
