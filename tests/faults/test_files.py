@@ -52,14 +52,14 @@ def train_with_fault(rank: int, config: Any, folder: Path, fault: Fault | None) 
     """Train on two ranks; before the fourth step rank 0 does something to the folder."""
     from longspan.run import loop
 
-    take = loop._Loop.take_step
+    take = loop._take_step
 
     def take_after_fault(*arguments: Any) -> Any:
         if rank == 0 and arguments[2] == 3 and fault is not None:
             fault(folder)
         return take(*arguments)
 
-    loop._Loop.take_step = take_after_fault
+    loop._take_step = take_after_fault
     return train_rank(rank, config, 2).done
 
 
