@@ -51,7 +51,7 @@ class TimeLimits:
         """A context of one step that is predicted to take so many seconds; one that is profiled is no usual one."""
         self._begun += 1
         is_known = self._begun > FIRST_STEPS
-        self._of_step = TIMES * max([predicted, *self._median_seconds()]) if is_known else LONG
+        self._of_step = TIMES * max([predicted, *self._step_seconds()]) if is_known else LONG
         started = time.monotonic()
         with self._limit_waits(self._of_step):
             yield
@@ -71,15 +71,15 @@ class TimeLimits:
         """Note the predicted and measured seconds of an evaluation, for the next one with this key."""
         self._evaluated[key] = max(evaluation.plan.predicted_seconds, evaluation.seconds)
 
-    def _median_seconds(self) -> list[float]:
+    def _step_seconds(self) -> list[float]:
         return [median(self._steps)] if self._steps else []
 
     def _limit_waits(self, seconds: float) -> AbstractContextManager[None]:
         """A context in which ranks wait for each other so long, but no shorter than `LEAST`."""
-        return self._change_timeout(max(LEAST, seconds)) if self._is_automatic else nullcontext()
+        return self._set_limit(max(LEAST, seconds)) if self._is_automatic else nullcontext()
 
     @contextmanager
-    def _change_timeout(self, seconds: float) -> Iterator[None]:
+    def _set_limit(self, seconds: float) -> Iterator[None]:
         before = self._world.watch.timeout
         set_timeout(self._world, seconds)
         try:
