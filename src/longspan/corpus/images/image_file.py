@@ -93,7 +93,7 @@ class ImageFile(NamedTuple):
             raise self._too_large(int(pixels.group()) if pixels else 0, 2 * pil.MAX_IMAGE_PIXELS) from error
         except pil.UnidentifiedImageError as error:  # its message is the path, or an address in memory
             raise DataError(
-                f"{self._name} is no image that is read; store it as one of {', '.join(_readable_formats())}"
+                f"{self._name} is no image that Pillow can read: it is none of {', '.join(_readable_formats())}"
             ) from error
         except Exception as error:  # decoders raise errors of any kind for broken files
             reason = (isinstance(error, OSError) and error.strerror) or error
