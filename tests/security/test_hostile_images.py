@@ -92,7 +92,9 @@ def test_files_that_are_none_are_not_opened(tmp_path: Path) -> None:
 def test_damaged_images_are_named(kind: str) -> None:
     """Cut off anywhere, and with bytes that changed: a DataError or an image, never another error."""
     Image.init()
-    if kind not in {*Image.SAVE, *Image.SAVE_ALL} or kind not in Image.OPEN:
+    if kind not in {*Image.SAVE, *Image.SAVE_ALL} or (
+        kind != "MPO" and kind not in Image.OPEN
+    ):  # a JPEG's reader reads it
         pytest.skip(f"Pillow does not write {kind} here")
     whole, random = image_as(kind), np.random.default_rng(1)
     assert read_whole(whole) == (24, 32)

@@ -30,7 +30,8 @@ _TAIL = 64  # last bytes of a file, which contain the end mark of a complete one
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "GIF": b";"}
 MAX_PIXELS = 178_956_970  # of an image, twice what Pillow warns of: 537 MB in three channels
 MAX_IMAGE_BYTES = 1 << 29  # of a file
-FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "AVIF", "BMP", "TIFF", "PPM", "JPEG2000")  # by Pillow's names
+# By Pillow's names; its reader of JPEG reads MPO too.
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "AVIF", "BMP", "TIFF", "PPM", "JPEG2000")
 _SHOWN = 80  # characters of each end of a path in messages
 
 
