@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +25,7 @@ def run_short(rank: int, config: Any, error: type[RuntimeError]) -> list[str]:
             raise error(SHORT)
         return take_step(run, plan, documents, step)
 
-    TrainingRun.take_step = take
-    with pytest.raises(error) as raised:
+    with mock.patch.object(TrainingRun, "take_step", take), pytest.raises(error) as raised:
         train_rank(rank, config, 1)
     return list(getattr(raised.value, "__notes__", []))
 

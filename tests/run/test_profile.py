@@ -83,7 +83,7 @@ def test_a_step_that_is_not_asked_for_is_not_slowed(tmp_path: Path, monkeypatch:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("profiled")
 
-    monkeypatch.setattr(profile, "recorded_profile", refuse)
+    monkeypatch.setattr(profile, "record_profile", refuse)
     profiles = profile.StepProfiles((3,), tmp_path, None, print)  # pyright: ignore[reportArgumentType]
     with profiles.around_step(2):
         pass

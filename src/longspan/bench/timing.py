@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longspan.comm import World
-from longspan.run.profile import longest_kernels, read_events, recorded_profile, seconds_by_part, wait_for_gpu
+from longspan.run.profile import longest_kernels, read_events, record_profile, seconds_by_part, wait_for_gpu
 
 
 def time_run(run: Callable[[], object], world: World) -> float:
@@ -20,7 +20,7 @@ def time_run(run: Callable[[], object], world: World) -> float:
 
 def profile_run(run: Callable[[], object], world: World) -> tuple[dict[str, float], list[dict[str, Any]], float]:
     """Profile one run: its seconds by part, its longest kernels, and its seconds, which profiling makes more."""
-    with recorded_profile(world) as (recorded, _):
+    with record_profile(world) as (recorded, _):
         seconds = time_run(run, world)
     events = read_events(recorded, cuda=world.device.type == "cuda")
     return seconds_by_part(events, seconds), longest_kernels(events), seconds

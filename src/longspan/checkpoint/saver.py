@@ -32,10 +32,10 @@ from longspan.checkpoint.files import (
     Digest,
     checkpoint_path,
     create_partial,
+    partial_path,
     publish_checkpoint,
     remove_folder,
     remove_old_checkpoints,
-    unfinished_path,
 )
 from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
 from longspan.checkpoint.stage import Stage, StagedTensors
@@ -91,7 +91,7 @@ class _Save:
     @property
     def folder(self) -> Path:
         """The folder that is written into."""
-        return unfinished_path(self.path)
+        return partial_path(self.path)
 
 
 class CheckpointSaver:
@@ -133,8 +133,19 @@ class CheckpointSaver:
         if background:
             groups = world.process_groups
             self._group = groups.make_group(world.home.ranks, "saves", backend="gloo", timeout=self.timeout)
+            self._connect()
             world.watch.background = self.activity
             world.on_leaving(self.close)
+
+    def _connect(self) -> None:
+        """Let the group connect the ranks that a save connects, as long as their store is there.
+
+        Ranks whose launcher was killed save once more, and gloo finds its peers through the store of the launcher.
+        """
+        talk = _DistWrapper(self._group, True, 0)
+        talk.all_gather("connecting", str)
+        talk.all_reduce("connecting", str, len)
+        talk.reduce_scatter("connecting", str, list)
 
     # ---- for the thread that trains
 
@@ -198,7 +209,7 @@ class CheckpointSaver:
         reports = self._world.control.gather_objects(
             (save.phase, _text(save.failure), self._is_over(save)), "failures of a checkpoint"
         )
-        failures = [f"{text} (on rank {r})" for r, (_, text, _) in self._by_rank(reports) if text]
+        failures = [f"{text} (on rank {r})" for r, (_, text, _) in self._pair_with_ranks(reports) if text]
         if not failures and not any(over for _, _, over in reports):
             return
         self._running, save.given_up = None, True
@@ -370,13 +381,13 @@ class CheckpointSaver:
     def _is_over(self, save: _Save) -> bool:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
-    def _by_rank(self, reports: list[Any]) -> list[tuple[int, Any]]:
+    def _pair_with_ranks(self, reports: list[Any]) -> list[tuple[int, Any]]:
         return list(zip(self._world.home.ranks, reports, strict=True))
 
     def _phases(self, reports: list[Any]) -> str:
         """Which ranks are in which phase of a save, the phase of the fewest first."""
         ranks_in: dict[str, list[int]] = {}
-        for rank, (phase, _, _) in self._by_rank(reports):
+        for rank, (phase, _, _) in self._pair_with_ranks(reports):
             ranks_in.setdefault(phase, []).append(rank)
         items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
         return "; ".join(f"rank(s) {short(ranks)}: {phase}" for phase, ranks in items)

@@ -31,12 +31,12 @@ def last_collective() -> str:
     >>> last_collective()
     'gloo:all_reduce number 4 of the group "control", [8] Float'
     """
-    return _in_time(_last_collective) or ""
+    return _call_with_patience(_last_collective) or ""
 
 
 def write_traces(folder: Path, rank: int) -> None:
     """Write what the recorder holds, with Python's stacks, as files that `torchfrtrace --prefix …` reads."""
-    _in_time(lambda: _write_traces(folder, rank))
+    _call_with_patience(lambda: _write_traces(folder, rank))
 
 
 def ras_lines() -> list[str]:
@@ -91,7 +91,7 @@ def _ras_text() -> str:
     return b"".join(received).decode(errors="replace")
 
 
-def _in_time(work: Callable[[], str | None]) -> str | None:
+def _call_with_patience(work: Callable[[], str | None]) -> str | None:
     """The result of `work` in a thread of its own, which a stuck device may keep; None if it fails or is too slow."""
     results = list[str | None]()
 

@@ -122,7 +122,7 @@ class _Loop:
     def run_steps(self, plans: PlanAhead, stop: StopSignal, saves: Saves) -> str:
         """Run the remaining steps; returns the signal that stopped them ("" for none)."""
         run, settings, stopped = self.run, self.run.config.train, ""
-        slow_slots = SlowSlots()
+        slow_slots, limits = SlowSlots(), self.evaluations.limits
         record_history(run)
         with saves.save_before_errors():
             if run.done < settings.steps:
@@ -132,11 +132,11 @@ class _Loop:
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 refine_prices(run, saves.done)
-                row, plan = self.take_step(plans, saves.done, slow_slots)
+                row, plan = _take_step(run, plans, saves.done, slow_slots, limits, self.profiles)
                 saves.done += 1
                 self.profiles.write()
                 row |= saves.columns()
-                with self.evaluations.limits.around_end_of_step():
+                with limits.around_end_of_step():
                     _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
                     self.display.show_step(row)
                     agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
@@ -160,39 +160,6 @@ class _Loop:
             if figures := saves.saver.take_figures():  # of a checkpoint that no step's row follows
                 self.display.log(str(figures))
         return stopped
-
-    def take_step(self, plans: PlanAhead, step: int, slow_slots: SlowSlots) -> tuple[dict[str, Any], Plan]:
-        """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
-        run, is_usual = self.run, not self.profiles.has(step + 1)
-        started = time.perf_counter()
-        documents = _documents_of_step(run, step)
-        plan = with_targets_of(documents, plans.plan(step))
-        if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
-            _prepare_next_step(run, run.model, plans, step + 1)
-        limit = self.evaluations.limits.around_step(plan.predicted_seconds, is_usual=is_usual)
-        with limit, memory_explained(run, step + 1), self.profiles.around_step(step + 1):
-            result = run.take_step(plan, documents, step)
-        seconds = time.perf_counter() - started
-        if is_usual:
-            slow_slots.note(result.slot_ratio)
-            note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
-        row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
-        row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
-        row |= {
-            "tokens_per_second": round(result.tokens / seconds, 3),
-            "memory_bytes": peak_memory_bytes(run.world.device),
-        }
-        row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
-        row["groups"] = group_counts(plan)
-        if len(run.order.stream.sources) > 1:
-            row["source_tokens"] = run.order.source_tokens(step)
-        items = item_table_of(documents, plan.lengths)
-        images = [item.rows for item in items.items] if items else ()
-        row |= run.figures.step_figures(plan, seconds, images, result.encoders) | correction_columns(run, step)
-        if result.router is not None:
-            row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
-        row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
-        return row, plan
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
@@ -224,6 +191,41 @@ def _plans(run: TrainingRun) -> PlanAhead:
     """The plans of the run's steps, priced for its model."""
     ahead = run.config.context.plan_ahead
     return plans_of_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
+
+
+def _take_step(
+    run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
+) -> tuple[dict[str, Any], Plan]:
+    """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
+    started, is_usual = time.perf_counter(), not profiles.has(step + 1)
+    documents = _documents_of_step(run, step)
+    plan = with_targets_of(documents, plans.plan(step))
+    if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
+        _prepare_next_step(run, run.model, plans, step + 1)
+    limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
+    with limit, memory_explained(run, step + 1), profiles.around_step(step + 1):
+        result = run.take_step(plan, documents, step)
+    seconds = time.perf_counter() - started
+    if is_usual:
+        slow_slots.note(result.slot_ratio)
+        note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
+    row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
+    row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
+    row |= {
+        "tokens_per_second": round(result.tokens / seconds, 3),
+        "memory_bytes": peak_memory_bytes(run.world.device),
+    }
+    row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
+    row["groups"] = group_counts(plan)
+    if len(run.order.stream.sources) > 1:
+        row["source_tokens"] = run.order.source_tokens(step)
+    items = item_table_of(documents, plan.lengths)
+    images = [item.rows for item in items.items] if items else ()
+    row |= run.figures.step_figures(plan, seconds, images, result.encoders) | correction_columns(run, step)
+    if result.router is not None:
+        row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
+    row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
+    return row, plan
 
 
 def _documents_of_step(run: TrainingRun, step: int) -> Any:

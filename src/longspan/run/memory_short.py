@@ -72,7 +72,7 @@ def _write_snapshot(run: TrainingRun, folder: Path) -> str:
 def memory_table(run: TrainingRun) -> str:
     """The bytes of the plan of memory by part, and those of this rank: of tensors that are there, and of the peak."""
     planned = run.memory.to_json()["device"] if run.memory is not None else {}
-    measured = _stored_bytes(run)
+    measured = _count_stored_bytes(run)
     peak, rest = peak_memory_bytes(run.world.device), sum(measured.values())
     parts = [part for part in planned if part != "total"] or list(STORED)
     rows = [(part, _cell(planned, part), _cell(measured, part)) for part in parts if part in STORED or planned[part]]
@@ -88,9 +88,10 @@ def _cell(sizes: Mapping[str, int], part: str) -> str:
     return bytes_text(sizes[part]) if part in sizes else ""
 
 
-def _stored_bytes(run: TrainingRun) -> dict[str, int]:
+def _count_stored_bytes(run: TrainingRun) -> dict[str, int]:
     """Bytes of this rank's parameters, their gradients and the optimizer's states, those on its device."""
-    sizes, device = dict.fromkeys(STORED, 0), run.world.device.type
+    device = run.world.device.type
+    sizes: dict[str, int] = dict.fromkeys(STORED, 0)
     for parameter in run.model.parameters():
         sizes["weights"] += _bytes_on(local_tensor(parameter.detach()), device)
         if parameter.grad is not None:

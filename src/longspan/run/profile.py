@@ -60,7 +60,7 @@ class StepProfiles:
         if not self.has(step):
             yield
             return
-        with recorded_profile(self._world, with_host=True) as (profile, seconds):
+        with record_profile(self._world, with_host=True) as (profile, seconds):
             yield
         self._step, self._profile, self._seconds = step, profile, seconds()
 
@@ -93,7 +93,7 @@ class StepProfiles:
 
 
 @contextmanager
-def recorded_profile(world: World, *, with_host: bool = False) -> Iterator[tuple[Any, Callable[[], float]]]:
+def record_profile(world: World, *, with_host: bool = False) -> Iterator[tuple[Any, Callable[[], float]]]:
     """Profile what runs inside; gives torch's profile, and a function that returns its seconds afterwards.
 
     On GPUs the kernels, and operators of the host too with `with_host`; on CPUs the operators.

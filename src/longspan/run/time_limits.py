@@ -51,35 +51,35 @@ class TimeLimits:
         """A context of one step that is predicted to take so many seconds; one that is profiled is no usual one."""
         self._begun += 1
         is_known = self._begun > FIRST_STEPS
-        self._of_step = TIMES * max([predicted, *self._measured()]) if is_known else LONG
+        self._of_step = TIMES * max([predicted, *self._step_seconds()]) if is_known else LONG
         started = time.monotonic()
-        with self._at_most(self._of_step):
+        with self._limit_waits(self._of_step):
             yield
         if is_known and is_usual:
             self._steps.append(time.monotonic() - started)
 
     def around_end_of_step(self) -> AbstractContextManager[None]:
         """A context of what the ranks do after a step: a logger may upload its row on the first of them."""
-        return self._at_most(LONG if self._has_loggers else self._of_step)
+        return self._limit_waits(LONG if self._has_loggers else self._of_step)
 
     def around_evaluation(self, key: Hashable) -> AbstractContextManager[None]:
         """A context of an evaluation of one set under one choice of plans, its key; the first has the longest limit."""
         seconds = self._evaluated.get(key)
-        return self._at_most(LONG if seconds is None else TIMES * seconds)
+        return self._limit_waits(LONG if seconds is None else TIMES * seconds)
 
     def note_evaluation(self, key: Hashable, evaluation: Evaluation) -> None:
         """Note the predicted and measured seconds of an evaluation, for the next one with this key."""
         self._evaluated[key] = max(evaluation.plan.predicted_seconds, evaluation.seconds)
 
-    def _measured(self) -> list[float]:
+    def _step_seconds(self) -> list[float]:
         return [median(self._steps)] if self._steps else []
 
-    def _at_most(self, seconds: float) -> AbstractContextManager[None]:
+    def _limit_waits(self, seconds: float) -> AbstractContextManager[None]:
         """A context in which ranks wait for each other so long, but no shorter than `LEAST`."""
-        return self._limited(max(LEAST, seconds)) if self._is_automatic else nullcontext()
+        return self._set_limit(max(LEAST, seconds)) if self._is_automatic else nullcontext()
 
     @contextmanager
-    def _limited(self, seconds: float) -> Iterator[None]:
+    def _set_limit(self, seconds: float) -> Iterator[None]:
         before = self._world.watch.timeout
         set_timeout(self._world, seconds)
         try:

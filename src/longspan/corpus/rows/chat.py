@@ -131,8 +131,8 @@ class ChatEncoding:
 
 def tokens_in_spans(offsets: npt.ArrayLike, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
     """Return which tokens (n,) have a character in a span; offsets and spans are (start, stop) in characters."""
-    inside = np.zeros(len(offsets), dtype=bool)
     begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    inside = np.zeros(len(begins), dtype=bool)
     for start, stop in spans:
         inside |= (begins < stop) & (ends > start)
     return inside
