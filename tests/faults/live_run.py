@@ -28,7 +28,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def wait_for(what: Callable[[], Any], process: Process, log: Path) -> Any:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not (value := what()):
         assert process.poll() is None and time.monotonic() < deadline, (process.poll(), log.read_text())
         time.sleep(0.05)

@@ -15,7 +15,11 @@ from longspan.config.file import to_toml
 from tests.faults.live_run import LOCAL, TORCHRUN, last_step, ranks_of, saved_steps, started, wait_for
 from tests.train.small import small_config
 
-pytestmark = [pytest.mark.whole, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 
 
 def lives(pid: int) -> bool:

@@ -18,7 +18,11 @@ from longspan.run.metrics_log import read_metrics
 from tests.faults.live_run import TORCHRUN, ranks_of, saved_steps, started, to_rank, wait_for
 from tests.train.small import small_config
 
-pytestmark = [pytest.mark.whole, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 RESTARTS = (*TORCHRUN[:1], "--max-restarts=2", *TORCHRUN[1:])
 
 
