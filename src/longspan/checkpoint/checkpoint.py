@@ -43,11 +43,11 @@ from longspan.checkpoint.files import (
     files_by_rank,
     newest_good_checkpoint,
     note_damage,
+    path_while_saving,
     publish_checkpoint,
     read_state,
     remove_folder,
     remove_old_checkpoints,
-    unfinished_path,
 )
 from longspan.checkpoint.metadata import read_metadata
 from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure
@@ -88,7 +88,7 @@ def save_checkpoint(
     """
     root = as_root(root)
     path = checkpoint_path(root, step)
-    folder = unfinished_path(path)
+    folder = path_while_saving(path)
     run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
         tensors = tensors_to_save(model, optimizer)

@@ -21,10 +21,10 @@ from longspan.checkpoint.files import (
     Digest,
     create_partial,
     is_unfinished,
+    path_while_saving,
     publish_checkpoint,
     remove_folder,
     remove_old_checkpoints,
-    unfinished_path,
 )
 from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
 from longspan.checkpoint.stage import StagedTensors
@@ -48,7 +48,7 @@ class RunningSave:
     @property
     def folder(self) -> Path:
         """The folder that is written into."""
-        return unfinished_path(self.path)
+        return path_while_saving(self.path)
 
     @property
     def failure_text(self) -> str:

@@ -165,7 +165,7 @@ class CheckpointSaver:
         )
         failures = [
             text if text.endswith(f"(on rank {rank})") else f"{text} (on rank {rank})"
-            for rank, (_, text, _) in self._by_rank(reports)
+            for rank, (_, text, _) in self._reports_by_rank(reports)
             if text
         ]
         if not failures and not any(over for _, _, over in reports):
@@ -299,13 +299,13 @@ class CheckpointSaver:
     def _is_over(self, save: RunningSave) -> bool:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
-    def _by_rank(self, reports: list[Any]) -> list[tuple[int, Any]]:
+    def _reports_by_rank(self, reports: list[Any]) -> list[tuple[int, Any]]:
         return list(zip(self._world.home.ranks, reports, strict=True))
 
     def _phases(self, reports: list[Any]) -> str:
         """Which ranks are in which phase of a save, the phase of the fewest first."""
         ranks_in: dict[str, list[int]] = {}
-        for rank, (phase, _, _) in self._by_rank(reports):
+        for rank, (phase, _, _) in self._reports_by_rank(reports):
             ranks_in.setdefault(phase, []).append(rank)
         items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
         return "; ".join(f"rank(s) {short(ranks)}: {phase}" for phase, ranks in items)
