@@ -11,7 +11,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
 VLM    ?= runs/vlm
 
-.PHONY: train vlm docs test test-all test-gpu test-oldest predictions check format types wheel wheel-demo recipes bench size clean help
+.PHONY: train vlm docs test test-all test-gpu test-oldest predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
 
 help:
 	@sed -n '1,4p' Makefile
@@ -91,6 +91,12 @@ wheel-demo: wheel
 types: $(VENV)/.dev wheel
 	$(BIN)/python bench/source/public_types.py dist/*.whl
 
+recipes: $(VENV)/.dev
+	$(BIN)/python bench/plans/recipes.py
+
+recipes-check: $(VENV)/.dev
+	$(BIN)/python bench/plans/recipes.py --check
+
 $(DOCS)/.made: docs/site/requirements.txt
 	@echo "installing what the site needs into $(DOCS)"
 	@$(PYTHON) -m venv $(DOCS)
@@ -100,7 +106,7 @@ $(DOCS)/.made: docs/site/requirements.txt
 
 docs: $(DOCS)/.made
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with search: $(DOCS)/bin/python -m http.server --directory build/site"
 
 predictions: $(VENV)/.core
 	$(BIN)/python bench/plans/predictions.py

@@ -50,7 +50,8 @@ def commands_of(path: Path) -> list[str]:
         whole = [command for block in blocks for command in _lines(block)]
         return whole + [f"{' '.join(span.split())} {PARTIAL}" for span in spans]
     if path.suffix == ".sh":
-        return [line for line in _lines(text) if re.match(r"(srun |torchrun |longspan )", line)]
+        lines = [line.removesuffix(" '&'") for line in _lines(text)]
+        return [line for line in lines if re.match(r"(srun |torchrun |longspan )", line)]
     header = re.findall(r"^(?:#   |`)((?:longspan|torchrun|python) [^`\n]*)", text, flags=re.MULTILINE)
     return [command.strip() for command in header]
 

@@ -4,9 +4,9 @@
 """
 
 import ast
+import dataclasses
 import re
 import runpy
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -37,24 +37,18 @@ def test_every_public_name_is_in_the_reference(namespace: str) -> None:
     assert shown | linked == set(import_module(namespace).__all__)
 
 
-def texts_of_the_source() -> Iterator[str]:
-    """Every string of the package, with … for what is put into it."""
-    for path in (ROOT / "src").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+# between two strings that Python joins: the quotes, and what stands between
+JOINT = re.compile(r"[\"']\n\s*[rf]*[\"']")
 
 
 def test_messages_of_troubleshooting_are_in_the_source() -> None:
     page = (DOCS / "troubleshooting.md").read_text()
     messages = [row.replace("\\|", "|") for row in re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)]
-    source = "\n".join(texts_of_the_source())
+    source = JOINT.sub("", "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py")))
     assert len(messages) > 50
-    gone = [part for message in messages for part in message.split("…") if part.strip() and part.strip() not in source]
-    assert not gone
+    parts = {message: [re.escape(part.strip()) for part in message.split("…")] for message in messages}
+    gone = [message for message in messages if not re.search(".{1,200}".join(parts[message]), source)]
+    assert not gone, "what stands for … is on the line of its message"
 
 
 @pytest.mark.parametrize("page", [page for page in NEW if "```toml" in page.read_text()], ids=lambda page: page.name)
@@ -62,6 +56,23 @@ def test_configurations_of_pages_are_read(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.toml").write_text(block)
         assert load_config(tmp_path / f"{number}.toml")
+
+
+@pytest.mark.parametrize("page", ["trainer", "trl"])
+def test_scripts_before_and_after_have_names_that_there_are(page: str) -> None:
+    transformers, trl, hf = (pytest.importorskip(name) for name in ("transformers", "trl", "longspan.hf"))
+    known = {
+        "TrainingArguments": transformers.TrainingArguments,
+        "SFTConfig": trl.SFTConfig,
+        "LongspanArguments": hf.LongspanArguments,
+    }
+    (diff,) = re.findall(r"```diff\n(.*?)```", (DOCS / f"migration/{page}.md").read_text(), re.DOTALL)
+    for left_out in "+-":
+        program = "\n".join(line[2:] for line in diff.splitlines() if not line.startswith(left_out))
+        for call in (node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in known:
+                names = {field.name for field in dataclasses.fields(known[call.func.id])}
+                assert {word.arg for word in call.keywords} <= names, ast.unparse(call)
 
 
 @pytest.mark.parametrize("page", NEW, ids=lambda page: page.name)

@@ -19,7 +19,7 @@ from bench.evaluation.degree_ranks import eval_ranks
 from longspan.bench.record import show_record, where_it_ran
 from longspan.cli.flags import parse_flags
 from longspan.cli.processes import run_on_ranks, say
-from longspan.report.plain_text import bytes_text, markdown_table, text_table
+from longspan.plain_text import bytes_text, markdown_table, text_table
 
 _SUMMARY = (
     "case",

@@ -26,9 +26,9 @@ from longspan.bench.layers import with_layers
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.data.document import synthetic_documents
 from longspan.model.presets import preset_config
+from longspan.plain_text import markdown_table
 from longspan.plan import Plan
 from longspan.plan.hierarchy import hierarchical_groups, levels_of
-from longspan.report.plain_text import markdown_table
 from longspan.train import build_optimizer
 
 NODES = 2

@@ -43,7 +43,7 @@ def demo(wheel: Path, folder: Path, words: tuple[str, ...]) -> int:
     run(longspan, "examples", "all", "examples", "--overwrite")
     demo_run = folder / "runs" / "demo"
     keys = ["--train.steps", str(STEPS), "--train.eval_every", "0", "--run.dir", str(demo_run), "--run.resume", "never"]
-    print(run(longspan, "train", "examples/first.toml", "--world", "2", "--device", "cpu", *keys), end="")
+    print(run(longspan, "train", "examples/first.toml", "--world", "4", "--device", "cpu", *keys), end="")
     summary = json.loads((demo_run / "summary.json").read_text())
     report = (demo_run / "report.html").read_text()
     assert summary["steps"] == STEPS and "<style>" in report, "the run has no whole report"

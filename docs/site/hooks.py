@@ -3,7 +3,7 @@
 - README.md is the front page.
 - Links that lead outside of docs/ (../bench/records/x.md, ../examples/lora.py) work in the repository as they stand. In
   the site each such file becomes a page under repository/, or a file where it holds data, and so do those it links to.
-- Pictures of docs/pictures follow the reader's system in the repository; here they follow the switch of the site.
+- Pictures with dark colours follow the reader's system in the repository; here they follow the switch of the site.
 
 It does not check links: mkdocs does, with anchors, and `make docs` fails where one leads nowhere.
 """
@@ -21,9 +21,10 @@ LINK = re.compile(
 )
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml"}
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-PICTURE = re.compile(r'<img([^>]* src=")([^"]*?pictures/[\w-]+)\.svg"([^>]*)>')
+PICTURE = re.compile(r'<img([^>]* src=")([^"]*?([\w-]+))\.svg"([^>]*)>')
 SYSTEM_DARK = "@media (prefers-color-scheme: dark)"
 
+_adapting: set[str] = set()  # names of pictures that have dark colours too
 _page_of: dict[str, str] = {}  # a file of the repository, and what shows it in the site
 
 
@@ -44,25 +45,42 @@ def on_files(files: Files, config: Any) -> Files:
     for path, page in _page_of.items():
         if not path.startswith("docs/"):
             files.append(_file(path, page, config))
-    for path in sorted((ROOT / "docs/pictures").glob("*.svg")):
+    _adapting.clear()
+    for path in sorted((ROOT / "docs").rglob("*.svg")):
         text = path.read_text(encoding="utf-8")
+        if SYSTEM_DARK not in text:
+            continue
+        _adapting.add(path.stem)
         for colors, query in (("light", "@media not all"), ("dark", "@media all")):
-            name = f"pictures/{path.stem}-{colors}.svg"
+            name = path.relative_to(ROOT / "docs").with_name(f"{path.stem}-{colors}.svg").as_posix()
             files.append(File.generated(config, name, content=text.replace(SYSTEM_DARK, query)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links of a page to where the site has their files; the front page needs no list of pages next to it."""
+    """Lead links of a page to where the site has their files.
+
+    The front page needs no list of pages next to it, and a search finds pages, not records and programs.
+    """
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation"]
+    if page.file.src_uri.startswith("repository/"):
+        page.meta["search"] = {"exclude": True}
     path = next((path for path, shown in _page_of.items() if shown == page.file.src_uri), None)
     return markdown if path is None or not path.endswith(".md") else _relinked(path, page.file.src_uri, markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Show a picture of docs/pictures in the colours that the switch of the site has chosen."""
-    return PICTURE.sub(r'<img\1\2-light.svg#only-light"\3><img\1\2-dark.svg#only-dark"\3>', html)
+    """Show a picture that has dark colours too in those that the switch of the site has chosen."""
+
+    def both(found: re.Match[str]) -> str:
+        before, path, name, rest = found.groups()
+        if name not in _adapting:
+            return found[0]
+        shown = [f'<img{before}{path}-{colors}.svg#only-{colors}"{rest}>' for colors in ("light", "dark")]
+        return "".join(shown)
+
+    return PICTURE.sub(both, html)
 
 
 def _targets(path: str, text: str) -> list[str]:

@@ -8,12 +8,12 @@ import pytest
 from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.settings import StepSettings, make_settings
-from longspan.bench.timing import kind_of, merge_intervals, seconds_by_part
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
+from longspan.run.profile import kind_of, merge_intervals, seconds_by_part
 from tests.train.small import small_config
 
 

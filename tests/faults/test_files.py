@@ -50,16 +50,16 @@ def date_everything_ahead(folder: Path) -> None:
 
 def train_with_fault(rank: int, config: Any, folder: Path, fault: Fault | None) -> int:
     """Train on two ranks; before the fourth step rank 0 does something to the folder."""
-    from longspan.run import loop
+    from longspan.run.run_data import TrainingRun
 
-    take = loop._take_step
+    take = TrainingRun.take_step
 
-    def take_after_fault(*arguments: Any) -> Any:
-        if rank == 0 and arguments[2] == 3 and fault is not None:
+    def take_after_fault(run: Any, plan: Any, documents: Any, step: int) -> Any:
+        if rank == 0 and step == 3 and fault is not None:
             fault(folder)
-        return take(*arguments)
+        return take(run, plan, documents, step)
 
-    loop._take_step = take_after_fault
+    TrainingRun.take_step = take_after_fault
     return train_rank(rank, config, 2).done
 
 
@@ -81,7 +81,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "error", "next_error", "saved"), FAULTS)
 def test_files_change_under_a_run(fault: Fault, error: str, next_error: str, saved: list[int], tmp_path: Path) -> None:
     keys = {"train__steps": 6, "train__save_every": 2, "train__eval_every": 0, "run__refine": "off"}
-    config = small_config(tmp_path, data__cache=str(tmp_path / "cache"), **keys)
+    config = small_config(tmp_path, data__cache=str(tmp_path / "cache"), train__save_async="off", **keys)
 
     def train(fault: Fault | None) -> list[int]:
         return run_ranks(train_with_fault, 2, config, tmp_path, fault)

@@ -130,7 +130,7 @@ def test_a_node_is_lost_and_comes_back(tmp_path: Path) -> None:
 
     def resumed_on(ranks: int) -> Callable[[], bool]:
         return lambda: any(
-            re.search(rf"resumed +at step \d+ on {ranks} ranks", log.read_text()) for log in tmp_path.glob("log?")
+            re.search(rf"resumed .*at step \d+ on {ranks} ranks", log.read_text()) for log in tmp_path.glob("log?")
         )
 
     with nodes_of(tmp_path) as start_node:
@@ -151,4 +151,4 @@ def test_a_node_is_lost_and_comes_back(tmp_path: Path) -> None:
         assert first.wait(90) == 0, (tmp_path / "log0").read_text()
         assert third.wait(90) == 0
     assert saved_steps(tmp_path)[-1] == steps()
-    assert "all ranks (2, 3) of node 1" in (tmp_path / "log0").read_text()
+    assert re.search(r"all ranks \(\d, \d\) of node \d \(host .*\) do not answer", (tmp_path / "log0").read_text())

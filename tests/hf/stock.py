@@ -27,6 +27,7 @@ from datasets import disable_progress_bars
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from transformers import TrainingArguments
 
 from longspan.launch import local_ranks as fork_server
 from longspan.testing import run_ranks
@@ -39,6 +40,10 @@ fork_server.PRELOAD = (*fork_server.PRELOAD, *(m for m in (*TRAINERS, "peft") if
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TIMES = ("runtime", "per_second", "step_time", "total_flos")
+# The argument for recomputation: transformers 5.17 has only its older name.
+RECOMPUTES = (
+    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+)
 LOSS, METRIC = 1e-6, 1e-5
 
 
@@ -74,7 +79,7 @@ class Run:
             "report_to": [],
             "use_cpu": True,
             "bf16": False,
-            "activation_checkpointing": False,
+            RECOMPUTES: False,
             "disable_tqdm": True,
             "seed": 1,
         }

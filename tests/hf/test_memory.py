@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.hf.stock import Ran, Run, ours, stock
+from tests.hf.stock import RECOMPUTES, Ran, Run, ours, stock
 from tests.hf.test_trainer import EXACT, make
 
 
 def checkpointed(run: Run) -> Any:
     """The arguments ask for recomputation."""
-    trainer = make(run, max_steps=2, eval_strategy="no", activation_checkpointing=True)
+    trainer = make(run, max_steps=2, eval_strategy="no", **{RECOMPUTES: True})
     trainer.train()
     run.kept["measures"] = _measures(trainer, run)
     return trainer

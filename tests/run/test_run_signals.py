@@ -105,16 +105,16 @@ def test_a_lost_rank_is_named_and_ends_the_run_with_3(words: tuple[str, ...], tm
 
 def receive_on_rank_1(rank: int, config: Any) -> tuple[str, int]:
     """A run in which rank 1 receives SIGUSR1 in its second step."""
-    from longspan.run import loop
+    from longspan.run.run_data import TrainingRun
 
-    take = loop._take_step
+    take = TrainingRun.take_step
 
-    def take_and_receive(*arguments: Any) -> Any:
-        if rank == 1 and arguments[2] == 1:
+    def take_and_receive(run: Any, plan: Any, documents: Any, step: int) -> Any:
+        if rank == 1 and step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return take(*arguments)
+        return take(run, plan, documents, step)
 
-    loop._take_step = take_and_receive
+    TrainingRun.take_step = take_and_receive
     result = train_rank(rank, config, 2)
     return result.stopped, result.done
 

@@ -3,16 +3,20 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from longspan.cli.main import main
 from longspan.errors import ConfigError, LongspanError
 from longspan.plan import Plan
 from longspan.report import plan_page, write_report
+from longspan.report.chart import Chart, Series
+from longspan.report.chart_documents import NamedBar, bar_document, chart_document
 from longspan.report.eval_page import eval_page
 from longspan.report.passkey import passkey_picture
 from longspan.report.plan_section import plan_document
@@ -87,7 +91,10 @@ def run_in(folder: Path, change: Callable[[Any], Any]) -> Path:
     )
     config = (path / "config.toml").read_text()
     (path / "config.toml").write_text(config.replace('"a<b>&c"', json.dumps(change("a<b>&c"), ensure_ascii=False)))
-    for file in (path / "plans").glob("*.json"):
+    (path / "plans" / f"evaluation{change('') and TAIL.replace('/', '!')}.json").write_text("damaged")
+    for file in [*(path / "plans").glob("*.json")]:
+        if file.read_text() == "damaged":
+            continue
         plan = json.loads(file.read_text())
         plan["cost"]["source"], plan["planner"] = change("a machine"), change("fixed")
         file.write_text(json.dumps(plan))
@@ -106,6 +113,11 @@ def pages(folder: Path, change: Callable[[Any], Any], tail: str) -> Iterator[str
     plan = Plan.from_json(json.dumps(json.loads(mixed_plan(8).to_json()) | {"planner": change("dynamic")}))
     yield plan_page(plan, title=f"plan{tail}")
     yield plan_document(plan, title=f"plan{tail}")
+    line = Series(f"loss{tail}", np.arange(3.0), np.arange(3.0), 0, "line")
+    yield chart_document(Chart(f"chart{tail}", (line, replace(line, color=1)), f"y{tail}", f"x{tail}"))
+    yield bar_document(
+        f"bars{tail}", [NamedBar(f"one{tail}", 1.0, f"w{tail}"), NamedBar(f"two{tail}", 2.0, "")], f"s{tail}"
+    )
     grids = RunFolder.read(folder / f"run{tail.replace('/', '!')}").passkey
     yield from (passkey_picture(grid, name=name) for name, grid in grids)
 

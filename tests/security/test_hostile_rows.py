@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longspan.corpus.chunk import CHUNK_BYTES, chunk_rows
 from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.infer_turns import longest_overlap
 from longspan.corpus.rows.sample import BadRow
+from longspan.data.documents import Corpus
 from longspan.errors import DataError
 from tests.corpus.test_formats import corpus_of, rows_as
 
@@ -108,3 +112,58 @@ def test_tables_with_damaged_texts_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.parquet, row 2: a text that is not UTF-8"):
         corpus_of(tmp_path, path=str(tmp_path / "a.parquet"))
     assert documents(tmp_path, tmp_path / "a.parquet") == 2
+
+
+@given(text=st.text("ab c", max_size=200), other=st.text("ab c", max_size=200), shared=st.integers(0, 200))
+def test_overlaps_are_the_longest(text: str, other: str, shared: int) -> None:
+    """Of a question and an answer, however long: comparing every length took the square of it."""
+    other = text[shared:] + other
+    lengths = range(min(len(text), len(other)) + 1)
+    assert longest_overlap(text, other) == max(n for n in lengths if text.endswith(other[:n]))
+
+
+def test_a_long_answer_is_found_in_time_that_grows_with_it() -> None:
+    """Without the bound this takes some hours."""
+    words = "some words " * 400_000
+    assert longest_overlap(f"user: {words}", f"{words}and more" * 2) == len(words)
+    assert longest_overlap("a" * 300_000 + "b", "a" * 300_000) == 0
+
+
+def test_an_arrow_file_with_places_outside_of_it_is_named(tmp_path: Path) -> None:
+    """Arrow itself would read whatever memory is there."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": [GOOD[0]["text"], GOOD[1]["text"]]})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    data = (tmp_path / "a.arrow").read_bytes()
+    ends = len(GOOD[0]["text"]).to_bytes(4, "little") + sum(len(row["text"]) for row in GOOD).to_bytes(4, "little")
+    assert data.count(ends) == 1
+    (tmp_path / "a.arrow").write_bytes(data.replace(ends, b"\xff\xff\xff\x0f\xff\xff\xff\x1f"))
+    with pytest.raises(DataError, match=r"a.arrow of the corpus .* cannot be read"):
+        corpus_of(tmp_path, path=str(tmp_path / "a.arrow"))
+
+
+def test_damaged_documents_of_a_corpus_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, GOOD * 3)))
+    corpus_of(tmp_path, path=str(tmp_path / "a.jsonl"))
+    (folder,) = {file.parent for file in (tmp_path / "cache").rglob("lengths.npy")}
+
+    def read() -> None:
+        corpus = Corpus(folder)
+        for document in range(len(corpus)):
+            assert len(corpus[document][[0, 1]]) == 2 and list(corpus.sources)
+
+    read()
+    for name, change in {
+        "offsets.npy": lambda data: data[:-8] + b"\xff" * 8,
+        "lengths.npy": lambda data: data.replace(b"'shape': (", b"'shape': [", 1),
+        "origins.npy": lambda data: b"",
+        "sources.jsonl": lambda data: b"[" * len(data),
+        "sources.npy": lambda data: data.replace(b"<i8", b"|O8"),
+        "corpus.json": lambda data: b"[[]]",
+    }.items():
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(change(data))
+        with pytest.raises(DataError, match=r"is damaged|is not a corpus"):
+            read()
+        (folder / name).write_bytes(data)

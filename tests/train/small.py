@@ -14,6 +14,7 @@ from longspan.run.checks.config_check import check_config
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult
+from longspan.run.time_limits import longest_wait
 from longspan.testing import backend
 
 WORDS = (
@@ -72,7 +73,7 @@ def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
     """Train on this rank, without a display."""
     home = check_config(config, ranks)
     with (
-        World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
+        World(home, backend=backend(), timeout=longest_wait(config)) as world,
         ProgressDisplay(config.train.steps, None) as display,
     ):
         return train(config, world, display)

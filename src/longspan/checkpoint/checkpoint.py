@@ -43,7 +43,7 @@ from longspan.checkpoint.files import (
     files_by_rank,
     newest_good_checkpoint,
     note_damage,
-    path_while_saving,
+    partial_path,
     publish_checkpoint,
     read_state,
     remove_folder,
@@ -88,7 +88,7 @@ def save_checkpoint(
     """
     root = as_root(root)
     path = checkpoint_path(root, step)
-    folder = path_while_saving(path)
+    folder = partial_path(path)
     run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
         tensors = tensors_to_save(model, optimizer)

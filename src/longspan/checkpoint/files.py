@@ -42,7 +42,7 @@ def create_partial(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def path_while_saving(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Where a checkpoint is written before it is complete: in a store, which renames nothing, in its own place."""
     return path if isinstance(path, StorePath) else path.with_name(path.name + PARTIAL)
 

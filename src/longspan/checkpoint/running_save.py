@@ -21,7 +21,7 @@ from longspan.checkpoint.files import (
     Digest,
     create_partial,
     is_unfinished,
-    path_while_saving,
+    partial_path,
     publish_checkpoint,
     remove_folder,
     remove_old_checkpoints,
@@ -48,7 +48,7 @@ class RunningSave:
     @property
     def folder(self) -> Path:
         """The folder that is written into."""
-        return path_while_saving(self.path)
+        return partial_path(self.path)
 
     @property
     def failure_text(self) -> str:
@@ -105,6 +105,17 @@ class RunningSave:
             process_group=group,
         )
         self.bytes = talk.all_reduce("publish", lambda: writer.digests, publish)
+
+
+def connect_ranks(group: ProcessGroup) -> None:
+    """Let a group connect the ranks that a save connects, as long as their store is there.
+
+    Ranks whose launcher was killed save once more, and gloo finds its peers through the store of the launcher.
+    """
+    talk = _DistWrapper(group, True, 0)
+    talk.all_gather("connecting", str)
+    talk.all_reduce("connecting", str, len)
+    talk.reduce_scatter("connecting", str, list)
 
 
 class _Writer(HashingWriter):

@@ -26,7 +26,7 @@ from longspan.checkpoint.checkpoint import save_checkpoint, tensors_to_save
 from longspan.checkpoint.files import (
     checkpoint_path,
 )
-from longspan.checkpoint.running_save import RunningSave
+from longspan.checkpoint.running_save import RunningSave, connect_ranks
 from longspan.checkpoint.save_plan import PlanCache
 from longspan.checkpoint.stage import Stage
 from longspan.checkpoint.store_path import as_root
@@ -98,6 +98,8 @@ class CheckpointSaver:
             group = groups.make_group(world.home.ranks, "saves", backend="gloo", timeout=self.timeout)
             assert group is not None
             self._group = group
+            with world.watch.during("making the saves group", world.home.ranks):
+                connect_ranks(group)
             world.watch.background = self.activity
             world.on_leaving(self.close)
 
@@ -165,7 +167,7 @@ class CheckpointSaver:
         )
         failures = [
             text if text.endswith(f"(on rank {rank})") else f"{text} (on rank {rank})"
-            for rank, (_, text, _) in self._reports_by_rank(reports)
+            for rank, (_, text, _) in self._pair_with_ranks(reports)
             if text
         ]
         if not failures and not any(over for _, _, over in reports):
@@ -299,13 +301,13 @@ class CheckpointSaver:
     def _is_over(self, save: RunningSave) -> bool:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
-    def _reports_by_rank(self, reports: list[Any]) -> list[tuple[int, Any]]:
+    def _pair_with_ranks(self, reports: list[Any]) -> list[tuple[int, Any]]:
         return list(zip(self._world.home.ranks, reports, strict=True))
 
     def _phases(self, reports: list[Any]) -> str:
         """Which ranks are in which phase of a save, the phase of the fewest first."""
         ranks_in: dict[str, list[int]] = {}
-        for rank, (phase, _, _) in self._reports_by_rank(reports):
+        for rank, (phase, _, _) in self._pair_with_ranks(reports):
             ranks_in.setdefault(phase, []).append(rank)
         items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
         return "; ".join(f"rank(s) {short(ranks)}: {phase}" for phase, ranks in items)

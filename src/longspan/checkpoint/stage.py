@@ -71,19 +71,19 @@ class Stage:
 
     def bytes_to_take(self, tensors: Tensors) -> int:
         """The memory that `reserve` would add for these tensors."""
-        return sum(_place_bytes(local) for _, local in self._tensors_to_place(tensors))
+        return sum(_bytes_with_alignment(local) for _, local in self._tensors_to_place(tensors))
 
     def reserve(self, tensors: Tensors) -> None:
         """Take memory for these tensors; what is there already stays. Raises ModelError where the host lacks it."""
         for piece in _pieces(self._tensors_to_place(tensors)):
-            place = self._arena.take(sum(_place_bytes(local) for _, local in piece))
+            place = self._arena.take(sum(_bytes_with_alignment(local) for _, local in piece))
             self._ranges.append(place)
             numbers, first = place.memory.numpy(), 0
             for name, local in piece:
                 strides = torch.empty_like(local, device="meta").stride()
                 memory = torch.from_numpy(numbers[first : first + _bytes(local)])  # a storage of its own size
                 self._places[name] = _signature(local), memory.view(local.dtype).as_strided(local.shape, strides)
-                first += _place_bytes(local)
+                first += _bytes_with_alignment(local)
 
     @torch.no_grad()
     def begin(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
@@ -145,11 +145,11 @@ def _pieces(items: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]
     """Neighbouring items of at most PIECE bytes together; a larger one for itself."""
     piece, size = list[tuple[str, Tensor]](), 0
     for name, local in items:
-        if piece and size + _place_bytes(local) > PIECE:
+        if piece and size + _bytes_with_alignment(local) > PIECE:
             yield piece
             piece, size = [], 0
         piece.append((name, local))
-        size += _place_bytes(local)
+        size += _bytes_with_alignment(local)
     if piece:
         yield piece
 
@@ -158,7 +158,7 @@ def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _place_bytes(x: Tensor) -> int:
+def _bytes_with_alignment(x: Tensor) -> int:
     return -(-_bytes(x) // ALIGNMENT) * ALIGNMENT
 
 

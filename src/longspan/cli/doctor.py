@@ -14,7 +14,7 @@ from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine, machine_text
 from longspan.cli.processes import Device, processes_of, reports_here, usable_gpus
 from longspan.errors import LongspanError, plural
-from longspan.report.plain_text import bytes_text, seconds_text, text_table
+from longspan.plain_text import bytes_text, seconds_text, text_table
 from longspan.run.result import versions
 
 if TYPE_CHECKING:

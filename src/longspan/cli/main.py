@@ -43,11 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interruptible():
             return _run_verb(words)
     except LongspanError as error:
-        if debug:
-            traceback.print_exc()
-        print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
+        return _report(error, debug=debug)
     except KeyboardInterrupt as error:
+        if (lost := _earlier_lost_rank(error)) is not None:
+            return _report(lost, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
             print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)
@@ -55,6 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, `| head`, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _report(error: LongspanError, *, debug: bool) -> int:
+    """Print an error; returns its exit code."""
+    if debug:
+        traceback.print_exception(error)
+    print(error_line(error), file=sys.stderr, flush=True)
+    return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
+
+
+def _earlier_lost_rank(error: BaseException) -> RankLostError | None:
+    """The error of a lost rank that was under way when a signal came, such as torchrun's to the ranks that are left."""
+    before = error.__context__
+    while before is not None and not isinstance(before, RankLostError):
+        before = before.__context__
+    return before
 
 
 def usage() -> str:

@@ -55,6 +55,7 @@ class AnsweringThread:
                     self._end_waiting_for_lost_rank(reports)
                     if number := reports.open_request():
                         reports.answer(number, self.watch.activity())
+                        self.watch.write_traces()
                 silent_since = math.inf
             except RuntimeError as error:
                 silent_since = min(silent_since, time.monotonic())
@@ -76,7 +77,7 @@ class AnsweringThread:
         NCCL's own watchdog ends it too, but only after a minute or more of dumping (torch 2.11).
         """
         watch, last = self.watch, self.watch.last
-        if last is None or time.monotonic() - last[0].started < watch.timeout:
+        if last is None or time.monotonic() - last[0].started < last[0].limit:
             return
         operation, past = last
         if past():

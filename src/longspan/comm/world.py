@@ -72,8 +72,8 @@ class World:
 
     Reads torchrun's variables, or reuses an initialised default process group and does not destroy it on exit.
     `backend` is "gloo" (CPU) or "nccl" (GPU, with gloo for the host's integers); None takes GPUs where there are any.
-    `timeout` in seconds bounds every collective. `max_groups` bounds the communicators of their own that `prepare`
-    makes per slot (None: 4 on GPUs, where each costs 485 MiB, and none on CPUs, where they gain nothing).
+    `timeout` in seconds bounds every collective, unless `set_timeout` (`all_ranks`) changes it. `max_groups` bounds the
+    communicators of their own that `prepare` makes per slot (None: 4 on GPUs, where each costs 485 MiB, none on CPUs).
 
     `seed` is what dropout's masks are hashed from, with the step: the same on every rank. It begins as the first rank's
     `torch.initial_seed()`; whoever sets it sets the same on all ranks, before micro-batches are bound.
@@ -271,15 +271,19 @@ class World:
             watch.step = step
 
 
+def open_worlds() -> list[World]:
+    """The worlds that are open on this rank."""
+    return [world for world in list(_worlds.values()) if "watch" in vars(world)]
+
+
 def _watches() -> list[Watch]:
-    """What this rank is doing in each open world."""
-    return [watch for world in list(_worlds.values()) if (watch := vars(world).get("watch")) is not None]
+    return [world.watch for world in open_worlds()]
 
 
 @atexit.register
 def _leave_open_worlds() -> None:
     """Leave the worlds that are open when the program ends, without the other ranks, which may have ended."""
-    for world in reversed(list(_worlds.values())):
+    for world in reversed(open_worlds()):
         error = getattr(sys, "last_value", None) or CommError("the program ended before it closed the world")
         with suppress(Exception):
             world.__exit__(type(error), error, error.__traceback__)

@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from longspan.config.data_sections import DataConfig, SourceConfig
 from longspan.config.keys import (
+    AUTO,
     NOT_GIVEN,
+    Above,
     AtLeast,
     NonNegativeFloat,
     NonNegativeInt,
@@ -119,6 +121,12 @@ class TrainConfig:
     """Metrics of your own, with the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
     eval_document_losses: bool = False
     """Write the loss of each document of an evaluation to RUN/evaluations, as JSON lines."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps that torch's profiler records, counted from 1: RUN/profiles has a trace of each rank and a table of what
+    took the time (docs/gpu.md). Such a step is slower."""
+    memory_history: NonNegativeInt = 0
+    """Allocations of a GPU whose place in the program is recorded for the snapshot of a rank that is out of memory
+    (RUN/memory), the last ones; each takes some microseconds. 0: none, a snapshot has sizes only."""
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only those of save_minutes, after the last step and when the run ends early."""
     save_minutes: NonNegativeFloat = 30.0
@@ -164,8 +172,9 @@ class RunSection(MachineSection):
     refine: Literal["auto", "on", "off"] = "auto"
     """Correct the prices of coming plans by the seconds of steps, and name slow slots: auto (prices of dynamic plans
     on GPUs, slots on GPUs), on, or off, with which timing changes no plan (docs/planning.md)."""
-    timeout_seconds: PositiveFloat = 600.0
-    """How long a rank waits for the others before it names the one that is missing."""
+    timeout_seconds: Annotated[float | str, Above(0)] = AUTO
+    """How long a rank waits for the others before it names the one that is missing; auto: 10 times the predicted
+    seconds of a step or an evaluation, at least 60 (docs/gpu.md: What a hang prints)."""
     stopped_status: NonNegativeInt = 0
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""

@@ -7,6 +7,7 @@ its limit is read over, and is a bad one; images in tables do not count.
 
 import gzip
 import io
+import sys
 import weakref
 import zlib
 from bisect import bisect_right
@@ -112,11 +113,17 @@ def name_read_errors(name: str, path: Path) -> Iterator[None]:
     """Turn read errors of a file into DataErrors that name it."""
     try:
         yield
-    except (EOFError, zlib.error, OSError) as error:
+    except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"cannot read {name} of the corpus ({path}): {error.strerror}") from error
         reason = "cannot be decompressed, perhaps it was cut off" if _is_compressed(name) else "cannot be read"
         raise DataError(f"{name} of the corpus ({path}) {reason}: {error}") from error
+
+
+def _arrow_errors() -> tuple[type[Exception], ...]:
+    """What reading a damaged table raises; nothing while no table was read."""
+    pyarrow: Any = sys.modules.get("pyarrow")
+    return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
 
 
 def _is_compressed(name: str) -> bool:
@@ -218,14 +225,16 @@ class ArrowFile:
     def chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""
         first, size = 0, self.path.stat().st_size
-        rows = self._table_in_file.num_rows
-        for batch in self._table_in_file.to_batches():
-            step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
-            for start in range(0, len(batch), step):
-                piece = batch.slice(start, step)
-                end, data = size * (first + len(piece)) // rows, _serialize(piece)
-                yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
-                first += len(piece)
+        with name_read_errors(self.name, self.path):
+            rows = self._table_in_file.num_rows
+            for batch in self._table_in_file.to_batches():
+                batch.validate(full=True)  # Arrow would follow places outside of the file
+                step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
+                for start in range(0, len(batch), step):
+                    piece = batch.slice(start, step)
+                    end, data = size * (first + len(piece)) // rows, _serialize(piece)
+                    yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
+                    first += len(piece)
 
     def row_at(self, position: int) -> Row:
         """Read the row of this number."""
@@ -255,7 +264,7 @@ def _open_table(read: Any, name: str, path: Path) -> Any:
     pyarrow: Any = import_reader("pyarrow", name)
     try:
         return read(path)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # also of names of columns that are not UTF-8
         raise DataError(f"cannot read {name} of the corpus ({path}): {error}") from error
 
 

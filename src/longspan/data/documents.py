@@ -164,11 +164,21 @@ class StoredTokens:
 
     def ids(self, document: int, positions: Integers) -> Any:
         """Return the tokens of a document at these positions."""
-        return self._tokens[positions + int(self._offsets[document])]
+        return self._read_array(self._tokens, document, positions)
 
     def codes(self, document: int, positions: Integers) -> Any:
         """Return their codes; None if there are none."""
-        return None if self._codes is None else self._codes[positions + int(self._offsets[document])]
+        return None if self._codes is None else self._read_array(self._codes, document, positions)
+
+    def _read_array(self, values: Any, document: int, positions: Integers) -> Any:
+        """Return a document's values at these positions. Raises DataError if it is said to be outside of the file."""
+        start = int(self._offsets[document])
+        if len(positions) and not 0 <= start <= start + int(positions.max()) < len(values):
+            raise DataError(
+                f"the corpus is damaged: document {document} begins at token {start} and has {int(positions.max()) + 1}"
+                f" tokens or more, and {len(values)} are stored; remove its folder, and it is built again"
+            )
+        return values[positions + start]
 
 
 def encode_labels(ids: Integers, labels: Integers | None) -> Integers | None:

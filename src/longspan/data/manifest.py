@@ -82,6 +82,8 @@ class Manifest:
     def from_json(cls, text: str) -> "Manifest":
         """Read a manifest; KeyError, TypeError or ValueError if the text is no manifest."""
         values: dict[str, Any] = parse_json(text)
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
         for key in values.keys() & {*_TUPLES}:
             values[key] = tuple(values[key])
         return cls(**{**values, "left_out": LeftOut(**values.pop("left_out", {}))})
@@ -120,7 +122,13 @@ class SourceLines(Sequence[SourceFile]):
         if not 0 <= index < len(self):
             raise IndexError(f"file {index} of {len(self)}")
         start = int(self._ends[index - 1]) if index else 0
-        return SourceFile(**json.loads(self._lines[start : int(self._ends[index])].tobytes()))
+        try:
+            return SourceFile(**parse_json(self._lines[start : int(self._ends[index])].tobytes()))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"sources.jsonl of the corpus is damaged in its line {index + 1}: {error}; remove its folder, and it "
+                "is built again"
+            ) from error
 
     def __iter__(self) -> Iterator[SourceFile]:
         return (self[i] for i in range(len(self)))

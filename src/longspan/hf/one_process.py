@@ -123,7 +123,8 @@ class OneProcess:
 
     def _tell_accelerate(self) -> None:
         PartialState._shared_state.update(self._one())
-        make_stock, set_up = Trainer.__init__, TrainingArguments.__dict__["_setup_devices"]
+        make_stock, save_stock = Trainer.__init__, Trainer.save_model
+        set_up = TrainingArguments.__dict__["_setup_devices"]
         one = self
 
         @wraps(make_stock)  # constructors are asked for their signature
@@ -136,6 +137,13 @@ class OneProcess:
                 )
             make_stock(trainer, *args, **keywords)
 
+        @wraps(save_stock)
+        def save_on_all_ranks(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            if hasattr(trainer, "longspan"):  # transformers 5.17 to 5.22 would have only the first rank save
+                trainer._save(output_dir)
+            else:
+                save_stock(trainer, output_dir, _internal_call)
+
         def set_up_devices(args: TrainingArguments) -> torch.device:
             return one._as_before(lambda: set_up.func(args))
 
@@ -144,6 +152,7 @@ class OneProcess:
         stock_size: Any = TrainingArguments.__dict__["world_size"].fget
         size = property(lambda args: 1 if hasattr(args, OURS) else one.ranks if stock_size(args) else 0)
         self._patch(Trainer, "__init__", refuse_stock)
+        self._patch(Trainer, "save_model", save_on_all_ranks)
         self._patch(TrainingArguments, "_setup_devices", devices)
         self._patch(TrainingArguments, "world_size", size)
         self._patch(PartialState, "wait_for_everyone", lambda state: one.world.control.barrier("accelerate"))

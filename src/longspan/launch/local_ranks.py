@@ -31,6 +31,7 @@ LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing o
 PRELOAD: tuple[str, ...] = (
     "__main__",
     "torch",
+    "longspan.launch.no_name_server",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",

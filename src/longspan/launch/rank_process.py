@@ -165,12 +165,13 @@ def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
 def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     """Put this process into a group of its own, with the launcher's output, environment and number of threads.
 
-    Signals come only from the launcher then.
-
-    What the fork server imported is no garbage: collections pass over it, and its memory stays shared.
+    Signals come only from the launcher then. What the fork server imported is no garbage: collections pass over it, and
+    its memory stays shared. Processes that a rank starts, such as a loader's workers, start as elsewhere in Python, and
+    not from a fork server of their own, which would import torch and transformers again.
     """
     gc.freeze()
     gc.enable()
+    multiprocessing.set_start_method(None, force=True)
     os.setpgid(0, 0)
     for stream, target in ((out, 1), (err, 2)):
         os.dup2(stream.number, target)

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from longspan.plain_text import bytes_text, number_text
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.markup import section, tag, text
-from longspan.report.plain_text import bytes_text, number_text
 from longspan.report.run_folder import EvalRow, RunFolder, last_evaluations
 
 WIDTH, HEIGHT = 560, 260

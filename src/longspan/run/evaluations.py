@@ -32,6 +32,7 @@ from longspan.run.folder import is_due
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records
 from longspan.run.run_data import TrainingRun
+from longspan.run.time_limits import TimeLimits
 from longspan.train.plans import PlanChoice
 
 SAMPLES, LARGEST = 8, 96  # documents of a set; pixels of the longer side of a picture
@@ -143,6 +144,7 @@ class Evaluations:
     display: ProgressDisplay
     records: Records
     stop: StopSignal
+    limits: TimeLimits
     _recorded: list[dict[str, Any]] = field(default_factory=list)
 
     def take_rows(self) -> list[dict[str, Any]]:
@@ -213,7 +215,9 @@ class Evaluations:
             progress=partial(self.display.show_eval_progress, entry.name),
         )
         try:
-            evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)
+            with self.limits.around_evaluation((entry.name, choice)):
+                evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)
+            self.limits.note_evaluation((entry.name, choice), evaluation)
         except EvaluationStopped as stopped:
             self.display.log(str(stopped))
             return None

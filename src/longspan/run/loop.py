@@ -2,7 +2,8 @@
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
 corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, plans.jsonl, groups.jsonl, plans/,
-checkpoints/, model/ (Hugging Face), summary.json; and run.lock, which keeps a second run out.
+checkpoints/, model/ (Hugging Face), summary.json; run.lock, which keeps a second run out; profiles/ of steps that were
+profiled; memory/, where memory was short; hang/, where a collective failed.
 """
 
 import math
@@ -17,6 +18,7 @@ from longspan.bridge.item_documents import item_table_of
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, asking_signal, received_signal
+from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
@@ -31,7 +33,9 @@ from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
 from longspan.run.folder import LOCK, Saves, run_lock
 from longspan.run.loggers import logger_classes
+from longspan.run.memory_short import memory_explained, record_history
 from longspan.run.metrics_log import read_metrics
+from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, open_records
 from longspan.run.refining import correction_columns, note_step, refine_prices
@@ -40,12 +44,15 @@ from longspan.run.run_data import TrainingRun
 from longspan.run.run_facts import facts_of
 from longspan.run.set_up import check_targets, set_up
 from longspan.run.slow_slots import SlowSlots
+from longspan.run.time_limits import TimeLimits
 from longspan.run.warm_up import warm_up_run
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plans_of_steps
 from longspan.train.reading.gather import share_documents
 from longspan.train.reading.step_inputs import with_targets_of
 from longspan.train.terms import plan_waves_ahead
+
+HANG = "hang"  # of what torch recorded of collectives, where one failed
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
@@ -66,7 +73,12 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         run = set_up(config, world, display.log)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
-            result = _Loop(run, display, records, Evaluations(run, display, records, stop)).train(stop)
+            for opened in open_worlds():
+                opened.watch.folder = run.dir / HANG
+            limits = TimeLimits(config, world, is_priced=run.figures.priced_here)
+            evaluations = Evaluations(run, display, records, stop, limits)
+            profiles = StepProfiles(config.train.profile_steps, run.dir / FOLDER, world, display.log)
+            result = _Loop(run, display, records, evaluations, profiles).train(stop)
         summary = as_json(result.summary(), indent=1)
         run_on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
         return result
@@ -80,6 +92,7 @@ class _Loop:
     display: ProgressDisplay
     records: Records
     evaluations: Evaluations
+    profiles: StepProfiles
 
     def train(self, stop: StopSignal) -> TrainResult:
         """Run the remaining steps and, unless the run is stopped, the end of the run."""
@@ -109,7 +122,8 @@ class _Loop:
     def run_steps(self, plans: PlanAhead, stop: StopSignal, saves: Saves) -> str:
         """Run the remaining steps; returns the signal that stopped them ("" for none)."""
         run, settings, stopped = self.run, self.run.config.train, ""
-        slow_slots = SlowSlots()
+        slow_slots, limits = SlowSlots(), self.evaluations.limits
+        record_history(run)
         with saves.save_before_errors():
             if run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
@@ -118,12 +132,14 @@ class _Loop:
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 refine_prices(run, saves.done)
-                row, plan = _take_step(run, plans, saves.done, slow_slots)
+                row, plan = _take_step(run, plans, saves.done, slow_slots, limits, self.profiles)
                 saves.done += 1
+                self.profiles.write()
                 row |= saves.columns()
-                _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
-                self.display.show_step(row)
-                agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
+                with limits.around_end_of_step():
+                    _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
+                    self.display.show_step(row)
+                    agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
                 stopped = agreed.stopped
                 if agreed.slow is not None:
                     slow_slots.name(agreed.slow, run.world, self.display.log)
@@ -177,20 +193,28 @@ def _plans(run: TrainingRun) -> PlanAhead:
     return plans_of_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
 
 
-def _take_step(run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots) -> tuple[dict[str, Any], Plan]:
+def _take_step(
+    run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
+) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
-    started = time.perf_counter()
+    started, is_usual = time.perf_counter(), not profiles.has(step + 1)
     documents = _documents_of_step(run, step)
     plan = with_targets_of(documents, plans.plan(step))
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         _prepare_next_step(run, run.model, plans, step + 1)
-    result = run.take_step(plan, documents, step)
+    limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
+    with limit, memory_explained(run, step + 1), profiles.around_step(step + 1):
+        result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
-    slow_slots.note(result.slot_ratio)
-    note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
+    if is_usual:
+        slow_slots.note(result.slot_ratio)
+        note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
     row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
-    row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(run.world.device)}
+    row |= {
+        "tokens_per_second": round(result.tokens / seconds, 3),
+        "memory_bytes": peak_memory_bytes(run.world.device),
+    }
     row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
     row["groups"] = group_counts(plan)
     if len(run.order.stream.sources) > 1:

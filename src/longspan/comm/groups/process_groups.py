@@ -101,12 +101,23 @@ class ProcessGroups:
         of_host_values = kind in ("control", "saves") or backend != "gloo"  # then tensors travel over NCCL
         connecting = connecting_at_first_message() if of_host_values else nullcontext()
         with self.watch.during(f"making the {kind} group", ranks), connecting:
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+            group = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
+            )
         if self.watch.rank not in ranks:
             return None
         assert isinstance(group, ProcessGroup)
         self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
         return group
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long collectives of these communicators may last that start from now on.
+
+        gloo's messages from rank to rank are not among them: whoever waits for one says for how long (2.11 to 2.13).
+        """
+        for shareable in self._used:
+            if shareable.group is not None:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), shareable.group)
 
     def add_communicator(self, ranks: tuple[int, ...], group: ProcessGroup) -> None:
         """Remember the communicator of these ranks, whatever their order."""

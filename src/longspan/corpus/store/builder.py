@@ -231,7 +231,7 @@ class _Progress:
             longest = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))
             if (size := len(longest.data)) > _LONG_BYTES:
                 self._log(
-                    f"tokenizing {size / 1e6:,.0f} MB of {longest.name} in one piece, which takes some seconds and "
+                    f"tokenizing {size / 1e6:,.0f} MB of {longest.name} in one piece, which takes a while and "
                     "memory: its rows are long"
                 )
             yield batch

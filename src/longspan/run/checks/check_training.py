@@ -40,6 +40,10 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
         raise ConfigError(
             f"run.save_on has {wrong[0]!r}; it may have {', '.join(names)} (SIGINT and SIGTERM always end a run)"
         )
+    if any(step < 1 for step in config.train.profile_steps):
+        raise ConfigError(
+            f"train.profile_steps has {min(config.train.profile_steps)}; steps are counted from 1, as in [10, 11]"
+        )
     if config.train.keep_best:
         BestFigure.of(config.train.keep_best).check_sets({entry.name for entry in config.evaluations})
     if config.run.checkpoints:
@@ -64,7 +68,7 @@ def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collecti
             raise ConfigError(f"{prefix}{key} is 1; a document of one token predicts nothing: use 2 or more")
         if isinstance(value, str):
             if value != AUTO:
-                units = {"eval_documents": "documents", "node_size": "slots"}
+                units = {"eval_documents": "documents", "node_size": "slots", "timeout_seconds": "seconds"}
                 number = f"a number of {units.get(key, 'rows')}"
                 number = "a degree" if key.endswith("parallel_size") else number
                 raise ConfigError(f'{prefix}{key} is {value!r}; give {number}, or "{AUTO}"')
