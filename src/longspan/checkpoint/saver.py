@@ -86,7 +86,10 @@ class CheckpointSaver:
         timeout: float = 1800.0,
         log: LogLine = print,
     ) -> None:
-        self.root, self.keep, self.best, self.timeout = as_root(root), keep, 0, float(timeout)
+        self.root: Path = as_root(root)
+        self.keep: int = keep
+        self.best: int = 0
+        self.timeout: float = float(timeout)
         self.figures: SaveFigures | None = None  # of the last save that was published
         self._world, self._log = world, log if is_first_rank(world) else _silent
         self._background = background
