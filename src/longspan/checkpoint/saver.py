@@ -143,9 +143,10 @@ class CheckpointSaver:
         Ranks whose launcher was killed save once more, and gloo finds its peers through the store of the launcher.
         """
         talk = _DistWrapper(self._group, True, 0)
-        talk.all_gather("connecting", str)
-        talk.all_reduce("connecting", str, len)
-        talk.reduce_scatter("connecting", str, list)
+        with self._world.watch.during("connecting the group of saves", self._world.home.ranks):
+            talk.all_gather("connecting", str)
+            talk.all_reduce("connecting", str, len)
+            talk.reduce_scatter("connecting", str, list)
 
     # ---- for the thread that trains
 
