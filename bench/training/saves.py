@@ -45,7 +45,7 @@ def main() -> None:
         ranks = options.world
         results = run_local(measure, ranks, (ranks, options), timeout=None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    record = open_record("saves", ranks, device, Path(__file__).parent)
+    record = open_record("saves", None, device, Path(__file__).parent)
     record |= {name: str(value) for name, value in vars(options).items() if name != "out"}
     record["load"] = os.getloadavg()[0]
     record["rows"] = results[0]

@@ -58,9 +58,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links of a page to where the site has their files; the front page needs no list of pages next to it."""
+    """Lead links of a page to where the site has their files.
+
+    The front page needs no list of pages next to it, and a search finds pages, not records and programs.
+    """
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation"]
+    if page.file.src_uri.startswith("repository/"):
+        page.meta["search"] = {"exclude": True}
     path = next((path for path, shown in _page_of.items() if shown == page.file.src_uri), None)
     return markdown if path is None or not path.endswith(".md") else _relinked(path, page.file.src_uri, markdown)
 

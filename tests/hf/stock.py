@@ -41,7 +41,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TIMES = ("runtime", "per_second", "step_time", "total_flos")
 # The argument for recomputation: transformers 5.17 has only its older name.
-RECOMPUTES = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+RECOMPUTES = (
+    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+)
 LOSS, METRIC = 1e-6, 1e-5
 
 

@@ -103,7 +103,7 @@ def dpo_of_a_trained_adapter(run: Run) -> Any:
 
 
 def trained_adapter() -> Any:
-    """A model with an adapter that is trained further; its dropout is turned off by TRL, and stays in its configuration."""
+    """A model with an adapter that is trained further; TRL turns its dropout off, and its configuration keeps it."""
     adapted = lora()
     adapted.lora_dropout = 0.1
     torch.manual_seed(3)

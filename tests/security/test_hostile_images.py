@@ -48,7 +48,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\n(/tmp/tr
 GIF_FRAME = b",\0\0\0\0\1\0\1\0\0\2\2D\1\0"
 HUGE_TIFF = b"II*\0\x08\0\0\0\2\0" + struct.pack("<HHIIHHII", 256, 4, 1, 60_000, 257, 4, 1, 60_000) + b"\0" * 4
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "a program for Ghostscript": (EPS, r"is no image that is read; store it as one of PNG, JPEG"),
+    "a program for Ghostscript": (EPS, r"is no image that Pillow can read: it is none of PNG, JPEG"),
     "texts that grow a thousand times": (
         png(4, 1, png_chunk(b"zTXt", b"k\0\0" + zlib.compress(b"a" * 10_000_000))),
         "is no image that Pillow can read",
@@ -56,7 +56,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "more pixels than are read": (png(20_000, 9_000), "has 180,000,000 pixels, and at most 178,956,970 are read"),
     "a side of 2^31": (png(2**31 - 1, 1), "2,147,483,647 pixels|is no image that Pillow can read"),
     "TIFF of many pixels": (HUGE_TIFF, "3,600,000,000 pixels|is no image that"),
-    "no bytes of a format": (b"<svg onload=alert(1)>", "is no image that is read"),
+    "no bytes of a format": (b"<svg onload=alert(1)>", "it is none of PNG"),
 }
 
 
@@ -92,7 +92,9 @@ def test_files_that_are_none_are_not_opened(tmp_path: Path) -> None:
 def test_damaged_images_are_named(kind: str) -> None:
     """Cut off anywhere, and with bytes that changed: a DataError or an image, never another error."""
     Image.init()
-    if kind not in {*Image.SAVE, *Image.SAVE_ALL} or kind not in Image.OPEN:
+    if kind not in {*Image.SAVE, *Image.SAVE_ALL} or (
+        kind != "MPO" and kind not in Image.OPEN
+    ):  # a JPEG's reader reads it
         pytest.skip(f"Pillow does not write {kind} here")
     whole, random = image_as(kind), np.random.default_rng(1)
     assert read_whole(whole) == (24, 32)

@@ -20,8 +20,8 @@ class SaveRates:
     copy: float = 50e9
     write: float = 1.0e9
     store: float = 20e9
-    plan: float = 22e-6
-    finish: float = 9e-6
+    plan: float = 15e-6
+    finish: float = 30e-6
 
 
 @dataclass(frozen=True)

@@ -13,33 +13,22 @@ Python's lock, and pickles little.
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
 from longspan.checkpoint.checkpoint import save_checkpoint, tensors_to_save
 from longspan.checkpoint.files import (
-    Digest,
     checkpoint_path,
-    create_partial,
-    partial_path,
-    publish_checkpoint,
-    remove_folder,
-    remove_old_checkpoints,
 )
-from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
-from longspan.checkpoint.stage import Stage, StagedTensors
-from longspan.checkpoint.storage import HashingWriter, first_failure
+from longspan.checkpoint.running_save import RunningSave, connect_ranks
+from longspan.checkpoint.save_plan import PlanCache
+from longspan.checkpoint.stage import Stage
 from longspan.checkpoint.store_path import as_root
 from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
@@ -66,32 +55,6 @@ class SaveFigures(NamedTuple):
             f"checkpoint of step {self.step}: {self.bytes / 1e9:.3g} GB, written in {self.seconds:.1f} s, "
             f"for which training stood {self.shown_seconds:.1f} s"
         )
-
-
-@dataclass
-class _Save:
-    """A save in progress. Its thread sets what the main thread reads: `phase`, `failure`, `staged` and `ended`."""
-
-    step: int
-    path: Path
-    state: dict[str, Any]
-    keep: int
-    staging: StagedTensors
-    started: float
-    shown: float = 0.0
-    phase: str = "copying to the host"
-    failure: BaseException | None = None
-    seconds: float = 0.0
-    bytes: int = 0
-    given_up: bool = False  # nobody waits for it any more, and it is not published
-    noted: bool = False  # its figures are in the metrics, or about to be
-    staged: threading.Event = field(default_factory=threading.Event)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def folder(self) -> Path:
-        """The folder that is written into."""
-        return partial_path(self.path)
 
 
 class CheckpointSaver:
@@ -127,26 +90,18 @@ class CheckpointSaver:
         self.figures: SaveFigures | None = None  # of the last save that was published
         self._world, self._log = world, log if is_first_rank(world) else _silent
         self._background = background
-        self._running: _Save | None = None
+        self._running: RunningSave | None = None
         self._stage, self._plans = Stage(world.device), PlanCache()
         self._preparing: threading.Thread | None = None
         if background:
             groups = world.process_groups
-            self._group = groups.make_group(world.home.ranks, "saves", backend="gloo", timeout=self.timeout)
-            self._connect()
+            group = groups.make_group(world.home.ranks, "saves", backend="gloo", timeout=self.timeout)
+            assert group is not None
+            self._group = group
+            with world.watch.during("making the saves group", world.home.ranks):
+                connect_ranks(group)
             world.watch.background = self.activity
             world.on_leaving(self.close)
-
-    def _connect(self) -> None:
-        """Let the group connect the ranks that a save connects, as long as their store is there.
-
-        Ranks whose launcher was killed save once more, and gloo finds its peers through the store of the launcher.
-        """
-        talk = _DistWrapper(self._group, True, 0)
-        with self._world.watch.during("connecting the group of saves", self._world.home.ranks):
-            talk.all_gather("connecting", str)
-            talk.all_reduce("connecting", str, len)
-            talk.reduce_scatter("connecting", str, list)
 
     # ---- for the thread that trains
 
@@ -190,10 +145,10 @@ class CheckpointSaver:
             return
         contents = {"step": step, **(state or {})}
         staging = self._stage.begin(tensors, model)
-        save = _Save(step, checkpoint_path(self.root, step), contents, self.keep, staging, started)
+        save = RunningSave(checkpoint_path(self.root, step), contents, self.keep, staging, started)
         self._running = save
         self._hold_next_update(optimizer, save)
-        self._start(partial(self._write, save))
+        self._start(partial(save.run, self._group, self._plans, best=lambda: self.best))
         save.shown = time.monotonic() - started
 
     @property
@@ -208,9 +163,13 @@ class CheckpointSaver:
         if save is None:
             return
         reports = self._world.control.gather_objects(
-            (save.phase, _text(save.failure), self._is_over(save)), "failures of a checkpoint"
+            (save.phase, save.failure_text, self._is_over(save)), "failures of a checkpoint"
         )
-        failures = [f"{text} (on rank {r})" for r, (_, text, _) in self._pair_with_ranks(reports) if text]
+        failures = [
+            text if text.endswith(f"(on rank {rank})") else f"{text} (on rank {rank})"
+            for rank, (_, text, _) in self._pair_with_ranks(reports)
+            if text
+        ]
         if not failures and not any(over for _, _, over in reports):
             return
         self._running, save.given_up = None, True
@@ -315,7 +274,7 @@ class CheckpointSaver:
                 return False
         return True
 
-    def _hold_next_update(self, optimizer: Optimizer, save: _Save) -> None:
+    def _hold_next_update(self, optimizer: Optimizer, save: RunningSave) -> None:
         """Let the optimizer's next step wait until everything is copied."""
 
         def wait(*_: Any) -> None:
@@ -339,47 +298,7 @@ class CheckpointSaver:
         thread.start()
         return thread
 
-    def _write(self, save: _Save) -> None:
-        """Copy, write, publish and remove older checkpoints, in the saving thread; all ranks' threads together."""
-        try:
-            self._write_on_all_ranks(save)
-        except BaseException as error:  # raised where the ranks meet next
-            save.failure = error
-            if is_first_rank(self._world):
-                remove_folder(save.folder)  # what it takes may be what the disk lacks
-        finally:
-            save.seconds = time.monotonic() - save.started
-            save.staged.set()
-            save.ended.set()
-
-    def _write_on_all_ranks(self, save: _Save) -> None:
-        talk, writer = _DistWrapper(self._group, True, 0), _Writer(save)
-
-        def copy() -> None:
-            save.staging.finish()
-            save.staged.set()
-            save.phase = "waiting for the other ranks' copies"
-
-        def publish(digests: list[dict[str, Digest]]) -> int:
-            save.phase = "publishing"
-            if save.given_up:
-                raise CheckpointError(f"{save.folder} came too late")
-            publish_checkpoint(save.folder, save.path, save.state, digests)
-            return sum(size for files in digests for size, _ in files.values())
-
-        talk.all_reduce("copy", copy, lambda _: create_partial(save.folder))
-        save.phase = "planning"
-        tensors = save.staging.tensors
-        digests = talk.all_gather("names", partial(names_digest, tensors))
-        first = digests.index(digests[talk.rank]) == talk.rank
-        planner = CachedPlanner(self._plans, lists_values=first)
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
-        save.bytes = talk.all_reduce("publish", lambda: writer.digests, publish)
-        if is_first_rank(self._world):
-            save.phase = "removing older checkpoints"
-            remove_old_checkpoints(self.root, save.keep, best=self.best)
-
-    def _is_over(self, save: _Save) -> bool:
+    def _is_over(self, save: RunningSave) -> bool:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
     def _pair_with_ranks(self, reports: list[Any]) -> list[tuple[int, Any]]:
@@ -393,35 +312,11 @@ class CheckpointSaver:
         items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
         return "; ".join(f"rank(s) {short(ranks)}: {phase}" for phase, ranks in items)
 
-    def _note(self, save: _Save) -> None:
+    def _note(self, save: RunningSave) -> None:
         """Keep the figures of a save that is published, once."""
         if not save.noted:
             save.noted = True
-            self.figures = SaveFigures(save.step, save.shown, save.seconds, save.bytes)
-
-
-class _Writer(HashingWriter):
-    """Writes this rank's files in the saving thread."""
-
-    def __init__(self, save: _Save) -> None:
-        super().__init__(save.folder, None)
-        self._save = save
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        """As torch writes; the other ranks are waited for under the save's own limit."""
-        self._save.phase = "writing its files"
-        written = FileSystemWriter.write_data(self, plan, planner)
-        self._save.phase = "waiting for the other ranks' files"
-        return written
-
-
-def _text(failure: BaseException | None) -> str:
-    """A failure as a message has it; "" for none."""
-    if failure is None:
-        return ""
-    if isinstance(failure, (CheckpointException, LongspanError)):
-        return first_failure(failure)
-    return f"{type(failure).__name__}: {failure}"
+            self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)
 
 
 def _bytes_in(path: Path) -> int:

@@ -8,7 +8,6 @@ and backward passes run, for only an optimizer's update writes parameters and mo
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +22,21 @@ SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
 Tensors = Mapping[str, Mapping[str, Any]]
 
 
-@dataclass
 class StagedTensors:
-    """Copies that are being taken: `tensors` is complete once `finish` has returned, in any one thread."""
+    """Copies that are being taken: `tensors` is complete once `finish` has returned, in any one thread.
 
-    tensors: dict[str, dict[str, Any]]
-    _to_copy: list[tuple[Tensor, Tensor]]  # of the host
-    _copied: torch.cuda.Event | None  # after the copies from the GPU
-    _sources: list[Tensor]  # of the GPU, which are kept until then
+    `to_copy` are pairs of the host; `copied` is the event after the copies from the GPU, whose `sources` are kept until
+    then.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, dict[str, Any]],
+        to_copy: list[tuple[Tensor, Tensor]],
+        copied: torch.cuda.Event | None,
+        sources: list[Tensor],
+    ) -> None:
+        self.tensors, self._to_copy, self._copied, self._sources = tensors, to_copy, copied, sources
 
     def finish(self) -> None:
         """Copy what is on the host, and wait for what comes from the GPU."""

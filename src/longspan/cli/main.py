@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LongspanError as error:
         return _report(error, debug=debug)
     except KeyboardInterrupt as error:
-        if (lost := _lost_rank_before(error)) is not None:
+        if (lost := _earlier_lost_rank(error)) is not None:
             return _report(lost, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
@@ -64,7 +64,7 @@ def _report(error: LongspanError, *, debug: bool) -> int:
     return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
 
 
-def _lost_rank_before(error: BaseException) -> RankLostError | None:
+def _earlier_lost_rank(error: BaseException) -> RankLostError | None:
     """The error of a lost rank that was under way when a signal came, such as torchrun's to the ranks that are left."""
     before = error.__context__
     while before is not None and not isinstance(before, RankLostError):

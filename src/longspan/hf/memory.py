@@ -29,7 +29,7 @@ def checkpoints(args: Any) -> bool:
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
 
-def in_bfloat16(args: Any) -> bool:
+def computes_in_bfloat16(args: Any) -> bool:
     """Whether arguments, or the configuration of `accelerate launch`, ask to compute in bfloat16."""
     return args.mixed_precision == "bf16"
 
@@ -64,7 +64,9 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         sequence_parallel=config.parallel.sequence_parallel,
         attention_kernel=config.context.attention_kernel or None,
         mixer_kernels=config.context.mixer_kernels,
-        compute_dtype=torch.bfloat16 if in_bfloat16(args) and model_inside(model).dtype != torch.bfloat16 else None,
+        compute_dtype=torch.bfloat16
+        if computes_in_bfloat16(args) and model_inside(model).dtype != torch.bfloat16
+        else None,
     )
     if not training:
         return options
@@ -83,7 +85,7 @@ def _run_config(trainer: Any) -> RunConfig:
     """The configuration that a run with a trainer's model, precision and optimizer would have."""
     config, args, model = trainer.longspan.config(), trainer._stock_arguments, model_inside(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
-    model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if in_bfloat16(args) else dtype)
+    model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if computes_in_bfloat16(args) else dtype)
     name = OPTIMIZERS.get(getattr(args.optim, "value", args.optim), "torch.optim.AdamW")
     adapter = adapter_in(model)
     lora = LoraSection()

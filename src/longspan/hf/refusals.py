@@ -56,14 +56,14 @@ def _reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) 
             yield f"args.{name} is {value!r}, which a longspan trainer does not run: {why}"
     if args.mixed_precision not in ("no", "bf16"):
         yield (
-            f"args.mixed_precision is {args.mixed_precision!r}, from the launcher's ACCELERATE_MIXED_PRECISION, which a "
-            "longspan trainer does not run; use bf16"
+            f"args.mixed_precision is {args.mixed_precision!r}, from the launcher's ACCELERATE_MIXED_PRECISION, which "
+            "a longspan trainer does not run; use bf16"
         )
     for name, why in _OF_LAUNCHER.items():
         if (value := os.environ.get(name, "no")).lower() not in ("", "no", "false", "0"):
             yield (
-                f"{name} is {value!r} in the environment, from the configuration of accelerate launch, which a longspan "
-                f"trainer does not run: {why}"
+                f"{name} is {value!r} in the environment, from the configuration of accelerate launch, which "
+                f"a longspan trainer does not run: {why}"
             )
     if any(part is not None for part in given.get("optimizers") or ()):
         yield (

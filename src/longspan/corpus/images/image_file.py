@@ -30,7 +30,8 @@ _TAIL = 64  # last bytes of a file, which contain the end mark of a complete one
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "GIF": b";"}
 MAX_PIXELS = 178_956_970  # of an image, twice what Pillow warns of: 537 MB in three channels
 MAX_IMAGE_BYTES = 1 << 29  # of a file
-FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "AVIF", "BMP", "TIFF", "PPM", "JPEG2000")  # by Pillow's names
+# By Pillow's names; its reader of JPEG reads MPO too.
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "AVIF", "BMP", "TIFF", "PPM", "JPEG2000")
 _SHOWN = 80  # characters of each end of a path in messages
 
 
@@ -93,7 +94,7 @@ class ImageFile(NamedTuple):
             raise self._too_large(int(pixels.group()) if pixels else 0, 2 * pil.MAX_IMAGE_PIXELS) from error
         except pil.UnidentifiedImageError as error:  # its message is the path, or an address in memory
             raise DataError(
-                f"{self._name} is no image that is read; store it as one of {', '.join(_readable_formats())}"
+                f"{self._name} is no image that Pillow can read: it is none of {', '.join(_readable_formats())}"
             ) from error
         except Exception as error:  # decoders raise errors of any kind for broken files
             reason = (isinstance(error, OSError) and error.strerror) or error

@@ -129,7 +129,9 @@ class ChatEncoding:
             return self._plain
 
 
-def tokens_in_spans(offsets: npt.ArrayLike, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+def tokens_in_spans(
+    offsets: Sequence[tuple[int, int]] | Integers, spans: Sequence[tuple[int, int]]
+) -> npt.NDArray[np.bool_]:
     """Return which tokens (n,) have a character in a span; offsets and spans are (start, stop) in characters."""
     begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     inside = np.zeros(len(begins), dtype=bool)
