@@ -4,6 +4,7 @@ import pickle
 import socket
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,11 @@ def test_a_hang_is_named_once_with_what_torch_recorded(where: str, tmp_path: Pat
 def wait_longer(rank: int) -> tuple[float, list[str]]:
     """Rank 1 comes after the limit, inside of what allows more; then it is late again, outside."""
     with World(Layout(ranks=2), backend="gloo", timeout=600) as world:
+        saves = world.process_groups.make_group((0, 1), "saves", backend="gloo", timeout=90)
         set_timeout(world, 1)
+        assert saves is not None and saves._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=90)
+        control = world.control.group._get_backend(torch.device("cpu"))
+        assert control.options._timeout == timedelta(seconds=1)
         with allowing(world, 120):
             time.sleep(2.5 * rank)
             world.control.barrier("the file is written")

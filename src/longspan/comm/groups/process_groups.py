@@ -67,6 +67,7 @@ class ProcessGroups:
         self.made: list[GroupRecord] = []
         self._backend, self._timeout = backend, timeout
         self._used: list[Shareable] = []
+        self._timed: list[Shareable] = []  # those whose time-out is the world's
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._parents: dict[ParentName, ProcessGroup] = {}
 
@@ -83,7 +84,7 @@ class ProcessGroups:
         yet, it is shared; it is not among `made` then. Only members use the result: torch never gets None. `timeout` is
         that of the group's collectives in seconds (None: the world's).
         """
-        backend, timeout = backend or self._backend, timeout or self._timeout
+        backend, keeps_timeout, timeout = backend or self._backend, timeout is not None, timeout or self._timeout
         purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline", "saves") else "meshes"
         candidates = self._shareable.setdefault((tuple(sorted(ranks)), backend, timeout, purpose), [])
         shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
@@ -92,6 +93,8 @@ class ProcessGroups:
             candidates.append(shareable)
         shareable.users += 1
         self._used.append(shareable)
+        if not keeps_timeout:
+            self._timed.append(shareable)
         return shareable.group
 
     def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
@@ -113,9 +116,10 @@ class ProcessGroups:
     def set_timeout(self, seconds: float) -> None:
         """Set how long collectives of these communicators may last that start from now on.
 
+        Those that were made with a time-out of their own keep it.
         gloo's messages from rank to rank are not among them: whoever waits for one says for how long (2.11 to 2.13).
         """
-        for shareable in self._used:
+        for shareable in self._timed:
             if shareable.group is not None:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), shareable.group)
 
@@ -152,6 +156,7 @@ class ProcessGroups:
         for shareables in self._shareable.values():
             shareables[:] = [candidate for candidate in shareables if candidate.users]
         self._used.clear()
+        self._timed.clear()
         self._parents.clear()
         self._by_ranks.clear()
         return unused
