@@ -45,6 +45,7 @@ RECOMPUTES = (
     "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 )
 LOSS, METRIC = 1e-6, 1e-5
+SECONDS = 240  # in which a table of cases ends on a busy machine
 
 
 @dataclass
@@ -126,13 +127,13 @@ def _run_case(case: Case, run: Run) -> Ran:
 def stock_each(cases: Sequence[Case], exact: bool = True) -> list[Ran]:
     """Cases by the stock trainer in one process."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(run_cases, 1, cases, folder, 1, None, exact)[0]
+        return run_ranks(run_cases, 1, cases, folder, 1, None, exact, timeout=SECONDS)[0]
 
 
 def ours_each(cases: Sequence[Case], longspan: dict[str, Any], ranks: int, exact: bool = True) -> list[Ran]:
     """Cases by ours: the first rank's, after all ranks were seen to log the same."""
     with tempfile.TemporaryDirectory() as folder:
-        ran = run_ranks(run_cases, ranks, cases, folder, ranks, longspan, exact)
+        ran = run_ranks(run_cases, ranks, cases, folder, ranks, longspan, exact, timeout=SECONDS)
     assert all(mine.logs == first.logs for other in ran for mine, first in zip(other, ran[0], strict=True))
     return ran[0]
 

@@ -199,9 +199,28 @@ def test_another_number_of_processes_ends_with_the_same_weights(
     found, other, *_ = run_ranks(resumed_elsewhere, ranks, folder, cp, DROPOUT, settings, str(folder / "checkpoint-4"))[
         0
     ]
+    assert_same(logs, weights, found, other)
+
+
+def assert_same(logs: list[dict[str, float]], weights: Weights, found: list[dict[str, float]], other: Weights) -> None:
+    """Logs are the same up to the rounding of floats, weights and moments up to that of their sums."""
     for one, two in zip(logs, found, strict=True):
         assert one.keys() == two.keys() and all(abs(one[k] - two[k]) <= 2e-7 * max(1, abs(one[k])) for k in one)
     assert all((other[n] - x).norm() <= 1e-10 * max(1.0, float(x.norm())) for n, x in weights.items())
+
+
+def straight(rank: int, folder: Path) -> Any:
+    """Straight on, with a save in the middle of the second epoch."""
+    settings = {"save_strategy": "steps", "save_steps": 4, "per_device_train_batch_size": 1}
+    return finished(make(folder, make_model(), **settings))
+
+
+@pytest.mark.whole
+def test_two_processes_go_on_where_four_were(tmp_path: Path) -> None:
+    logs, weights, *_ = run_ranks(straight, 4, tmp_path)[0]
+    path = str(tmp_path / "checkpoint-4")
+    found, other, *_ = run_ranks(resumed_elsewhere, 2, tmp_path, 2, 0.0, {}, path)[0]
+    assert_same(logs, weights, found, other)
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def make(run: Run, kind: type[Any] = Trainer, *, rows: int = ROWS, more: Any = N
         "dataloader_drop_last": False,
     }
     args = TrainingArguments(**run.arguments(rows=rows, steps=STEPS) | settings | changes)
-    data = {"train_dataset": Texts(44), "eval_dataset": Texts(11, seed=1)}
-    return run.trainer(kind, model=model_of(), args=args, data_collator=pad, **data, **(more or {}))
+    parts = {"train_dataset": Texts(44), "eval_dataset": Texts(11, seed=1), "data_collator": pad}
+    return run.trainer(kind, args=args, **{"model": model_of()} | parts | (more or {}))
 
 
 def train(run: Run) -> Any:
