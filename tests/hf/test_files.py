@@ -22,6 +22,7 @@ from longspan.errors import CheckpointError, CommError, ConfigError
 from longspan.hf import LongspanArguments, with_longspan
 from longspan.model import load_model
 from longspan.testing import run_ranks
+from tests.mutation import Change, mutated
 
 Weights = dict[str, Tensor]
 TIMES = ("runtime", "per_second", "total_flos", "train_loss")
@@ -393,3 +394,26 @@ def test_a_rank_that_fails_in_a_collator_or_a_metric_ends_all_with_its_error(
     texts = run_ranks(caught, 2, tmp_path, kind, {"eval_strategy": "steps", "eval_steps": 1})
     assert texts[1] == "ValueError: row 7 cannot be read"
     assert texts[0].startswith(CommError.__name__) and "rank 1 left with ValueError: row 7 cannot be read" in texts[0]
+
+
+# ---- mutations
+
+
+MUTATIONS: dict[str, Change] = {
+    "the learning rate is not restored": ("hf.files", '_restore_settings(root, optimizer, state["groups"])', "pass"),
+    "only the first rank saves": (
+        "hf.one_process", "trainer._save(output_dir)", "trainer.args.should_save and trainer._save(output_dir)"
+    ),
+}  # fmt: skip
+
+
+def broken(rank: int, folder: Path, name: str) -> Any:
+    with mutated(MUTATIONS[name]):
+        return straight_and_resumed(rank, folder, {}, {})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_seen(tmp_path: Path, name: str) -> None:
+    with pytest.raises((AssertionError, CommError, CheckpointError)):
+        run_ranks(broken, 2, tmp_path, name)
