@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         _save_checkpoint: Any
         _save_rng_state: Any
         _token_values: Any
+        compute_loss: Any
         create_accelerator_and_postprocess: Any
         evaluate: Any
         evaluation_loop: Any

@@ -44,9 +44,7 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
     inputs, plan = with_rows(inputs, depths), inputs.plan
     digest = plan.digest() if temperature == 1 else sha256(f"{plan.digest()} {temperature!r}".encode()).hexdigest()
     # A rank that cannot read its plan has none to compare.
-    return read_agreed(
-        lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
-    )
+    return read_agreed(lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT)
 
 
 def with_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
