@@ -23,7 +23,7 @@ from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.checkpoint.metadata import metadata_text
 from longspan.checkpoint.save_cost import save_cost
 from longspan.checkpoint.save_plan import CachedPlanner, PlanCache
-from longspan.report.plain_text import markdown_table
+from longspan.plain_text import markdown_table
 
 SETTINGS = 10  # values of each parameter in param_groups, and a count of its steps
 MODELS = {"8B": (8.2e9, 399), "32B": (32.8e9, 707), "70B": (70.6e9, 723)}  # parameters and tensors

@@ -21,7 +21,7 @@ import torch
 from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
 from longspan.bench.record import open_record, where_it_ran, write_record
 from longspan.comm import run_local
-from longspan.report.plain_text import markdown_table
+from longspan.plain_text import markdown_table
 from longspan.train import CheckpointSaver, build_optimizer
 
 
