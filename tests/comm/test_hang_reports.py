@@ -28,6 +28,7 @@ def hang(rank: int, where: str, folder: Path) -> str:
         with World(Layout(ranks=3), backend="gloo", timeout=600) as world:
             world.step, world.watch.folder, world.watch.notes = 7, folder, ("slot 1 is 31 % slower than its plan",)
             x, group = torch.ones(4), world.meshes.fsdp.get_group()
+            world.control.sum_of_arrays(torch.ones(1 << 14).numpy(), "a first sum")  # which connects the ranks
             dist.all_reduce(x, group=group)
             set_timeout(world, 2)
             last = rank == 2
@@ -62,8 +63,8 @@ def hang_on_all_but_one(rank: int, where: str, folder: Path) -> str:
 
 
 CASES = {  # what the others wait in, and what the error says of the last rank
-    "message": ("'messages in pairs' of step 7", "rank 2 is computing in step 7, after 'making the slots group'"),
-    "collective": ("'a large sum' of step 7", "rank 2 is computing in step 7, after 'making the slots group'"),
+    "message": ("'messages in pairs' of step 7", "rank 2 is computing in step 7, after 'a first sum'"),
+    "collective": ("'a large sum' of step 7", "rank 2 is computing in step 7, after 'a first sum'"),
     "torch's": ("'forward and backward passes' of step 7", "rank 2 is computing in step 7, in 'forward and backward"),
 }
 
