@@ -116,7 +116,7 @@ def measured(name: str, layer: Layer, rows: int) -> Iterator[dict[str, Any]]:
     """A row for every kernel that can run it: errors, milliseconds and TFLOP/s."""
     packed = tuple(rows * share // 256 for share in SHARES)
     for kernel in KERNELS:
-        if kernel.lacks(layer.call()):
+        if kernel.lack_for(layer.call()):
             continue
         row: dict[str, Any] = {"layer": name, "kernel": kernel.name, **asdict(layer)}
         row["errors"], row["dense"] = errors(kernel, layer)

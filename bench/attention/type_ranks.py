@@ -19,7 +19,7 @@ from bench.attention.type_cases import (
 )
 from torch import Tensor
 
-from longspan.attention import AttendCall, Mask, choose
+from longspan.attention import AttendCall, Mask, choose_kernel
 from longspan.bench.record import missing_because, write_unfinished
 from longspan.cli.machine import machine
 from longspan.comm import World
@@ -67,7 +67,7 @@ def _kernel(settings: AttentionSettings, world: World) -> str:
     sizes = (settings.heads, settings.key_value_heads, settings.head_size, settings.head_size)
     mask = Mask(window=settings.window or None)
     call = AttendCall(*sizes, getattr(torch, settings.dtype), world.device, mask)
-    return choose(call, settings.kernel or None).name
+    return choose_kernel(call, settings.kernel or None).name
 
 
 def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> None:

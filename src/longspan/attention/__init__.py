@@ -2,7 +2,7 @@
 
 from longspan.attention.attend import PATTERNS, attend
 from longspan.attention.call import AttendCall
-from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose
+from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose_kernel
 from longspan.attention.tiles_between import Mask
 
 __all__ = [
@@ -13,5 +13,5 @@ __all__ = [
     "Kernel",
     "Mask",
     "attend",
-    "choose",
+    "choose_kernel",
 ]

@@ -42,7 +42,9 @@ class BenchFlags:
             )
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
-        """The number of processes (without --world and torchrun one for each GPU, or `without_gpus`), their backend."""
+        """Return the number of processes (without --world and torchrun one for each GPU, or `without_gpus`), their
+        backend.
+        """
         processes = processes_of(self.world, self.device, on_cpus=without_gpus)
         say(processes.note, sys.stderr)
         return processes.ranks, processes.backend
@@ -72,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """What `longspan bench` prints."""
+    """Return what `longspan bench` prints."""
     lines = "\n".join(f"  {name:<11}{text}" for name, text in BENCHES.items())
     return (
         f"usage: longspan bench NAME [flags]\n\n{lines}\n\n"

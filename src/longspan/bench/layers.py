@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def with_layers(configuration: "PreTrainedConfig", count: int) -> "PreTrainedConfig":
-    """The same configuration, changed to so many layers; their kinds repeat in the model's order."""
+    """Return the same configuration, changed to so many layers; their kinds repeat in the model's order."""
     text = configuration.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     text.num_hidden_layers = count

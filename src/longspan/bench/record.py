@@ -40,7 +40,7 @@ def write_unfinished(record: dict[str, Any], out: str) -> None:
 
 
 def open_record(bench: str, out: Path | None, backend: str, source: Path, **about: Any) -> dict[str, Any]:
-    """The record at `out` if it has the same commit of `source` and the same backend, otherwise a new one.
+    """Open the record at `out` if it has the same commit of `source` and the same backend, otherwise a new one.
 
     `about` is what all of its figures have in common, such as ranks. Raises ConfigError where it goes on with others.
     """
@@ -61,13 +61,13 @@ def open_record(bench: str, out: Path | None, backend: str, source: Path, **abou
 
 
 def where_it_ran(record: dict[str, Any]) -> str:
-    """Machine, versions, command and, if known, commit of a record, as text."""
+    """Return machine, versions, command and, if known, commit of a record, as text."""
     packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     commit = f" Commit {record['commit']}." if "commit" in record else ""
     return f"Machine: {machine_text(record['machine'])}. Versions: {packages}.{commit} Command: `{record['command']}`."
 
 
 def missing_because(error: Exception) -> dict[str, str]:
-    """The row of a peer that did not run: the reason, in place of figures."""
+    """Return the row of a peer that did not run: the reason, in place of figures."""
     lines = str(error).strip().splitlines() or [""]
     return {"missing": f"{type(error).__name__}: {lines[0][:160]}"}

@@ -35,7 +35,7 @@ def kind_of(name: str) -> Kind:
 
 
 def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
-    """Seconds by part of events (name, start, end) of a step that took so long.
+    """Return seconds by part of events (name, start, end) of a step that took so long.
 
     >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
     >>> seconds_by_part(events, 2.5)["exposed communication"]
@@ -53,7 +53,7 @@ def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) 
 
 
 def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16) -> list[dict[str, Any]]:
-    """Name, part, calls and seconds (the sum) of the kernels that take most, among events (name, start, end).
+    """Return name, part, calls and seconds (the sum) of the kernels that take most, among events (name, start, end).
 
     >>> longest_kernels([("gemm", 0.0, 1.0), ("gemm", 2.0, 3.0), ("adam", 3.0, 3.5)], 1)
     [{'name': 'gemm', 'part': 'other layers', 'calls': 2, 'seconds': 2.0}]
@@ -69,7 +69,7 @@ def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16)
 
 
 def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same points of time in intervals that do not touch, in order."""
+    """Merge the same points of time in intervals that do not touch, in order."""
     disjoint: list[Interval] = []
     for start, end in sorted(intervals):
         if disjoint and start <= disjoint[-1][1]:
@@ -80,7 +80,9 @@ def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
-    """(name, start, end) in seconds of what ran: kernels and copies of the GPU, else operators without inner ones."""
+    """Return (name, start, end) in seconds of what ran: kernels and copies of the GPU, else operators without inner
+    ones.
+    """
     from torch.autograd import DeviceType
 
     events: list[tuple[str, float, float]] = []
@@ -95,12 +97,12 @@ def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
 
 
 def _is_work(event: Any) -> bool:
-    """Operators of a CPU that compute: those without inner ones, and those of a known kind by name."""
+    """Return operators of a CPU that compute: those without inner ones, and those of a known kind by name."""
     return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")
 
 
 def time_run(run: Callable[[], object], world: World) -> float:
-    """Time one run, from a moment at which all ranks have come and their GPUs are idle."""
+    """Return time one run, from a moment at which all ranks have come and their GPUs are idle."""
     _wait_for_gpu(world)
     world.control.barrier("start of a timed run")
     started = time.perf_counter()

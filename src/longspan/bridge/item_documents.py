@@ -54,11 +54,11 @@ class ItemDocuments:
         return sum(count_targets_of_text(self.tokens, self.item_table))
 
     def read(self, item: int) -> Any:
-        """The encoder's input for an item."""
+        """Return the encoder's input for an item."""
         return self._read(item) if callable(self._read) else self._read[item]
 
     def positions(self, document: int) -> Integers | None:
-        """The positions of a document in several parts (3 or 4, T); None where they are plain."""
+        """Return the positions of a document in several parts (3 or 4, T); None where they are plain."""
         return None if self._positions is None else self._positions(document)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class ItemDocuments:
 def items_at_placeholders(
     tokens: Sequence[Any], placeholder: int, rows: Sequence[Sequence[int]], modality: str = "image"
 ) -> list[Item]:
-    """The items whose rows stand, one after another, where documents have the id of a placeholder.
+    """Return the items whose rows stand, one after another, where documents have the id of a placeholder.
 
     `rows[d]` are the rows of each item of document d, in order; a run of placeholders may hold several items, and other
     tokens may stand between the rows of one. Raises DataError, naming document and modality, for other counts.
@@ -100,7 +100,8 @@ def items_at_placeholders(
 
 
 def count_targets_of_text(documents: Any, items: ItemTable) -> tuple[int, ...]:
-    """How many tokens each document predicts: all but the first and placeholders, those with a label where it has some.
+    """Count how many tokens each document predicts: all but the first and placeholders, those with a label where it has
+    some.
 
     A document with labels has `targets`, their number beyond position 0, and `labels(positions)`, −100 where none is,
     which are read only for placeholders.
@@ -121,7 +122,7 @@ def _count_targets(document: Any, number: int, items: ItemTable) -> int:
 
 
 def item_table_of(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
-    """The items of any object with `items`; None where it has none to speak of."""
+    """Return the items of any object with `items`; None where it has none to speak of."""
     items = getattr(documents, "items", None)
     if items is None or callable(items):  # a mapping's
         return None

@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def version_checks(installed: dict[str, str]) -> Iterator[Check]:
-    """Installed versions against those that longspan is tested with."""
+    """Yield installed versions against those that longspan is tested with."""
     for name, text in installed.items():
         least, below = SUPPORTED.get(name, (None, None))
         if least is None:
@@ -112,7 +112,7 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
 
 
 def device_checks() -> Iterator[Check]:
-    """The processor, each GPU, and which communication backends are available."""
+    """Yield the processor, each GPU, and which communication backends are available."""
     import torch
     import torch.distributed as dist
 
@@ -129,7 +129,7 @@ def device_checks() -> Iterator[Check]:
 
 
 def kernel_checks() -> Iterator[Check]:
-    """Which attention kernel runs for each device and dtype, and why the others do not run here."""
+    """Yield which attention kernel runs for each device and dtype, and why the others do not run here."""
     import torch
 
     from longspan.attention import KERNELS, AttendCall
@@ -153,19 +153,19 @@ def _devices() -> list[str]:
 
 
 def _kernel_lack(kernel: "Kernel") -> str:
-    """Why a kernel runs on no device of this machine; "" where it runs on one."""
+    """Return why a kernel runs on no device of this machine; "" where it runs on one."""
     import torch
 
     from longspan.attention import AttendCall
 
     dtype = kernel.dtypes[0]
     calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _devices()]
-    lacks = [kernel.lacks(call) for call in calls]
-    return "" if "" in lacks else lacks[-1]
+    lack_for = [kernel.lack_for(call) for call in calls]
+    return "" if "" in lack_for else lack_for[-1]
 
 
 def kernel_report(*, as_json: bool) -> str:
-    """The tables of docs/attention.md, with a further column: whether a kernel runs here, or what it lacks."""
+    """Return the tables of docs/attention.md, with a further column: whether a kernel runs here, or what it lacks."""
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
@@ -179,7 +179,7 @@ def kernel_report(*, as_json: bool) -> str:
 
 
 def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as a list with one line for each cell, because the cells are long."""
+    """List a table as a list with one line for each cell, because the cells are long."""
     lines = [name]
     for first, *cells in rows:
         lines += [
@@ -191,7 +191,7 @@ def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
-    """The process groups that were made, and every comparison with the stock model."""
+    """Yield the process groups that were made, and every comparison with the stock model."""
     place = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
@@ -202,7 +202,7 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
 
 
 def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
-    """The ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
+    """Yield the ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
     for row in {(f["cp"], f["cp_comm_type"], str(f.get("sizes"))): f for f in parity}.values():
         for levels in row.get("levels", ()):
             yield Check("group", f"cp {row['cp']}, a2a+p2p {tuple(row['sizes'])}", f"ranks of {levels}", None)
@@ -211,7 +211,10 @@ def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
 
 
 def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
-    """The comparison of a small Qwen3 with the stock model, as a JSON object. Raises CommError if ranks failed."""
+    """Return the comparison of a small Qwen3 with the stock model, as a JSON object.
+
+    Raises CommError if ranks failed.
+    """
     from longspan.cli.doctor_model import compare_preset
 
     gpus = usable_gpus()

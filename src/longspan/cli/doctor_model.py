@@ -83,7 +83,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
 
 
 def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
-    """A Qwen3 of two layers at every degree and type in two types of numbers, as a JSON object.
+    """Return a Qwen3 of two layers at every degree and type in two types of numbers, as a JSON object.
 
     Raises CommError where the ranks did not end well.
     """
@@ -99,7 +99,10 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 
 
 def _choose_processes(flags: ProofFlags) -> Iterator[Processes]:
-    """The processes of each proof: on the GPUs, or on CPUs; on both where there is one GPU, which has no degrees."""
+    """Yield the processes of each proof: on the GPUs, or on CPUs.
+
+    On both where there is one GPU, which has no degrees.
+    """
     gpus, cpus_too = usable_gpus(), False
     if flags.backend == "auto" and not flags.world and not has_torchrun():
         cpus_too = gpus == 1
@@ -110,7 +113,7 @@ def _choose_processes(flags: ProofFlags) -> Iterator[Processes]:
 
 
 def _true_heads(flags: ProofFlags, processes: Processes) -> bool:
-    """Whether the flags or GPUs ask for heads as large as the model's."""
+    """Return whether the flags or GPUs ask for heads as large as the model's."""
     return flags.head_size == "true" or (flags.head_size == "auto" and processes.backend == "nccl")
 
 
@@ -163,7 +166,7 @@ def _heading(model: dict[str, Any]) -> str:
 
 
 def _video_text(small: PreTrainedConfig) -> str:
-    """Whether a document with images has videos, in words; "" for a model without videos."""
+    """Return whether a document with images has videos, in words; "" for a model without videos."""
     if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
         return ""
     reason = no_video_reason(small)
@@ -171,7 +174,7 @@ def _video_text(small: PreTrainedConfig) -> str:
 
 
 def _kernel_text(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
-    """The kernels at the true sizes, or why they are not known."""
+    """Return the kernels at the true sizes, or why they are not known."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         return kernel_lines(config, device, dtype), ""

@@ -118,7 +118,10 @@ def _write_results(flags: EvalFlags, results: Sequence[SubjectResult], ranks: in
 
 
 def check_request(request: EvalRequest, ranks: int) -> Layout:
-    """The home of the evaluation, if every value is possible on so many ranks. Raises ConfigError or LayoutError."""
+    """Return the home of the evaluation, if every value is possible on so many ranks.
+
+    Raises ConfigError or LayoutError.
+    """
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:
         check_config(fit_evaluations(subject.config, request.sets, home, request.flag_keys), ranks, training=False)

@@ -59,7 +59,8 @@ def _flags_of_section(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
-    """The flags of a verb from its words. Raises ConfigError for a flag that does not exist, with the nearest one.
+    """Parse the flags of a verb from its words. Raises ConfigError for a flag that does not exist, with the nearest
+    one.
 
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 
@@ -79,7 +80,9 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
 
 
 def _text_of_box(text: str) -> str:
-    """The text of tyro below the title of an error, up to the next rule: in a box or, without UTF-8, between rules."""
+    """Return the text of tyro below the title of an error, up to the next rule: in a box or, without UTF-8, between
+    rules.
+    """
     lines = [line.strip("│ ") for line in text.splitlines() if line.strip()]
     is_rule = [line.startswith("╭") or not line.strip("─╰╯-") for line in lines]
     below = lines[is_rule.index(True) + 1 :] if True in is_rule else lines
@@ -95,7 +98,7 @@ def check_least(flags: Any, **least: int) -> None:
 
 
 def flag_types(kind: type) -> dict[str, Any]:
-    """Every flag of a flags dataclass, as written on the command line, with the type of its value."""
+    """Return every flag of a flags dataclass, as written on the command line, with the type of its value."""
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
@@ -106,7 +109,7 @@ def flag_types(kind: type) -> dict[str, Any]:
 
 
 def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """The words with every number of a list as a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`."""
+    """Return the words with every number of a list as a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`."""
     words, in_list = list[str](), False
     for word in argv:
         flag, value = "", word
@@ -124,7 +127,7 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 
 
 def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
-    """The words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
+    """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
     words: list[str] = []
     argv = _with_present_flags(argv, types)
     for place, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
@@ -151,7 +154,10 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
 
 
 def _with_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """The words with the present names of flags. Raises ConfigError where a flag is given by both of its names."""
+    """Return the words with the present names of flags.
+
+    Raises ConfigError where a flag is given by both of its names.
+    """
     words = list(argv)
     flags = [word.partition("=")[0] for word in words]
     for place, old in enumerate(flags):
@@ -182,7 +188,7 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
 
 
 def _list_of(kind: Any) -> Any:
-    """The list that a flag takes, also as one of several kinds of values; None for other flags."""
+    """List the list that a flag takes, also as one of several kinds of values; None for other flags."""
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return next((option for option in options if get_origin(option) is tuple), None)
 
@@ -228,12 +234,12 @@ def _as_python(value: str, kind: Any) -> str:
 
 
 def _is_tables(hint: Any) -> bool:
-    """Whether a key is an array of tables, which flags do not reach."""
+    """Return whether a key is an array of tables, which flags do not reach."""
     return any(is_dataclass(kind) for kind in get_args(hint))
 
 
 def _is_marked(kind: type, name: str, *marks: str) -> bool:
-    """Whether a field has one of tyro's marks, such as that of a positional argument."""
+    """Return whether a field has one of tyro's marks, such as that of a positional argument."""
     hint = get_type_hints(kind, include_extras=True)[name]
     described = [repr(mark) for mark in get_args(hint)[1:]] if get_origin(hint) is Annotated else []
     return any(mark in text for mark in marks for text in described)
@@ -273,7 +279,7 @@ class TrainFlags(RunConfig):
 
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
-    """The flags of `train`, and the configuration that file and flags make together."""
+    """Parse the flags of `train`, and the configuration that file and flags make together."""
     flags = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
     if flags.config:
         file = read_file(flags.config)

@@ -34,7 +34,7 @@ NONE = Gpus(0, (0, 0))
 
 
 def find_gpus() -> Gpus:
-    """The GPUs that torch can use; torch itself counts them if its build is not for CUDA on Linux."""
+    """Find the GPUs that torch can use; torch itself counts them if its build is not for CUDA on Linux."""
     if sys.platform == "linux" and not _has_build("hip"):
         return _driver_gpus() if _has_build("cuda") else NONE
     import torch
@@ -60,7 +60,10 @@ def _driver_gpus() -> Gpus:
 
 
 def gpu_here() -> tuple[str, int] | None:
-    """The name and the bytes of this machine's first GPU that torch can use, by CUDA's driver; None without one."""
+    """Return the name and the bytes of this machine's first GPU that torch can use, by CUDA's driver.
+
+    None without one.
+    """
     if sys.platform != "linux" or not _has_build("cuda") or not _driver_gpus().count:
         return None
     driver = ctypes.CDLL("libcuda.so.1")
@@ -73,7 +76,7 @@ def gpu_here() -> tuple[str, int] | None:
 
 @cache
 def _torch_build() -> dict[str, Any]:
-    """The facts of torch's build, read without importing torch."""
+    """Return the facts of torch's build, read without importing torch."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is not installed"
     return runpy.run_path(str(Path(spec.origin).with_name("version.py")))
@@ -111,7 +114,9 @@ def set_gpu_environment(compile_cache: str = "") -> None:
 
 
 def kernel_cache_folder(compile_cache: str = "") -> Path:
-    """The folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache (XDG_CACHE_HOME)."""
+    """Return the folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache
+    (XDG_CACHE_HOME).
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Path(compile_cache).expanduser().absolute() if compile_cache else cache / "longspan" / "kernels"
 
@@ -136,7 +141,7 @@ def _cannot(folder: Path) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory and GPUs, as a JSON object."""
+    """Return processor, memory and GPUs, as a JSON object."""
     import torch
     from torch.cuda import nccl
 
@@ -156,7 +161,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_text(facts: dict[str, Any]) -> str:
-    """One line about a machine."""
+    """Return one line about a machine."""
     gpus = facts.get("gpus", [])
     memory = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
     host = f"{facts['cores']} cores of {facts['processor']}, {memory}"

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """What `longspan --help` prints."""
+    """Return what `longspan --help` prints."""
     verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
     return (
         f"longspan {__version__}: long-context training in which the layout of a step is a value\n\n"
@@ -67,7 +67,7 @@ def usage() -> str:
 
 
 def error_line(error: LongspanError) -> str:
-    """The error in one line (and one for each note); under torchrun it begins with the rank."""
+    """Return the error in one line (and one for each note); under torchrun it begins with the rank."""
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):

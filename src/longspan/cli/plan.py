@@ -102,7 +102,7 @@ def _plan_step(flags: PlanFlags) -> int:
 
 
 def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Plan, str]:
-    """The plan that the flags describe, and why a hybrid's rows are dealt out so. Raises LongspanErrors if it is
+    """Make the plan that the flags describe, and why a hybrid's rows are dealt out so. Raises LongspanErrors if it is
     impossible.
     """
     home = Layout(flags.slots)
@@ -151,7 +151,10 @@ def _write_picture(plan: Plan, path: str, title: str) -> None:
 
 
 def _with_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
-    """The cost of these documents if tokens of an image see each other. Raises ConfigError as `_image_notes` does."""
+    """Return the cost of these documents if tokens of an image see each other.
+
+    Raises ConfigError as `_image_notes` does.
+    """
     if not flags.images or not flags.model:
         return cost
     count, rows = _parse_images(flags.images)
@@ -159,7 +162,10 @@ def _with_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
 
 
 def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
-    """Lines below a plan. Raises ConfigError for images that do not fit, PlanError for a tower without a price."""
+    """Yield lines below a plan.
+
+    Raises ConfigError for images that do not fit, PlanError for a tower without a price.
+    """
     if flags.images and not flags.model:
         raise ConfigError(f"--images {flags.images} needs the model whose tower encodes them; give its --model FOLDER")
     if not flags.images:

@@ -39,7 +39,8 @@ class Processes:
 def processes_of(
     world: int, device: Device = "auto", *, on_gpus: int = 0, on_cpus: int = 1, for_cpus: str = "--device cpu"
 ) -> Processes:
-    """The processes of a verb: torchrun's; else `world` local ones; else `on_gpus` (0: one for each), or `on_cpus`.
+    """Return the processes of a verb: torchrun's; else `world` local ones; else `on_gpus` (0: one for each), or
+    `on_cpus`.
 
     Those GPUs count that CUDA_VISIBLE_DEVICES leaves. Raises ConfigError for an impossible --world, and where processes
     outnumber the GPUs that each of them needs, with the flag `for_cpus`.
@@ -70,7 +71,7 @@ def processes_of(
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
-    """A note about the processes that are started or, under torchrun, about idle GPUs."""
+    """Return a note about the processes that are started or, under torchrun, about idle GPUs."""
     if has_torchrun():
         all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
@@ -88,22 +89,22 @@ def _core_note(ranks: int) -> str:
 
 
 def usable_gpus() -> int:
-    """The GPUs of this machine that torch can use."""
+    """Return the GPUs of this machine that torch can use."""
     return find_gpus().count
 
 
 def has_torchrun() -> bool:
-    """Whether this process is one of torchrun's."""
+    """Return whether this process is one of torchrun's."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def ranks_on_this_host() -> int:
-    """How many of torchrun's processes run on this host."""
+    """Return how many of torchrun's processes run on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
 def reports_here() -> bool:
-    """Whether this process prints results: the launcher, or torchrun's first rank."""
+    """Return whether this process prints results: the launcher, or torchrun's first rank."""
     return not has_torchrun() or os.environ["RANK"] == "0"
 
 

@@ -60,12 +60,12 @@ MOST_WARMUP = 100  # steps; a twentieth of all where that is less
 
 
 def is_demo(model: ModelConfig) -> bool:
-    """Whether a model is the demo's: random weights of a tiny preset."""
+    """Return whether a model is the demo's: random weights of a tiny preset."""
     return model.preset_name.endswith(TINY)
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """The configuration with a value for every key that is not given; a model of one's own needs a `train.lr`.
+    """Return the configuration with a value for every key that is not given; a model of one's own needs a `train.lr`.
 
     >>> resolved(RunConfig()).train.lr
     0.006
@@ -92,12 +92,12 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
-    """The default of encoder.train: with adapters only these are trained."""
+    """Return the default of encoder.train: with adapters only these are trained."""
     return "none" if config.lora.rank else "all"
 
 
 def is_hybrid(model: ModelConfig) -> bool:
-    """Whether a model has state-space layers by its preset or config.json; false if none can be read."""
+    """Return whether a model has state-space layers by its preset or config.json; false if none can be read."""
     try:
         return has_mixers(Path(model.source) if model.source else PRESETS[model.preset_name].values)
     except (LongspanError, KeyError):
@@ -105,7 +105,9 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _with_partition(config: RunConfig) -> RunConfig:
-    """The configuration with partitions: "auto" is chosen by cost for hybrids, also in evaluation, otherwise zigzag."""
+    """Return the configuration with partitions: "auto" is chosen by cost for hybrids, also in evaluation, otherwise
+    zigzag.
+    """
     if not is_hybrid(config.model):
         context = _zigzag(replace(config.context, evaluation=_zigzag(config.context.evaluation)))
         return replace(config, context=context, eval=tuple(map(_zigzag, config.eval)))
@@ -120,18 +122,18 @@ def _with_partition(config: RunConfig) -> RunConfig:
 
 
 def _zigzag(section: AnyPlan) -> AnyPlan:
-    """A plan section with the partition zigzag in place of "auto"."""
+    """Return a plan section with the partition zigzag in place of "auto"."""
     return replace(section, partition="zigzag") if section.partition == AUTO else section
 
 
 def with_steps(config: RunConfig, steps: int) -> RunConfig:
-    """The configuration with so many steps, and the warm-up that follows from them if none is given."""
+    """Return the configuration with so many steps, and the warm-up that follows from them if none is given."""
     config = replace(config, train=replace(config.train, steps=steps))
     return _with_defaults(config, {"train.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
 
 def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these values of "section.key" where none is given."""
+    """Return the configuration with these values of "section.key" where none is given."""
     for name, value in defaults.items():
         section, _, key = name.partition(".")
         values = getattr(config, section)
@@ -141,14 +143,14 @@ def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 
 
 def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
-    """An evaluation set with a value for every key, of a configuration that has one for every other."""
+    """Return an evaluation set with a value for every key, of a configuration that has one for every other."""
     entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics", "max_seconds")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
 def settings_line(config: RunConfig) -> str:
-    """The values that decide most about a run, in one line; of evaluation those that are not as in training."""
+    """Return the values that decide most about a run, in one line; of evaluation those that are not as in training."""
     shown = _SHOWN
     if config.train.epochs:  # from which steps and warm-up follow, once the corpus is known
         train_keys = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
@@ -188,7 +190,8 @@ DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
 def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
-    """The dtype of a run's arithmetic on a kind of device: "auto" is bfloat16 on GPUs over float32, else `model.dtype`.
+    """Compute the dtype of a run's arithmetic on a kind of device: "auto" is bfloat16 on GPUs over float32, else
+    `model.dtype`.
 
     >>> compute_dtype(ModelConfig(), "cuda")
     torch.bfloat16
@@ -199,7 +202,7 @@ def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
 
 
 def compute_dtype_name(model: ModelConfig, device: str) -> str:
-    """The name of `compute_dtype`, without torch."""
+    """Compute the name of `compute_dtype`, without torch."""
     if model.compute_dtype != AUTO:
         return model.compute_dtype
     return "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype

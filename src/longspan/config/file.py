@@ -38,7 +38,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
 
 
 def read_file(path: str | Path) -> RunConfig:
-    """The keys that a file gives, without defaults. Raises ConfigError as `load_config` does."""
+    """Read the keys that a file gives, without defaults. Raises ConfigError as `load_config` does."""
     path = Path(path)
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -50,13 +50,16 @@ def read_file(path: str | Path) -> RunConfig:
 
 
 def config_keys() -> tuple[str, ...]:
-    """Every "section.key", in order."""
+    """Return every "section.key", in order."""
     every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in keys_of(kind))
     return tuple(key for key in every if key != TABLES)
 
 
 def nearest(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """A hint for a mistyped name: the nearest known one, or all of them. A `prefix` that all share is not compared."""
+    """Return a hint for a mistyped name: the nearest known one, or all of them.
+
+    A `prefix` that all share is not compared.
+    """
     names = tuple(names)
     bare = [known_name.removeprefix(prefix) for known_name in names]
     matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
@@ -64,7 +67,7 @@ def nearest(name: str, names: Iterable[str], *, prefix: str = "") -> str:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML; `load_config` of it gives an equal one back."""
+    """Return the configuration as TOML; `load_config` of it gives an equal one back."""
     values = config.tables()
     sources = values["data"].pop("sources")
     tables = [(f"[{name}]", values[name]) for name in section_kinds()]
@@ -85,7 +88,7 @@ def _with_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> R
 
 
 def _with_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The tables, with present names of keys that had others; a former key that is empty gives nothing.
+    """Return the tables, with present names of keys that had others; a former key that is empty gives nothing.
 
     Raises ConfigError for a key that is given by both of its names.
     """
@@ -106,7 +109,7 @@ def _with_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any
 
 
 def _with_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
-    """The configuration with these values of a section. Raises ConfigError for an unknown section or key."""
+    """Return the configuration with these values of a section. Raises ConfigError for an unknown section or key."""
     names = [f.name for f in fields(RunConfig)]
     if section not in names:
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
@@ -125,7 +128,7 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
 
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
-    """The sources of the tables [[data.sources]]."""
+    """Return the sources of the tables [[data.sources]]."""
     read_sources = _read_tables(tables, "data.sources", source, "sources", "path and weight")
     return tuple(
         _with_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
@@ -134,7 +137,7 @@ def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
 
 
 def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
-    """The evaluation sets of the tables [[eval]]."""
+    """Return the evaluation sets of the tables [[eval]]."""
     listed = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
     return tuple(
         _with_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
@@ -143,7 +146,10 @@ def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
 
 
 def _read_tables(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
-    """The tables of an array. Raises ConfigError, with what they are and which keys they have, for anything else."""
+    """Read the tables of an array.
+
+    Raises ConfigError, with what they are and which keys they have, for anything else.
+    """
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(
             f"{name} is {tables!r} in {source}; {title} are tables of an array: write [[{name}]], and below it {keys}"
@@ -152,7 +158,10 @@ def _read_tables(tables: object, name: str, source: str, title: str, keys: str) 
 
 
 def _with_keys(section: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
-    """A section or table with other values of keys; `label` names it in messages, `hint` answers an unknown key."""
+    """Return a section or table with other values of keys.
+
+    `label` names it in messages, `hint` answers an unknown key.
+    """
     types = {key.name: key.kind for key in keys_of(type(section))}
     changes: dict[str, Any] = {}
     for key, value in values.items():
@@ -172,7 +181,7 @@ def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
 
 
 def _convert(key: str, value: object, kind: Any, source: str) -> object:
-    """The value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
+    """Return the value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
     value = choice_word(value, kind)
     if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # in a choice of kinds it is none
         return ()
@@ -187,7 +196,7 @@ def _convert(key: str, value: object, kind: Any, source: str) -> object:
 
 
 def choice_word(value: object, kind: Any) -> object:
-    """The word of a choice that true and false stand for: "full" and "none"."""
+    """Return the word of a choice that true and false stand for: "full" and "none"."""
     word = {True: "full", "true": "full", False: "none", "false": "none"}.get(value) if _is_word(value) else None
     return word if get_origin(kind) is Literal and word in get_args(kind) else value
 
@@ -197,7 +206,7 @@ def _is_word(value: object) -> bool:
 
 
 def _fitting_value(value: object, option: Any) -> object | None:
-    """The value as one of the types that a key may have holds it; None if it does not fit that type."""
+    """Return the value as one of the types that a key may have holds it; None if it does not fit that type."""
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:
@@ -214,7 +223,7 @@ def _fitting_value(value: object, option: Any) -> object | None:
 
 
 def kind_text(kind: Any) -> str:
-    """The type of a key in words."""
+    """Return the type of a key in words."""
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     if isinstance(kind, UnionType):
         return " or ".join(kind_text(option) for option in get_args(kind))

@@ -62,7 +62,8 @@ class Key:
 
 @cache
 def keys_of(kind: type[Any]) -> tuple[Key, ...]:
-    """The keys of a section or table, in order; those of a section inside it have the prefix that it is declared with.
+    """Return the keys of a section or table, in order; those of a section inside it have the prefix that it is declared
+    with.
 
     >>> [key.name for key in keys_of(ContextConfig)][-1]
     'eval_attention_kernel'
@@ -81,12 +82,12 @@ def keys_of(kind: type[Any]) -> tuple[Key, ...]:
 
 
 def key_prefix(name: str) -> str:
-    """How the keys of a section inside another one begin: those of `evaluation` with eval_."""
+    """Return how the keys of a section inside another one begin: those of `evaluation` with eval_."""
     return {"evaluation": "eval_"}[name]
 
 
 def value_at(section: Any, key: str) -> Any:
-    """The value of a key of a section, as files name the key.
+    """Return the value of a key of a section, as files name the key.
 
     >>> value_at(RunConfig().context, "eval_planner")
     ''
@@ -96,7 +97,7 @@ def value_at(section: Any, key: str) -> Any:
 
 
 def with_values(section: Section, values: Mapping[str, Any]) -> Section:
-    """A section with other values of keys, as files name the keys."""
+    """Return a section with other values of keys, as files name the keys."""
     changes: dict[str, Any] = {}
     for key, value in values.items():
         inner, name = _find_section(section, key)
@@ -108,7 +109,7 @@ def with_values(section: Section, values: Mapping[str, Any]) -> Section:
 
 
 def values_of(section: Any) -> dict[str, Any]:
-    """The values of all keys of a section or table, as files name the keys; tables as dictionaries."""
+    """Return the values of all keys of a section or table, as files name the keys; tables as dictionaries."""
     return {key.name: _plain(value_at(section, key.name)) for key in keys_of(type(section))}
 
 
@@ -119,7 +120,7 @@ def _plain(value: Any) -> Any:
 
 
 def _find_section(section: Any, key: str) -> tuple[str, str]:
-    """The section inside this one that has a key ("": none), and the key's name there."""
+    """Find the section inside this one that has a key ("": none), and the key's name there."""
     names = [field.name for field in fields(section)]
     if key not in names:
         for name in names:
@@ -130,7 +131,7 @@ def _find_section(section: Any, key: str) -> tuple[str, str]:
 
 @cache
 def texts_of(kind: type[Any]) -> Mapping[str, str]:
-    """The text of every key of a section or table: what stands under it in the source, or in its `Texts`."""
+    """Return the text of every key of a section or table: what stands under it in the source, or in its `Texts`."""
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
         texts |= _texts_in(base)
@@ -148,7 +149,7 @@ def _key_texts(kind: Any) -> Iterator[tuple[str, Texts]]:
 
 
 def _texts_in(kind: type) -> dict[str, str]:
-    """The texts under the keys that one class declares."""
+    """Return the texts under the keys that one class declares."""
     (section,) = (
         node
         for node in ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8")).body
@@ -165,7 +166,7 @@ def _texts_in(kind: type) -> dict[str, str]:
 
 
 def object_named(name: str, opening: str) -> Any:
-    """The object with a dotted name, such as a class of the user's own; None if its module has no such object.
+    """Return the object with a dotted name, such as a class of the user's own; None if its module has no such object.
 
     Raises ConfigError, whose text begins with `opening`, if the module cannot be imported.
     """

@@ -140,7 +140,7 @@ class ContextConfig(PlanSection):
     evaluation: PlanSection = field(default_factory=PlanSection)
 
     def with_evaluation(self, **keys: Any) -> "ContextConfig":
-        """The section with other values of keys of evaluation, named without their prefix."""
+        """Return the section with other values of keys of evaluation, named without their prefix."""
         return replace(self, evaluation=replace(self.evaluation, **keys))
 
 
@@ -175,7 +175,7 @@ class EvalConfig(PlanSection):
     """As train.eval_seconds, of this set; 0: no limit. Default: the same."""
 
     def passkey(self, seed: int) -> PasskeySettings:
-        """What its documents are made of, where its path is passkey."""
+        """Return what its documents are made of, where its path is passkey."""
         return PasskeySettings(self.passkey_lengths, self.passkey_depths, self.passkey_samples, seed)
 
     @property

@@ -69,7 +69,9 @@ _COLUMNS = ("| key | type | default | meaning |", "|---|---|---|---|")
 
 
 def reference_page() -> str:
-    """The whole page, in Markdown: a table of the keys that most runs set, and one of the others of each section."""
+    """Return the whole page, in Markdown: a table of the keys that most runs set, and one of the others of each
+    section.
+    """
     kinds = section_kinds()
     often = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
     sections = (_section_text(f"[{name}]", kind, _others(name, kind)) for name, kind in kinds.items())
@@ -88,7 +90,7 @@ def _section_text(title: str, kind: Any, keys: Iterable[Key]) -> str:
 
 
 def _key_row(title: str, kind: type, name: str) -> str:
-    """The row of a key of a section: its title, type with bound, default and text."""
+    """Return the row of a key of a section: its title, type with bound, default and text."""
     (key,) = (key for key in keys_of(kind) if key.name == name)
     limit = (
         "" if key.bound is None else f", {'at least' if isinstance(key.bound, AtLeast) else 'above'} {key.bound.value}"

@@ -188,19 +188,19 @@ class RunConfig:
         return (held_out_set(self), *self.eval)
 
     def tables(self) -> dict[str, Any]:
-        """The values of all keys by section, as TOML and JSON keep them; of `eval` a list of tables."""
+        """Return the values of all keys by section, as TOML and JSON keep them; of `eval` a list of tables."""
         sections = {name: values_of(getattr(self, name)) for name in section_kinds()}
         return sections | {"eval": tuple(values_of(entry) for entry in self.eval)}
 
 
 def section_kinds() -> dict[str, type[Any]]:
-    """The dataclass of every section; the tables [[eval]] are none."""
+    """Return the dataclass of every section; the tables [[eval]] are none."""
     kinds: dict[str, Any] = get_type_hints(RunConfig)
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and is_dataclass(kind)}
 
 
 def held_out_set(config: RunConfig) -> EvalConfig:
-    """The documents that `data.eval_documents` holds out, as the evaluation set without a name."""
+    """Return the documents that `data.eval_documents` holds out, as the evaluation set without a name."""
     train = config.train
     return EvalConfig(
         max_document_tokens=config.data.max_document_tokens,
@@ -212,6 +212,8 @@ def held_out_set(config: RunConfig) -> EvalConfig:
 
 
 def with_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
-    """The configuration with other plans of evaluation: the first entry's are those of the held-out documents."""
+    """Return the configuration with other plans of evaluation: the first entry's are those of the held-out
+    documents.
+    """
     held_out, *sets = entries
     return replace(config, context=config.context.with_evaluation(**held_out.plan_keys), eval=tuple(sets))

@@ -74,7 +74,10 @@ class Case:
         return self.dtype, self.router_losses, self.encoder > 0
 
     def home(self, ranks: int) -> Layout:
-        """The home of this case over as many of the ranks as it divides. Raises LayoutError where they are too few."""
+        """Return the home of this case over as many of the ranks as it divides.
+
+        Raises LayoutError where they are too few.
+        """
         unit = self.tp * self.pp * self.ep
         if ranks < unit:
             raise LayoutError(
@@ -85,7 +88,7 @@ class Case:
 
 
 def cases_named(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """The cases of a set, over so many ranks: the exact type first, then the others.
+    """Return the cases of a set, over so many ranks: the exact type first, then the others.
 
     "basic": FSDP2 at degrees 2 and 3 under p2p, all_gather and full recomputation at 2, and a step of several
     micro-batches. "whole": every degree and type, tp, pp, ep, losses of routers, evaluation at another degree and a
@@ -98,7 +101,9 @@ def cases_named(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("flo
 
 
 def contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """Cases in which each slot has a run of rows, as for hybrids: gathered, in a plan of several degrees, by heads."""
+    """Return cases in which each slot has a run of rows, as for hybrids: gathered, in a plan of several degrees, by
+    heads.
+    """
     widest = min(4 if name == "whole" else 3, ranks)
     cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
     if name == "whole" and ranks % widest == 0:
@@ -107,7 +112,7 @@ def contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = 
 
 
 def image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """The same ways with images among the text, and the encoder's own tp; without losses of routers."""
+    """Return the same ways with images among the text, and the encoder's own tp; without losses of routers."""
     cases = [replace(case, encoder=1) for case in cases_named(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
         cp = 2 if ranks >= 4 else 1
@@ -183,7 +188,7 @@ TEXTS = Packed(LENGTHS, sum(LENGTHS) - len(LENGTHS))
 def plan_of(
     case: Case, home: Layout, *, documents: Packed = TEXTS, heads: int | None = None, node_size: int = 8
 ) -> Plan:
-    """The plan of a case. Raises LayoutError where the home has fewer slots than its degree.
+    """Plan the plan of a case. Raises LayoutError where the home has fewer slots than its degree.
 
     With `heads` of queries, PlanError where a type cannot deal them out.
     """
@@ -209,7 +214,7 @@ def plan_of(
 
 
 def _block_plan(case: Case, home: Layout, of: Packed) -> Plan:
-    """One micro-batch of a degree that does not divide the slots."""
+    """Return one micro-batch of a degree that does not divide the slots."""
     blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
     documents: list[list[int]] = [[] for _ in blocks]
     for document in range(len(of.lengths)):
@@ -219,7 +224,8 @@ def _block_plan(case: Case, home: Layout, of: Packed) -> Plan:
 
 
 def _several_plan(case: Case, home: Layout, of: Packed) -> Plan:
-    """Slot 0 has documents of its own and shares one; the others idle in the first micro-batch, none works in the last.
+    """Return slot 0 has documents of its own and shares one; the others idle in the first micro-batch, none works in
+    the last.
 
     Where the home has fewer slots, its last stands for those that it lacks.
     """

@@ -22,7 +22,7 @@ NO_LABEL = -100
 
 
 def image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
-    """Documents of LENGTHS tokens of text and IMAGES images, for a small configuration, and one with videos.
+    """Return documents of LENGTHS tokens of text and IMAGES images, for a small configuration, and one with videos.
 
     There is none with videos if `no_video_reason` gives a reason. Raises ModelError if `prepare(encoder=…)` refuses
     the model.
@@ -34,7 +34,7 @@ def image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
 
 
 def no_video_reason(config: PreTrainedConfig) -> str:
-    """Why no document of a small configuration has videos; "" where one has."""
+    """Return why no document of a small configuration has videos; "" where one has."""
     try:
         video_tokens(config)
     except ModelError as error:
@@ -43,7 +43,7 @@ def no_video_reason(config: PreTrainedConfig) -> str:
 
 
 def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> ItemDocuments:
-    """The documents as `run_step` takes them."""
+    """Return the documents as `run_step` takes them."""
     ids = [document.ids for document in documents]
     of_images, of_videos = zip(*(_apart(document, document.rows) for document in documents), strict=True)
     items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
@@ -55,13 +55,13 @@ def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument])
 
 
 def _apart(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """What belongs to images, and to groups of frames of videos."""
+    """Return what belongs to images, and to groups of frames of videos."""
     groups = document.groups
     return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
 
 def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
-    """What each token but the last predicts; placeholders and a prefix are not predicted."""
+    """Return what each token but the last predicts; placeholders and a prefix are not predicted."""
     if isinstance(document, TrialDocument):
         hidden = document.at_images | (np.arange(len(document.ids)) < document.prefix)
         return np.where(hidden, NO_LABEL, document.ids)[1:]

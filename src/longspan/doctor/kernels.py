@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from longspan.attention import KERNELS, AttendCall, Mask, choose
+from longspan.attention import KERNELS, AttendCall, Mask, choose_kernel
 from longspan.attention.kernels.table import Kernel
 from longspan.errors import AttentionError
 from longspan.model.exactness.meta_record import record_model
@@ -33,7 +33,7 @@ class KernelLine:
 
 
 def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelLine, ...]:
-    """The kinds of attention of a model at its true sizes, which is made without memory, and their kernels.
+    """Return the kinds of attention of a model at its true sizes, which is made without memory, and their kernels.
 
     Raises what the model's own code raises where it cannot be made or run so, ModelError where it is refused.
     """
@@ -71,13 +71,13 @@ def _kernel_here(call: AttendCall) -> str:
     """Name the kernel that runs a call on its device, or say why none does."""
     place = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
     try:
-        return f"{choose(call).name} {place}"
+        return f"{choose_kernel(call).name} {place}"
     except AttentionError as error:
         return f"none {place}: {error}"
 
 
 def _kernels_on_gpus(call: AttendCall) -> str:
-    """The kernels that the table has for it, the first that a GPU has running; "" where `here` is a GPU."""
+    """Return the kernels that the table has for it, the first that a GPU has running; "" where `here` is a GPU."""
     if call.device.type == "cuda":
         return ""
     able = kernels_on_gpus(call)
@@ -86,6 +86,8 @@ def _kernels_on_gpus(call: AttendCall) -> str:
 
 
 def kernels_on_gpus(call: AttendCall) -> list[Kernel]:
-    """Those that the table gives to such a call of several documents in bfloat16 on a GPU, whatever is here."""
+    """Return those that the table gives to such a call of several documents in bfloat16 on a GPU, whatever is here."""
     on_gpu = replace(call, device=GPU, dtype=torch.bfloat16)
-    return [k for k in KERNELS if not replace(k, missing=lambda device: "").lacks(on_gpu) and not k.one_document_only]
+    return [
+        k for k in KERNELS if not replace(k, missing=lambda device: "").lack_for(on_gpu) and not k.one_document_only
+    ]

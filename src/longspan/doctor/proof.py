@@ -49,7 +49,7 @@ MOST_BESIDE_ROUTERS = 1e-4  # where it may be a row that another expert got
 
 
 def error_text(error: BaseException) -> str:
-    """The message of an error, with its type unless it is this package's."""
+    """Return the message of an error, with its type unless it is this package's."""
     return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
 
 
@@ -78,7 +78,7 @@ class Stock:
         return answers
 
     def _compute_answer(self, dtype: torch.dtype, with_routers: bool) -> Expected:
-        """The stock answer in a dtype, and the tolerance of cases that are compared with it."""
+        """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it."""
         if dtype == torch.float64:
             return self._expectation_in_float64(with_routers)
         if dtype == torch.float32:
@@ -102,7 +102,9 @@ class Stock:
         return stock
 
     def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
-        """EXACT, or what two computations in float32 may differ by: gradients that cancel out have few digits left."""
+        """Return EXACT, or what two computations in float32 may differ by: gradients that cancel out have few digits
+        left.
+        """
         least = EXACT[torch.float32]
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
             try:
@@ -116,7 +118,7 @@ class Stock:
         return least
 
     def _expectation_in_float64(self, with_routers: bool) -> Expected:
-        """The answer in float64 throughout, if the model's code allows it."""
+        """Return the answer in float64 throughout, if the model's code allows it."""
         try:
             with precision(torch.float64, whole=True):
                 answer = self._stock_answer(torch.float64, torch.float64, with_routers)
@@ -158,7 +160,7 @@ class Ranks:
 
 
 def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo") -> tuple[Outcome, ...]:
-    """The outcome of every case for a model of this configuration with random weights, over local processes.
+    """Return the outcome of every case for a model of this configuration with random weights, over local processes.
 
     The model is made from the configuration: give a small one (`shrunken`). Raises nothing of the model's.
     """
@@ -166,7 +168,7 @@ def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backen
 
 
 def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> Proof:
-    """The outcome of every case on these ranks, with the facts of their worlds."""
+    """Return the outcome of every case on these ranks, with the facts of their worlds."""
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
     try:
@@ -193,7 +195,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
 def _draw_image_documents(
     config: PreTrainedConfig, cases: Sequence[Case]
 ) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
-    """The documents with images where cases want them, or why there are none."""
+    """Draw the documents with images where cases want them, or why there are none."""
     first = next((case for case in cases if case.encoder), None)
     if first is None:
         return (), None
@@ -208,7 +210,10 @@ def _draw_image_documents(
 def _group_by_home(
     cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]
 ) -> dict[Layout, list[tuple[int, Case]]]:
-    """The cases that have no outcome yet by their home, those of one preparation together; adds the refused ones."""
+    """Return the cases that have no outcome yet by their home, those of one preparation together.
+
+    Adds the refused ones.
+    """
     homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
         if number in outcomes:
@@ -224,7 +229,7 @@ def _group_by_home(
 
 
 def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
-    """The outcomes of a home's cases, in as many worlds as it takes."""
+    """Return the outcomes of a home's cases, in as many worlds as it takes."""
     outcomes: dict[int, Outcome] = {}
     pending = list(task.cases)
     with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
@@ -244,7 +249,7 @@ def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, O
 
 
 def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict[int, Outcome], BaseException | None]:
-    """The outcomes in one world, and the error that ended it before the last case."""
+    """Return the outcomes in one world, and the error that ended it before the last case."""
     count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
     launch = ranks.launch or _start
     try:
@@ -260,7 +265,7 @@ def _start(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: 
 
 
 def _read_record(task: Task) -> dict[int, Outcome]:
-    """The outcomes before the error that ended the ranks."""
+    """Read the outcomes before the error that ended the ranks."""
     record = Path(task.record)
     cases, outcomes = dict(task.cases), dict[int, Outcome]()
     for line in record.read_text().splitlines() if record.exists() else []:

@@ -95,7 +95,7 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
 
 
 def preparation(case: Case) -> tuple[str, str, bool, int]:
-    """What cases must have in common to share a prepared model."""
+    """Return what cases must have in common to share a prepared model."""
     return case.dtype, case.recompute, case.sequence_parallel, case.encoder
 
 
@@ -170,7 +170,7 @@ class CaseRun:
         )
 
     def _plan_case(self, case: Case) -> Plan:
-        """The plan of a case. Raises what its step would, on every rank, before it communicates."""
+        """Plan the plan of a case. Raises what its step would, on every rank, before it communicates."""
         heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
         packed = Packed(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS
         plan = plan_of(case, self.task.home, documents=packed, heads=heads, node_size=self.world.node_size)
@@ -180,7 +180,7 @@ class CaseRun:
         return plan
 
     def _step_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
-        """Errors of the loss and of each gradient, the worst of all ranks."""
+        """Return errors of the loss and of each gradient, the worst of all ranks."""
         if case.evaluation:
             loss = evaluate(self.model, self.documents, plan, self.world).loss
             return loss_error(loss, stock.loss), {}
@@ -201,7 +201,7 @@ class CaseRun:
         return max(losses), errors
 
     def _choice_reason(self, case: Case, plan: Plan) -> tuple[str, ...]:
-        """Why `auto` chose its type for the first group of the plan."""
+        """Return why `auto` chose its type for the first group of the plan."""
         calls = execution_of(self.model).calls
         if case.cp_comm_type != "auto" or not calls:
             return ()
@@ -214,6 +214,6 @@ class CaseRun:
 
 
 def _rank_levels(levels: Levels, world: World) -> Levels:
-    """The ranks that have these slots in this rank's stage and tensor-parallel position."""
+    """Return the ranks that have these slots in this rank's stage and tensor-parallel position."""
     a2a, p2p = (tuple(tuple(world.plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
     return Levels(a2a, p2p)

@@ -36,7 +36,8 @@ from longspan.plan.cost.model_shape import read_experts
 
 
 def with_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a configuration in which every row gets every expert; the same object where there is none to choose.
+    """Return a copy of a configuration in which every row gets every expert; the same object where there is none to
+    choose.
 
     >>> with_every_expert(MixtralConfig()).num_experts_per_tok
     8
@@ -105,12 +106,14 @@ class Answer:
 
 
 def precision(dtype: torch.dtype, *, whole: bool) -> AbstractContextManager[Any]:
-    """The mode that a model of this type is compared in."""
+    """Return the mode that a model of this type is compared in."""
     return whole_float64() if whole and dtype == torch.float64 else nullcontext()
 
 
 def documents_for(config: PreTrainedConfig, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Documents of random token ids without those that mean something to the model: padding, images and the like."""
+    """Return documents of random token ids without those that mean something to the model: padding, images and the
+    like.
+    """
     usual = np.array(ordinary_ids(config))
     random = np.random.default_rng(seed)
     return [random.choice(usual, length) for length in lengths]
@@ -125,7 +128,8 @@ def stock_answer(
     router: RouterCoefficients = NO_ROUTER,
     attention: str = "eager",
 ) -> Answer:
-    """Loss and gradients of the unchanged model on the CPU; weights as rounded to `weights`, computed in `compute`.
+    """Return loss and gradients of the unchanged model on the CPU; weights as rounded to `weights`, computed in
+    `compute`.
 
     With coefficients, the losses of its routers are over all tokens and layers of the documents. Raises what the
     model's own code raises, and ModelError where it returns no logits of routers.
@@ -155,7 +159,7 @@ def stock_answer(
 def stock_model(
     config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager", *, images: bool = False
 ) -> PreTrainedModel:
-    """The unchanged model in training mode, with eager experts where it has them."""
+    """Return the unchanged model in training mode, with eager experts where it has them."""
     model = tiny_model(config, dtype, attention=attention, images=images)
     if read_experts(config.get_text_config()).of_layer > 1:
         with suppress(ValueError, AttributeError):  # of experts that compute in the model's own code
@@ -167,7 +171,7 @@ _State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
 
 
 def _module_states(model: nn.Module) -> list[_State]:
-    """What modules hold except parameters: numbers, texts and buffers."""
+    """Return what modules hold except parameters: numbers, texts and buffers."""
     plain = bool | int | float | str | None
     return [
         (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
@@ -223,7 +227,7 @@ def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every gradient, unsharded, in float64 on the CPU. All ranks that hold a parameter call it together."""
+    """Return every gradient, unsharded, in float64 on the CPU. All ranks that hold a parameter call it together."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     unsharded = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
     return {name: g.detach().to("cpu", torch.float64, copy=True) for name, g in unsharded.items()}
@@ -233,7 +237,7 @@ SMALL_SHARE = 1e-3
 
 
 def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, float]:
-    """The relative error of each of these gradients; infinite for one that is not finite.
+    """Return the relative error of each of these gradients; infinite for one that is not finite.
 
     A gradient smaller than a thousandth of all together is compared with that thousandth: the gradient of a key's
     bias without rotary positions, for example, is zero up to rounding.
@@ -249,12 +253,12 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
 
 
 def missing_errors(names: set[str], stock: Answer) -> dict[str, float]:
-    """The errors of gradients that no rank has."""
+    """Return the errors of gradients that no rank has."""
     none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
     return gradient_errors(none, stock)
 
 
 def loss_error(loss: float, stock: float) -> float:
-    """Relative; infinite for a loss that is not finite."""
+    """Return relative; infinite for a loss that is not finite."""
     error = abs(loss - stock) / max(abs(stock), 1e-30)
     return error if error == error else float("inf")

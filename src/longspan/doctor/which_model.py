@@ -19,7 +19,7 @@ from longspan.model.weights.hf_folder import read_configuration
 
 
 def find_configuration(name: str) -> PreTrainedConfig:
-    """The configuration of a local folder (or its config.json), or the default one of a class or a model_type.
+    """Find the configuration of a local folder (or its config.json), or the default one of a class or a model_type.
 
     >>> configuration_of("Qwen3ForCausalLM").model_type, configuration_of("qwen3").model_type
     ('qwen3', 'qwen3')
@@ -56,13 +56,15 @@ def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
 
 
 def _classes(config: PreTrainedConfig) -> list[Any]:
-    """The causal language model of a configuration, and that from images and text to text, those that there are."""
+    """Return the causal language model of a configuration, and that from images and text to text, those that there
+    are.
+    """
     mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     return [mapping[type(config)] for mapping in mappings if type(config) in mapping]
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a class from images and text to text for a configuration."""
+    """Return whether transformers has a class from images and text to text for a configuration."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
@@ -92,7 +94,7 @@ def _check_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
 
 
 def _similar_names(name: str) -> str:
-    """Model types and classes with names like this one."""
+    """Return model types and classes with names like this one."""
     types = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     by_word = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
     matches = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)

@@ -23,7 +23,7 @@ from longspan.train.plans import PlanChoice
 def choose_degree(
     choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
-    """The choice with the fastest degree for these documents, and why; as it is and "" if it has a degree.
+    """Choose the choice with the fastest degree for these documents, and why; as it is and "" if it has a degree.
 
     >>> choice, reason = chosen(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
     >>> print(reason)  # doctest: +SKIP
@@ -74,7 +74,7 @@ def choose_degrees(
     cost: Cost,
     heads: int | None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """The configuration with a degree, type and levels in place of "auto", and why; all ranks call it together.
+    """Choose the configuration with a degree, type and levels in place of "auto", and why; all ranks call it together.
 
     `lengths` are those of the documents of each evaluation set, of the held-out documents under "".
     """
@@ -89,7 +89,7 @@ def choose_degrees(
 
 
 def _with_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
-    """The set with the degree, type and levels of a choice."""
+    """Return the set with the degree, type and levels of a choice."""
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
     levels = (1, choice.degree) if sizes is None else sizes if isinstance(sizes, int) else tuple(sizes)
     return replace(

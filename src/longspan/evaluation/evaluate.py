@@ -45,7 +45,7 @@ GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters 
 def evaluate(
     model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World, options: EvaluationOptions | None = None
 ) -> Evaluation:
-    """Loss and metrics of these documents under a plan of `choice`, or a given one; all ranks call it together.
+    """Return loss and metrics of these documents under a plan of `choice`, or a given one; all ranks call it together.
 
     >>> result = evaluate(model, documents, PlanChoice.fixed(4, max_tokens_per_slot=2048), world)
     >>> result.loss, result.perplexity, result.metrics["token_accuracy"].value
@@ -96,7 +96,7 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """The result, without its degree, seconds and bytes."""
+    """Make the result, without its degree, seconds and bytes."""
     plan, targets = inputs.plan, inputs.documents.targets
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
@@ -132,7 +132,8 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
 def choices_at_degrees(
     choice: PlanChoice, documents: CorpusDocuments | PasskeyDocuments, home: Layout
 ) -> list[PlanChoice]:
-    """A choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds these documents.
+    """Return a choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds these
+    documents.
 
     Degrees at which a2a cannot split the query heads evenly are left out.
     """
@@ -142,12 +143,12 @@ def choices_at_degrees(
 
 @lru_cache(maxsize=8)
 def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
-    """The plan of a set of documents, made once: a dynamic plan takes longer than the evaluation of a few."""
+    """Return the plan of a set of documents, made once: a dynamic plan takes longer than the evaluation of a few."""
     return choice.plan(lengths, home)
 
 
 def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
-    """The choice priced for forward passes only, with the documents' targets and the rows that a model needs."""
+    """Return the choice priced for forward passes only, with the documents' targets and the rows that a model needs."""
     multiple, options = call_rules(model).row_multiple, choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets)
@@ -202,7 +203,8 @@ class Portions:
         return totals
 
     def _first_size(self) -> int:
-        """One micro-batch where something may end the evaluation early, so that long ones do not delay it for long.
+        """Return one micro-batch where something may end the evaluation early, so that long ones do not delay it for
+        long.
 
         A pipeline, which each portion fills and empties, begins with the largest portions.
         """
@@ -241,7 +243,7 @@ class Portions:
         return any_ended
 
     def _bytes_to_gather(self) -> int:
-        """Bytes of the parameters that FSDP2 gathers, where they may stay gathered for all micro-batches; or 0.
+        """Return bytes of the parameters that FSDP2 gathers, where they may stay gathered for all micro-batches; or 0.
 
         A pipeline keeps its stages gathered in any case, and free plans gather before their passes.
         """
@@ -253,7 +255,7 @@ class Portions:
         return size if size <= room else 0
 
     def _reason_to_end(self, done: int) -> LongspanError | None:
-        """Why this rank would end the evaluation before its next portion."""
+        """Return why this rank would end the evaluation before its next portion."""
         options, seconds = self.options, time.perf_counter() - self.started
         if not done:
             try:

@@ -75,12 +75,14 @@ class MeasuredDocuments(Protocol):
         ...
 
     def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, Any]:
-        """Fields of `Evaluation` and their values, from what the metrics of documents came to for each document."""
+        """Return fields of `Evaluation` and their values, from what the metrics of documents came to for each
+        document.
+        """
         ...
 
 
 def check_pair(name: str, made: Any) -> tuple[Any, Any]:
-    """The (sum, count) that a metric gave. Raises EvaluationError for anything else."""
+    """Return the (sum, count) that a metric gave. Raises EvaluationError for anything else."""
     if isinstance(made, tuple) and len(made) == 2 and all(map(_is_number, made)):
         return made
     shape = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"{type(made).__name__} {made!r}"
@@ -118,7 +120,10 @@ def check_metrics(
 
 
 def check_columns(name: str, made: Any, rows: int) -> Tensor:
-    """The values and counts that a metric of documents gave, (2, n) in float64. Raises EvaluationError for others."""
+    """Return the values and counts that a metric of documents gave, (2, n) in float64.
+
+    Raises EvaluationError for others.
+    """
     if isinstance(made, tuple) and len(made) == 2 and all(isinstance(x, Tensor) and x.shape == (rows,) for x in made):
         values, counts = (column.double() for column in made)
         return torch.stack([values.where(counts != 0, 0.0), counts])
@@ -136,7 +141,7 @@ class _Copier(pickle.Pickler):
         self.shared: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        """The number of an object that is shared; None of one that is copied."""
+        """Return the number of an object that is shared; None of one that is copied."""
         is_code = isinstance(obj, type | ModuleType | CodeType) or (
             isinstance(obj, FunctionType) and not obj.__closure__
         )
@@ -159,7 +164,10 @@ def _function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionTyp
 
 
 def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a metric, so that what it keeps of made rows is not kept. Raises the error with which copying fails."""
+    """Copy a copy of a metric, so that what it keeps of made rows is not kept.
+
+    Raises the error with which copying fails.
+    """
     file = BytesIO()
     copier = _Copier(file)
     copier.dump(metric)
@@ -207,7 +215,7 @@ class EvaluationOptions:
 
 
 def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
-    """The metrics that a key of the configuration names, by the last part of their names.
+    """Load the metrics that a key of the configuration names, by the last part of their names.
 
     >>> list(load_metrics(("my_package.my_metrics.top_five",), "train.eval_metrics"))  # doctest: +SKIP
     ['top_five']

@@ -33,13 +33,13 @@ QUESTION = "What is the pass key? The pass key is"
 
 
 def passkey_number(seed: int, length: int, depth: float, sample: int) -> int:
-    """The key of a document, of five digits: a function of only these numbers, the same on every machine."""
+    """Return the key of a document, of five digits: a function of only these numbers, the same on every machine."""
     digest = hashlib.sha256(f"{seed} {length} {depth!r} {sample}".encode()).digest()
     return 10_000 + int.from_bytes(digest[:8]) % 90_000
 
 
 def passkey_text(key: int, before: int, after: int) -> str:
-    """The text of a document with so many sentences of filler before and after the key.
+    """Return the text of a document with so many sentences of filler before and after the key.
 
     >>> passkey_text(71432, before=0, after=1)[-64:]
     'The grass is green. What is the pass key? The pass key is 71432'
@@ -60,7 +60,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Pieces":
-        """The pieces of a tokenizer: a TextTokenizer, a fast one of transformers, or one of tokenizers.
+        """Return the pieces of a tokenizer: a TextTokenizer, a fast one of transformers, or one of tokenizers.
 
         Raises DataError for another object, and for a tokenizer that writes different keys with the same ids.
         """
@@ -83,16 +83,16 @@ class Pieces(NamedTuple):
         return pieces
 
     def key(self, key: int) -> Integers:
-        """The ids of the sentences with the key."""
+        """Return the ids of the sentences with the key."""
         return _ids_behind(self.engine, FILLER, KEY.format(key=key))[0]
 
     def answer(self, key: int) -> Integers:
-        """The ids of the key behind the question: with the space before it, where that is a token of its own."""
+        """Return the ids of the key behind the question: with the space before it, where that is a token of its own."""
         return _ids_behind(self.engine, QUESTION, str(key))[0]
 
 
 def _find_engine(tokenizer: Any) -> Tokenizer:
-    """A copy of the tokenizers library's object in a tokenizer, which neither cuts nor pads texts."""
+    """Find a copy of the tokenizers library's object in a tokenizer, which neither cuts nor pads texts."""
     engine = getattr(tokenizer, "engine", None) or getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     if not isinstance(engine, Tokenizer):
         raise DataError(
@@ -106,7 +106,9 @@ def _find_engine(tokenizer: Any) -> Tokenizer:
 
 
 def _ids_behind(engine: Tokenizer, context: str, piece: str) -> tuple[Integers, Integers]:
-    """The ids of a piece of text behind another, and where each token ends in it, in characters (1: the space)."""
+    """Return the ids of a piece of text behind another, and where each token ends in it, in characters (1: the
+    space).
+    """
     text = f"{context} {piece}" if context else piece
     encoding = engine.encode(text, add_special_tokens=False)
     ids, stops = (
@@ -185,7 +187,7 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         return tuple(document.length for document in self.documents)
 
     def origin(self, document: int) -> str:
-        """The name of one of them, which is made from no file."""
+        """Return the name of one of them, which is made from no file."""
         return self.documents[document].name
 
     @property
@@ -210,11 +212,11 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         return {"passkey_wrong": wrong, "passkey_loss": loss}
 
     def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, PasskeyGrid]:
-        """What an evaluation's result gets of these documents: the grid of retrieved keys, as `passkey`."""
+        """Return what an evaluation's result gets of these documents: the grid of retrieved keys, as `passkey`."""
         return {"passkey": self.grid(measured, step=step, cp=cp)}
 
     def grid(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> PasskeyGrid:
-        """What the metrics of these documents show for each length and depth."""
+        """Return what the metrics of these documents show for each length and depth."""
         shape = len(self.asked_lengths), len(self.depths), self.samples
         wrong, losses = (measured[name] for name in ("passkey_wrong", "passkey_loss"))
         pairs = zip(wrong, self.documents, strict=True)
@@ -240,7 +242,8 @@ def passkey_documents(
     samples: int = 4,
     seed: int = 0,
 ) -> PasskeyDocuments:
-    """Documents that hide a number at each depth (0: at the beginning, 1: at the end) of filler text, and ask for it.
+    """Return documents that hide a number at each depth (0: at the beginning, 1: at the end) of filler text, and ask
+    for it.
 
     >>> documents = passkey_documents(AutoTokenizer.from_pretrained(folder), lengths=(1024, 16384), depths=(0, 0.5, 1))
     >>> result = evaluate(model, documents, PlanChoice.fixed(4), world)
@@ -263,7 +266,7 @@ def passkey_documents(
 
 
 def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> PasskeyDocument:
-    """A document with its key at a depth. Raises DataError for a length without room for its fixed parts."""
+    """Make a document with its key at a depth. Raises DataError for a length without room for its fixed parts."""
     answer = pieces.answer(key)
     fixed = sum(map(len, (pieces.opening, pieces.key(key), pieces.question, answer)))
     if length < fixed:
@@ -278,7 +281,7 @@ def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> Passk
 
 
 def _nearest_sentence_end(pieces: Pieces, place: float, filler: int) -> int:
-    """The end of a sentence of the filler, or of the whole, that is nearest to a place in it."""
+    """Return the end of a sentence of the filler, or of the whole, that is nearest to a place in it."""
     start = int(place) // len(pieces.filler) * len(pieces.filler)
     ends = [end for end in (start, *(start + end for end in pieces.sentence_ends), filler) if end <= filler]
     return min(ends, key=lambda end: abs(end - place))

@@ -46,7 +46,7 @@ class RowSums:
         self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum of the losses of a micro-batch's rows (T, D), from which `head` makes logits."""
+        """Return the sum of the losses of a micro-batch's rows (T, D), from which `head` makes logits."""
         rows = target_rows(batch)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         if not len(rows):
@@ -74,7 +74,7 @@ class RowSums:
         on_host: tuple[Integers, Integers, Integers, Integers],
         row_weights: Floats | None,
     ) -> Iterator[TargetRows]:
-        """Some rows at a time."""
+        """Yield some rows at a time."""
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
         weights = None if row_weights is None else to_device(row_weights, hidden.device)
         size = self._options.loss_chunk_rows or rows_of_chunk(
@@ -118,7 +118,10 @@ class RowSums:
         self._waiting.clear()
 
     def sum_over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
-        """The sums over all ranks, the same on each; `failed`: this rank has an error, which all then learn of."""
+        """Return the sums over all ranks, the same on each.
+
+        `failed`: this rank has an error, which all then learn of.
+        """
         counts_here = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
         metrics, of_documents = self._metrics.cpu().numpy(), self._document_metrics
@@ -156,7 +159,7 @@ class Totals(NamedTuple):
     failures: int
 
     def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
-        """The loss of rows at positions in each bucket that has any; `documents` are those that reach it."""
+        """Return the loss of rows at positions in each bucket that has any; `documents` are those that reach it."""
         targets = np.asarray(lengths) - 1
         reach = [int((targets > edge).sum()) for edge in self.edges.tolist()]
         loss, rows = self.positions
@@ -165,7 +168,7 @@ class Totals(NamedTuple):
         )
 
     def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
-        """The loss of documents whose length is in each bucket that has any; `targets` is what each predicts."""
+        """Return the loss of documents whose length is in each bucket that has any; `targets` is what each predicts."""
         bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
         size = len(self.edges)
         losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
@@ -175,7 +178,7 @@ class Totals(NamedTuple):
 
 
 def edges_to(longest: int) -> Integers:
-    """Where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
+    """Return where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
     doublings = max(0, math.ceil(math.log2(max(longest, 1) / FIRST_EDGE)) + 1)
     return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
 

@@ -57,11 +57,11 @@ class EvaluationSet:
         return int(lengths[longest]), self.documents.origin(longest)
 
     def with_images(self, model: PreTrainedConfig, folder: Path) -> "EvaluationSet":
-        """The set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
+        """Return the set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
         return replace(self, documents=with_images(self.documents, model, folder))
 
     def line(self) -> str:
-        """A line about its documents and targets, for the console."""
+        """Return a line about its documents and targets, for the console."""
         lengths, every = self.documents.lengths, self.config.every
         targets = getattr(self.documents, "targets", None)
         of_them = "" if targets is None else f" ({targets:,} of them targets)"
@@ -95,7 +95,7 @@ def check_paths(config: RunConfig, world: World) -> None:
 
 
 def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
-    """The set of a table [[eval]], without its metrics; its texts are tokenized where they were not yet.
+    """Open the set of a table [[eval]], without its metrics; its texts are tokenized where they were not yet.
 
     All ranks call it together, once the run has its tokenizer. Raises DataError for texts that cannot be read.
     """
@@ -107,7 +107,7 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
 
 
 def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
-    """How many source files of a set are trained on, in words; "" where none is."""
+    """Return how many source files of a set are trained on, in words; "" where none is."""
     if not isinstance(evaluated.documents, CorpusDocuments):
         return ""
     corpus = evaluated.documents.corpus
@@ -126,7 +126,7 @@ def _settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
 
 
 def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
-    """The corpus of a set in the run's folder: the first rank makes sure of it, all open it."""
+    """Return the corpus of a set in the run's folder: the first rank makes sure of it, all open it."""
     directory, settings = Path(config.run.dir), _settings(config, entry)
 
     def build() -> None:

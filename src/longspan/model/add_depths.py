@@ -67,7 +67,7 @@ class _Drawn:
         return "the drawn depths"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters, by name; buffers are as they are."""
+        """Yield the part of each of these parameters, by name; buffers are as they are."""
         yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
         for path, depth in self._depths.items():
             drawn = draw(path, depth, device, seed=self._seed, initialise=self._initialise)
@@ -86,7 +86,7 @@ class _Both:
         return str(self._model)
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters, by name."""
+        """Yield the part of each of these parameters, by name."""
         yield from self._model.read(parts, device)
         yield from self._depths.read(parts, device)
 
@@ -171,7 +171,7 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
-    """The layers that a depth has copies of: this one, or the last of each type that the configuration names."""
+    """Find the layers that a depth has copies of: this one, or the last of each type that the configuration names."""
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = types_of_depth(model.config.get_text_config(), [*of_type])
@@ -185,7 +185,7 @@ def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.
 
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
-    """A depth with copies of these layers and of the model's last norm, whose weights are overwritten.
+    """Make a depth with copies of these layers and of the model's last norm, whose weights are overwritten.
 
     Where the model has no norm after its layers, as where each ends with one, its hidden states are those of a layer,
     and so are a depth's: it has norms of the layer's last one's kind, and none at its end.
@@ -199,7 +199,7 @@ def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth
 
 
 def _norm_inside(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
-    """The last norm of whole rows inside a layer."""
+    """Return the last norm of whole rows inside a layer."""
     norms = [
         module
         for module in layer.modules()
@@ -225,7 +225,7 @@ def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -
 
 
 def _copy_module(module: nn.Module) -> Any:
-    """A copy that shares configurations with the model: these name the attention function that its layers call.
+    """Copy a copy that shares configurations with the model: these name the attention function that its layers call.
 
     Raises ModelError for a forward that was set on an instance, which would go on running the original.
     """

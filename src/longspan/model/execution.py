@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.attention import AttendCall, choose
+from longspan.attention import AttendCall, choose_kernel
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError
 
@@ -48,7 +48,7 @@ class Execution:
     def slow_reason(self) -> str:
         """Return why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
         for call in self.calls:
-            if call.device.type == "cuda" and choose(call, self.kernel).name == "reference":
+            if call.device.type == "cuda" and choose_kernel(call, self.kernel).name == "reference":
                 kind = f"{str(call.dtype).removeprefix('torch.')}, heads of {call.head_size}"
                 return f"the slow reference kernel is all that can do {kind}{_features(call)} here"
         return ""
@@ -56,7 +56,7 @@ class Execution:
     def _kernel_words(self, call: AttendCall) -> str:
         """Name the kernel of a layer, and the other one that groups of one document may take."""
         of_packed, of_single = (
-            choose(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
+            choose_kernel(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
             for one_document in (False, True)
         )
         return (
@@ -65,7 +65,7 @@ class Execution:
 
 
 def execution_of(model: nn.Module) -> Execution:
-    """What a prepared model computes with."""
+    """Return what a prepared model computes with."""
     prepared: Any = model
     return prepared.execution
 
@@ -96,7 +96,7 @@ def _join_ranks(ours: _Ranks, theirs: _Ranks) -> _Ranks:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """The first ranks by number, and how many others there are."""
+    """Return the first ranks by number, and how many others there are."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 

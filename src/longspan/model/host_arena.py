@@ -75,7 +75,7 @@ class HostArena:
             return self._used
 
     def take(self, bytes: int) -> "HostRange":
-        """A range of so many bytes, and at least one."""
+        """Return a range of so many bytes, and at least one."""
         size = _round_up(max(bytes, 1), ALIGNMENT)
         with self._lock:
             self._take_back()
@@ -143,7 +143,7 @@ class HostRange:
         self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
 
     def like(self, x: Tensor) -> Tensor:
-        """A tensor here of the shape, type and order in memory of `x`; of what is not dense, contiguous."""
+        """Return a tensor here of the shape, type and order in memory of `x`; of what is not dense, contiguous."""
         strides = torch.empty_like(x, device="meta").stride()
         return self.memory.view(x.dtype).as_strided(x.shape, strides)
 
@@ -165,7 +165,7 @@ class _Part:
         self._free = [(0, size)]  # start and end
 
     def take(self, size: int) -> int | None:
-        """The start of the first free range of this size; None where there is none."""
+        """Return the start of the first free range of this size; None where there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []

@@ -96,7 +96,7 @@ class ParkedLayer:
         return partial(self.fetch, index)
 
     def fetch(self, index: int) -> Tensor:
-        """A tensor as it was when it was parked."""
+        """Return a tensor as it was when it was parked."""
         self._offload.hold(self)
         if index not in self._on_device:
             self.bring_back()
@@ -157,7 +157,7 @@ def park_saved_tensors(park: ParkedLayer) -> torch.autograd.graph.saved_tensors_
 
 
 def find_host_arena(model: nn.Module) -> HostArena | None:
-    """The arena of a prepared model's activations on the host, whose `bytes` are what it takes; None without one.
+    """Find the arena of a prepared model's activations on the host, whose `bytes` are what it takes; None without one.
 
     >>> find_host_arena(model).bytes  # doctest: +SKIP
     1207959552

@@ -11,12 +11,12 @@ from longspan.plan.memory import parameters
 
 
 def architecture_name(model: nn.Module) -> str:
-    """The name of a model's class, without the word that FSDP2 puts before it."""
+    """Return the name of a model's class, without the word that FSDP2 puts before it."""
     return type(model).__name__.removeprefix("FSDP")
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
-    """Consecutive layers for each stage, at least one: the embedding and the head count as one layer each.
+    """Return consecutive layers for each stage, at least one: the embedding and the head count as one layer each.
 
     Layers that remain go to the stage with the least to do, the last of equals: in 1F1B earlier stages keep the
     activations of more micro-batches.
@@ -47,12 +47,14 @@ class Absent(nn.Module):
         self.outputs = outputs
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The first input as it is."""
+        """Return the first input as it is."""
         return (x, *[None] * (self.outputs - 1)) if self.outputs else x
 
 
 def shallow_module(module: Any) -> Any:
-    """A module of its own with the same children: what is put in a child's place is not put into the original."""
+    """Return a module of its own with the same children: what is put in a child's place is not put into the
+    original.
+    """
     twin = copy.copy(module)
     for name, value in vars(module).items():
         if name.startswith("_") and isinstance(value, dict):
@@ -62,7 +64,8 @@ def shallow_module(module: Any) -> Any:
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """Where the base model is: the attribute that transformers names, or the only model inside; "" if there is none.
+    """Return where the base model is: the attribute that transformers names, or the only model inside; "" if there is
+    none.
 
     Llama4ForCausalLM keeps its base model at `model` and names "language_model".
     """
@@ -74,7 +77,8 @@ def base_name(model: PreTrainedModel) -> str:
 
 
 def base_of(model: PreTrainedModel) -> Any:
-    """The model below the output embedding, from token ids to the last hidden states; the model itself where it is one.
+    """Return the model below the output embedding, from token ids to the last hidden states; the model itself where it
+    is one.
 
     >>> base_of(Llama4ForCausalLM(config))  # doctest: +SKIP
     Llama4TextModel(...)
@@ -84,12 +88,12 @@ def base_of(model: PreTrainedModel) -> Any:
 
 
 def reads_other_modalities(model: PreTrainedModel) -> bool:
-    """Whether a model wraps a text model and encoders of images or the like, by its configuration."""
+    """Return whether a model wraps a text model and encoders of images or the like, by its configuration."""
     return model.config.get_text_config() is not model.config
 
 
 def text_name(model: PreTrainedModel) -> str:
-    """Where the text model inside a wrapper of several modalities is; of other models, where the base model is.
+    """Return where the text model inside a wrapper of several modalities is; of other models, where the base model is.
 
     >>> text_name(Gemma3ForConditionalGeneration(config))  # doctest: +SKIP
     'model.language_model'
@@ -104,18 +108,20 @@ def text_name(model: PreTrainedModel) -> str:
 
 
 def text_of(model: PreTrainedModel) -> Any:
-    """The text model inside a wrapper of several modalities; any other model itself."""
+    """Return the text model inside a wrapper of several modalities; any other model itself."""
     return model.get_submodule(text_name(model)) if reads_other_modalities(model) else model
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The model with the decoder layers: a wrapper's text model, or of other models what `base_of` gives."""
+    """Return the model with the decoder layers: a wrapper's text model, or of other models what `base_of` gives."""
     name = text_name(model)
     return model.get_submodule(name) if name else model
 
 
 def other_towers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules next to a wrapper's text model that have parameters: encoders, and what projects their rows."""
+    """Return the modules next to a wrapper's text model that have parameters: encoders, and what projects their
+    rows.
+    """
     text = text_of(model)
     if text is model:
         return []
@@ -127,7 +133,7 @@ _PROJECTORS = ("projector", "merger", "connector")  # what a projector, or what 
 
 
 def is_in_projector(module: str) -> bool:
-    """Whether a module of this qualified name in a tower's place is a projector's.
+    """Return whether a module of this qualified name in a tower's place is a projector's.
 
     >>> is_in_projector("model.visual.merger.mlp.0"), is_in_projector("model.visual.blocks.0.mlp")
     (True, False)
@@ -136,7 +142,7 @@ def is_in_projector(module: str) -> bool:
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The list of the model's decoder layers and its qualified name; a wrapper's is its text model's.
+    """Return the list of the model's decoder layers and its qualified name; a wrapper's is its text model's.
 
     Raises ModelError if it cannot be found.
     """
@@ -149,7 +155,7 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
+    """Return the model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
 
     Raises ModelError if they cannot be found.
     """
@@ -158,7 +164,10 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def norm_after_layers(model: PreTrainedModel) -> nn.Module | None:
-    """The norm after the decoder layers that is here, in the module that has them or one around it; None without."""
+    """Return the norm after the decoder layers that is here, in the module that has them or one around it.
+
+    None without.
+    """
     around = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
     for module in (decoder_of(model), around):
         if isinstance(norm := getattr(module, "norm", None), nn.Module):

@@ -47,7 +47,8 @@ def load_model(
     sharded: bool | None = False,
     images: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model on the CPU: from a local folder, or with random weights of a configuration or a preset.
+    """Load a causal language model on the CPU: from a local folder, or with random weights of a configuration or a
+    preset.
 
     >>> model = load_model(preset="qwen3-tiny", vocab_size=2048, seed=0)
     >>> model = prepare(load_model("Qwen3-8B", sharded=True), world)
@@ -96,7 +97,7 @@ def _check_embedding_rows(model: PreTrainedModel, path: str | Path, vocab_size: 
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype by its name. Raises ModelError for one that parameters do not have."""
+    """Return a dtype by its name. Raises ModelError for one that parameters do not have."""
     for name, kind in _DTYPES.items():
         if dtype in (name, kind):
             return kind
@@ -123,7 +124,7 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_im
 
 
 def _model_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
-    """A model without memory for its parameters, and what draws them."""
+    """Return a model without memory for its parameters, and what draws them."""
     with _name_configuration(config):
         model = empty_model(config, dtype, with_images)
     fill_when_prepared(model, RandomWeights(model, seed))
@@ -166,7 +167,7 @@ def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtyp
 def _model_to_read(
     folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any
 ) -> PreTrainedModel:
-    """The folder's model without memory for its parameters, and what fills them."""
+    """Return the folder's model without memory for its parameters, and what fills them."""
     files = weight_files(folder)
     if files[0].suffix != ".safetensors":
         raise ModelError(

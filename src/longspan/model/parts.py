@@ -35,7 +35,9 @@ _USUAL = f"an embedding, a list of layers and a norm after them ({', '.join(_FIN
 
 
 def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
-    """The names of the embedding, the list of layers and the norm after them in the base model, where it has them."""
+    """Return the names of the embedding, the list of layers and the norm after them in the base model, where it has
+    them.
+    """
     base = decoder_of(model)
     embedding = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     layers = [name for name, module in base.named_children() if isinstance(module, nn.ModuleList)]
@@ -44,7 +46,8 @@ def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def parts_of(model: PreTrainedModel) -> ModelParts:
-    """The parts that the model's own pipeline plan names, or the usual three where it has none and they are there.
+    """Return the parts that the model's own pipeline plan names, or the usual three where it has none and they are
+    there.
 
     Raises ModelError for a model that has neither, or that keeps parameters elsewhere in its base model.
     """
@@ -111,7 +114,7 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
 
 
 def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
-    """(calls of parts, last hidden states, the hidden states given and those that each call returned)."""
+    """Return (calls of parts, last hidden states, the hidden states given and those that each call returned)."""
     bare = decoder_of(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
@@ -150,7 +153,9 @@ def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned:
 
 
 def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether any tensor among values, however deep in tuples, lists and dictionaries, was made from one of these."""
+    """Return whether any tensor among values, however deep in tuples, lists and dictionaries, was made from one of
+    these.
+    """
     sums = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums or not tensors:
         return False
@@ -167,7 +172,10 @@ class _Entry(Absent):
     rows: Tensor | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The hidden states that the base model was called with; its first input where it was called with none."""
+        """Return the hidden states that the base model was called with.
+
+        Its first input where it was called with none.
+        """
         return super().forward(x if self.rows is None else self.rows)
 
     def take(self, base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -193,7 +201,7 @@ def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
 def shallow_copy(
     model: PreTrainedModel, parts: ModelParts, layers: range, *, first: bool, last: bool
 ) -> PreTrainedModel:
-    """The model with stand-ins for what this stage does not hold; modules without parameters are copied."""
+    """Return the model with stand-ins for what this stage does not hold; modules without parameters are copied."""
     tied, embeds = is_tied(model), embeds_at_the_end(model)
     stage = base = shallow_module(model)
     for name in filter(None, text_name(model).split(".")):  # a wrapper's text model is inside its base model
@@ -227,13 +235,15 @@ def _layers_of_stage(layers: nn.Module, indices: range, outputs: int) -> nn.Modu
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the embedding and the head are one parameter."""
+    """Return whether the embedding and the head are one parameter."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight
 
 
 def embeds_at_the_end(model: PreTrainedModel) -> bool:
-    """Whether what comes after the layers needs the embedding: a head that is tied to it, or multi-token prediction."""
+    """Return whether what comes after the layers needs the embedding: a head that is tied to it, or multi-token
+    prediction.
+    """
     return is_tied(model) or bool(depths_of(model))
 
 

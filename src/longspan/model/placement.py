@@ -24,7 +24,8 @@ from longspan.model.weights.fill import is_empty
 
 
 def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
-    """Modules of different layers with the same parameters, all of them shared: one list for each set of parameters.
+    """Return modules of different layers with the same parameters, all of them shared: one list for each set of
+    parameters.
 
     The outermost such modules that are called; one that two layers both hold, itself, is left out.
     """
@@ -40,7 +41,7 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
 
 
 def _shared_modules(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
-    """The outermost modules inside this one whose parameters are all of the same several layers."""
+    """Return the outermost modules inside this one whose parameters are all of the same several layers."""
     modules: list[nn.Module] = []
     for child in module.children():
         layers = {frozenset(users[parameter]) for parameter in _parameters(child)}
@@ -76,11 +77,11 @@ class Placement:
         self.recomputation.check(model, stages)
 
     def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
-        """What the model computes in."""
+        """Return what the model computes in."""
         return self.sharding.compute_dtype or model.dtype
 
     def reduce_dtype_of(self, model: PreTrainedModel) -> torch.dtype:
-        """What gradients are summed over the slots in."""
+        """Return what gradients are summed over the slots in."""
         return self.sharding.precision(model).reduce_dtype or self.dtype_of(model)
 
     def place(self, model: PreTrainedModel, root: nn.Module, offload: HostOffload | None, *, has_experts: bool) -> None:

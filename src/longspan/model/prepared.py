@@ -66,7 +66,10 @@ class PrepareOptions:
     sequence_parallel: bool = False
 
     def placement(self, world: World) -> Placement:
-        """What becomes of every layer under the world's home. Raises ModelError for options that exclude each other."""
+        """Return what becomes of every layer under the world's home.
+
+        Raises ModelError for options that exclude each other.
+        """
         # A stage's micro-batches alternate: layers that free their parameters would gather them for each pass of each.
         frees_parameters = self.reshard_after_forward and world.home.pp == 1
         return Placement(
@@ -81,7 +84,7 @@ class PrepareOptions:
         )
 
     def recomputation(self) -> Recomputation:
-        """What each layer keeps. Raises ModelError for options that exclude each other."""
+        """Return what each layer keeps. Raises ModelError for options that exclude each other."""
         if self.measures is None:
             return Recomputation.of(
                 self.activation_checkpointing,
@@ -95,7 +98,7 @@ class PrepareOptions:
         return Recomputation.parse_measures(self.measures, self.host_bytes)
 
     def pipeline(self, world: World) -> PipelineSettings:
-        """The stages of the world's home. Raises PlanError for a schedule that does not fit it."""
+        """Return the stages of the world's home. Raises PlanError for a schedule that does not fit it."""
         return PipelineSettings(self.pipeline_schedule, world.home.pp, self.virtual_stages)
 
 
@@ -170,14 +173,14 @@ def _connect(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
 def _make_execution(
     model: PreTrainedModel, placement: Placement, calls: tuple[AttendCall, ...], options: PrepareOptions
 ) -> Execution:
-    """The types and kernels that the model computes with."""
+    """Make the types and kernels that the model computes with."""
     dtype, reduce_dtype = placement.dtype_of(model), placement.reduce_dtype_of(model)
     mixers = len(find_mixers(model))
     return Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, mixers, options.mixer_kernels)
 
 
 def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, evidence: Evidence) -> CallRules:
-    """The rules that every call of the model is checked against."""
+    """Make the rules that every call of the model is checked against."""
     return CallRules(
         type(model).__name__,
         kernel,
@@ -205,7 +208,7 @@ def _cut_and_place(
     *,
     tried: bool,
 ) -> PipelineModel:
-    """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
+    """Return this rank's stages, each placed as a model of its own; the rest of the model is freed."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
     stages = cut_into_stages(model, placement.world, pipeline)
     for stage in stages:
@@ -233,7 +236,7 @@ def refuse_unprepared(model: nn.Module) -> None:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """How many token ids the model's input embedding has; None without one."""
+    """Return how many token ids the model's input embedding has; None without one."""
     if isinstance(model, PipelineModel):
         return model.vocabulary_size
     embedding = getattr(model, "get_input_embeddings", lambda: None)()

@@ -116,7 +116,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedConfig":
-    """The configuration of a preset for a vocabulary of `vocab_size` ids; published models have their own.
+    """Return the configuration of a preset for a vocabulary of `vocab_size` ids; published models have their own.
 
     >>> preset_config("qwen3-tiny", vocab_size=2048).hidden_size
     192

@@ -116,7 +116,7 @@ class Recomputation:
                 )
 
     def make_offload(self, world: World) -> HostOffload | None:
-        """Where layers keep tensors on the host, one place for all stages of a rank; None where none does.
+        """Make where layers keep tensors on the host, one place for all stages of a rank; None where none does.
 
         Entered by all ranks. Raises ModelError where `host_bytes` are more than what is free.
         """
@@ -144,7 +144,7 @@ class Recomputation:
                 module.register_forward_pre_hook(partial(_pass_layer, offload))
 
     def _measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
-        """The layers that are here by name, those of depths last, each with its measure."""
+        """Return the layers that are here by name, those of depths last, each with its measure."""
         name, layers = layer_list(model)
         here = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
         for number, depth in enumerate(depths_of(model)):

@@ -42,7 +42,7 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
 
 
 def _whole_model(model: PreTrainedModel | PipelineModel, folder: Path) -> DeferredWeights:
-    """A folder's files, by the names of the model's parameters. Raises ModelError for what is no safetensors."""
+    """Return a folder's files, by the names of the model's parameters. Raises ModelError for what is no safetensors."""
     files = weight_files(folder)
     if files[0].suffix != ".safetensors":
         raise ModelError(f"{folder} has {files[0].name}, of which no part can be read alone; save it as safetensors")

@@ -19,7 +19,7 @@ _STEP = 0.25  # of factors that are chosen here
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The longest document that a configuration stands for, its own scaling included; None if it names no limit.
+    """Return the longest document that a configuration stands for, its own scaling included; None if it names no limit.
 
     llama3 and longrope scale up to `max_position_embeddings`, yarn to `original_max_position_embeddings` x `factor`
     where that is more, linear and dynamic to `max_position_embeddings` x `factor`, as inference engines read them.
@@ -40,7 +40,8 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 
 def positions_are_left_to_mixers(config: PreTrainedConfig) -> bool:
-    """Whether a hybrid's attention has no positions: Nemotron-H, Kimi Linear, Granite 4-H, Zamba 2 without rotary ones.
+    """Return whether a hybrid's attention has no positions: Nemotron-H, Kimi Linear, Granite 4-H, Zamba 2 without
+    rotary ones.
 
     What order its rows have is in the states of its other layers, which suit documents of any length.
     """
@@ -53,13 +54,15 @@ def positions_are_left_to_mixers(config: PreTrainedConfig) -> bool:
 
 
 def smallest_factor(config: PreTrainedConfig, longest: int) -> float:
-    """The smallest multiple of a quarter by which the configuration's limit reaches a document of `longest` tokens."""
+    """Return the smallest multiple of a quarter by which the configuration's limit reaches a document of `longest`
+    tokens.
+    """
     limit = position_limit(config)
     return 1.0 if limit is None else max(1.0, math.ceil(longest / limit / _STEP) * _STEP)
 
 
 def with_rope_scaling(config: PreTrainedConfig, kind: str, factor: float) -> PreTrainedConfig:
-    """A copy of a configuration whose rotary frequencies are scaled for documents `factor` times as long.
+    """Return a copy of a configuration whose rotary frequencies are scaled for documents `factor` times as long.
 
     >>> config = with_rope_scaling(AutoConfig.from_pretrained(folder), "yarn", 4.0)
 
@@ -97,7 +100,7 @@ def with_rope_scaling(config: PreTrainedConfig, kind: str, factor: float) -> Pre
 
 
 def rope_types(rope: Any) -> set[str]:
-    """The types that a configuration's rotary parameters name, of all layers or of each type of layer."""
+    """Return the types that a configuration's rotary parameters name, of all layers or of each type of layer."""
     if not isinstance(rope, Mapping):
         return set()
     nested = (rope_types(values) for values in rope.values())
@@ -105,7 +108,7 @@ def rope_types(rope: Any) -> set[str]:
 
 
 def _flat_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
-    """The rotary parameters that all layers share, None if there are none or each type of layer has its own."""
+    """Return the rotary parameters that all layers share, None if there are none or each type of layer has its own."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
         return None

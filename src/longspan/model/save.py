@@ -95,7 +95,7 @@ def _save_weights(
 
 
 def _encoders_of(model: Any) -> list[Encoder]:
-    """The encoders that are parts of the language model's own class. Raises ModelError for others."""
+    """Return the encoders that are parts of the language model's own class. Raises ModelError for others."""
     if not isinstance(model, MultimodalModel):
         return []
     encoders = [*model.encoder_settings.values()]
@@ -115,7 +115,10 @@ class _TrainedModules(NamedTuple):
 
 
 def _encoder_modules_to_save(encoders: Sequence[Encoder]) -> _TrainedModules:
-    """The whole modules of encoders that are trained. Raises ModelError, on every rank, for one trained in part."""
+    """Return the whole modules of encoders that are trained.
+
+    Raises ModelError, on every rank, for one trained in part.
+    """
     names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
@@ -129,7 +132,7 @@ def _encoder_modules_to_save(encoders: Sequence[Encoder]) -> _TrainedModules:
 
 
 def _find_prepared(model: Any) -> PreTrainedModel | PipelineModel:
-    """The model itself, of a PeftModel the prepared one inside it, which other names belong to."""
+    """Find the model itself, of a PeftModel the prepared one inside it, which other names belong to."""
     inside: Any = model_inside(model)
     if inside is not model and adapter_of(inside) is None:
         raise ModelError(
@@ -164,7 +167,8 @@ def _save_error(folder: Path, error: Exception) -> ModelError:
 
 
 def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """The whole tensors of each unit in turn, on the CPU of the home's first rank; empty on others, as many of them.
+    """Yield the whole tensors of each unit in turn, on the CPU of the home's first rank; empty on others, as many of
+    them.
 
     If the model has an adapter, only the adapter's.
     """
@@ -175,7 +179,7 @@ def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Itera
 
 
 def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
-    """The whole tensors of a `state_dict` that every slot has, a unit at a time; empty units without `writes`."""
+    """Yield the whole tensors of a `state_dict` that every slot has, a unit at a time; empty units without `writes`."""
     for _, unit in groupby(state.items(), lambda entry: unit_of(entry[0])):
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
@@ -188,7 +192,7 @@ class _Entry(NamedTuple):
 
 
 def _units_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """The whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
+    """Yield the whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
 
     Empty units on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. If
     the model has an adapter, only the adapter's tensors.
@@ -205,7 +209,7 @@ def _units_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[st
 
 
 def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: World, stage: int) -> dict[str, Tensor]:
-    """The whole tensors of one unit of a stage, on the rank that writes them."""
+    """Return the whole tensors of one unit of a stage, on the rank that writes them."""
     first, whole = world.home.ranks[0], dict[str, Tensor]()
     for entry in entries:
         if world.coordinates.pp == stage:
@@ -225,7 +229,7 @@ def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: Wo
 def _open_folder(
     model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
 ) -> tuple[Path, PreTrainedModel]:
-    """An empty folder for a prepared model, and its stock model, without memory."""
+    """Open an empty folder for a prepared model, and its stock model, without memory."""
     partial = partial_folder(target)
     empty = empty_stock_model(model, dtype)
     empty.generation_config = model.generation_config
@@ -233,7 +237,9 @@ def _open_folder(
 
 
 def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The whole stock model that a prepared one was, with parameters of the meta device, by default in its dtype."""
+    """Return the whole stock model that a prepared one was, with parameters of the meta device, by default in its
+    dtype.
+    """
     architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
     stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
     empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
@@ -243,7 +249,9 @@ def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype
 
 
 def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A prepared model's configuration as it was: who loads it wants transformers' own attention and its cache."""
+    """Return a prepared model's configuration as it was: who loads it wants transformers' own attention and its
+    cache.
+    """
     config = deepcopy(config)
     config._attn_implementation = "eager"
     config.use_cache = True

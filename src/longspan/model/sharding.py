@@ -53,7 +53,9 @@ class Sharding:
             )
 
     def precision(self, model: nn.Module) -> MixedPrecisionPolicy:
-        """How FSDP2 computes and sums: gradients in float32 where parameters or arithmetic are in half precision."""
+        """Return how FSDP2 computes and sums: gradients in float32 where parameters or arithmetic are in half
+        precision.
+        """
         dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
         low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
@@ -91,14 +93,14 @@ def shard_over_slots(
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
+    """Return every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
     inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
     return [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
 
 
 @contextmanager
 def parameters_gathered(model: nn.Module) -> Iterator[None]:
-    """Parameters stay whole inside, and gradients are kept whole and not summed: no slot waits for another.
+    """Return parameters stay whole inside, and gradients are kept whole and not summed: no slot waits for another.
 
     All ranks enter together. What backward passes inside leave is summed over the slots by the next backward pass
     after it, which all slots must run. Every rank then holds all parameters and, unsummed, all gradients. Nothing
@@ -152,7 +154,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
+    """Return bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
 
     0 if there are none, and for a model that is not sharded here: what it does after a pass is not known.
     """
@@ -199,7 +201,7 @@ def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def _reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
-    """FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
+    """Yield FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):  # modules may have one together
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         yield from (group for group in groups if group is not None)
@@ -247,7 +249,7 @@ def _free_groups(modules: Sequence[FSDPModule]) -> None:
 
 @contextmanager
 def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None]:
-    """What backward passes inside add to `.grad` is summed over the slots at the end; FSDP2 sums by itself.
+    """Return what backward passes inside add to `.grad` is summed over the slots at the end; FSDP2 sums by itself.
 
     Gradients that were there before are kept and not summed again.
     """

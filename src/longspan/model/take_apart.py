@@ -59,7 +59,7 @@ def _check_placeholder_id(model: PreTrainedModel) -> None:
 
 
 def take_apart(model: PreTrainedModel) -> VisionParts:
-    """The parts of a vision-language model; afterwards the model itself is the language model, without towers.
+    """Return the parts of a vision-language model; afterwards the model itself is the language model, without towers.
 
     Raises ModelError for a model that has none.
     """

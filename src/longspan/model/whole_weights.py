@@ -100,14 +100,14 @@ class _WholeWeights:
         return [entry for stage in range(self._world.home.pp) for entry in by_stage[stage]]
 
     def _scalings(self, stage: nn.Module) -> Mapping[str, float]:
-        """What the adapter's output is scaled by, by the name of the adapted module."""
+        """Return what the adapter's output is scaled by, by the name of the adapted module."""
         if self._adapter is None:
             return {}
         modules: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
         return {name: float(module.scaling[self._adapter.name]) for name, module in modules.items()}
 
     def iterate_separately(self) -> Iterator[tuple[str, Tensor]]:
-        """The base model's weights, and the adapter's under peft's names."""
+        """Yield the base model's weights, and the adapter's under peft's names."""
         for name in self._names:
             stock = plain_name(name)
             if self._adapter is not None and belongs_to_adapter(name):
@@ -115,7 +115,7 @@ class _WholeWeights:
             yield stock, self._gather(name)
 
     def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights with the adapter in them."""
+        """Yield the weights with the adapter in them."""
         for name in self._names:
             if ".lora_" in name or ".original_module." in name:
                 continue
@@ -141,7 +141,7 @@ class _WholeWeights:
             )
 
     def _adapter_parts(self, name: str) -> dict[str, str]:
-        """What an adapter adds to this weight or bias: the names of its tensors, by what they are."""
+        """Return what an adapter adds to this weight or bias: the names of its tensors, by what they are."""
         if self._adapter is None or _BASE not in name:
             return {}
         module, _, kind = name.rpartition(_BASE)
@@ -156,7 +156,7 @@ class _WholeWeights:
         return {part: inner for part, inner in inside.items() if inner in self._entries}
 
     def _gather(self, name: str) -> Tensor:
-        """The whole tensor on this rank's device."""
+        """Return the whole tensor on this rank's device."""
         entry, world = self._entries[name], self._world
         with world.watch.naming(f"gathering of {name}", world.home.ranks):
             if world.coordinates.pp == entry.stage:
@@ -173,7 +173,7 @@ class _WholeWeights:
 
 
 def _merge(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """A weight (or a bias) with what an adapter adds to it."""
+    """Return a weight (or a bias) with what an adapter adds to it."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     wide = {part: x.to(dtype) for part, x in parts.items()}
     total = weight.to(dtype)
@@ -189,7 +189,7 @@ def _merge(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: floa
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter that has several, by each of the others."""
+    """Return the first name of each parameter that has several, by each of the others."""
     first = dict[int, str]()
     names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     return {name: first_name for name, first_name in names.items() if name != first_name}

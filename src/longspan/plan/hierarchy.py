@@ -30,7 +30,7 @@ class Levels:
 
 
 def levels_of(group: Group) -> Levels:
-    """The levels of a group. Raises PlanError if it has no sizes, or sizes whose product is not its degree."""
+    """Return the levels of a group. Raises PlanError if it has no sizes, or sizes whose product is not its degree."""
     sizes, slots = group.hierarchical_context_parallel_sizes, group.slots
     if sizes is None or sizes[0] * sizes[1] != len(slots):
         raise PlanError(
@@ -44,7 +44,8 @@ def levels_of(group: Group) -> Levels:
 
 
 def levels_at(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
-    """Sizes (a2a, p2p) whose product is a degree: a2a is the greatest common divisor of it and the size, or first size.
+    """Return sizes (a2a, p2p) whose product is a degree: a2a is the greatest common divisor of it and the size, or
+    first size.
 
     >>> levels_at((4, 2), 6), levels_at(2, 8)
     ((2, 3), (2, 4))
@@ -54,7 +55,7 @@ def levels_at(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
 
 
 def hierarchical_groups(plan: Plan) -> Iterator[Group]:
-    """The groups of a plan that have two levels, each set of slots with its sizes once, in plan order."""
+    """Yield the groups of a plan that have two levels, each set of slots with its sizes once, in plan order."""
     seen: set[tuple[Slots, object]] = set()
     for batch in plan.micro_batches:
         for group in batch.groups:

@@ -77,7 +77,7 @@ class Plan:
         return timeline(batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the integers and strings: what ranks compare before the first collective of a step.
+        """Return SHA-256 (hex) of the integers and strings: what ranks compare before the first collective of a step.
 
         Times and the cost are left out: two hosts may round them differently without disagreeing on what to do.
         """
@@ -88,7 +88,7 @@ class Plan:
         return hashlib.sha256(json.dumps(self._integers(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:
-        """The plan as JSON; `Plan.from_json` gives an equal plan back."""
+        """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
         seconds = {"predicted_seconds": self.predicted_seconds, "lower_bound_seconds": self.lower_bound_seconds}
         floats = {"tokens": self.tokens} | seconds | {"cost": self.cost.to_json()}
         return json.dumps(self._integers() | floats, indent=indent)
@@ -99,7 +99,7 @@ class Plan:
         return {name: getattr(self, name) for name in names} | {"micro_batches": batches}
 
     def table(self, cost: Cost | None = None, limit: int = 24) -> str:
-        """The plan as plain text: its sizes and times, then a line for each of at most `limit` micro-batches."""
+        """Return the plan as plain text: its sizes and times, then a line for each of at most `limit` micro-batches."""
         times = self.timeline(cost)
         return "\n".join([*_header_lines(self, cost or self.cost, times), "", *_micro_batch_lines(self, times, limit)])
 
@@ -120,7 +120,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
-        """The checked plan that `to_json` wrote. Raises PlanError naming the part that is missing or wrong."""
+        """Return the checked plan that `to_json` wrote. Raises PlanError naming the part that is missing or wrong."""
         fields, tokens = read_fields(text)
         plan = cls(**fields).check()
         if tokens is not None and tokens != plan.tokens:

@@ -72,7 +72,7 @@ class PlanAhead:
             planning.request(self._request(following))
 
     def plan(self, step: int) -> Plan:
-        """The plan of this step, waited for if need be; the plans of the next steps are begun.
+        """Return the plan of this step, waited for if need be; the plans of the next steps are begun.
 
         Raises what the planner raised for this step, and PlanError if the planning process died before this plan.
         """
@@ -82,7 +82,7 @@ class PlanAhead:
         return self._open_planning().wait_for_plan(self._request(step))
 
     def plan_if_made(self, step: int) -> Plan | None:
-        """The plan of a coming step, without waiting for it: None if it is not made yet, or could not be.
+        """Plan the plan of a coming step, without waiting for it: None if it is not made yet, or could not be.
 
         The plans of the steps after it are begun. Inline plans are made now, and kept for `plan(step)`.
         """

@@ -22,7 +22,7 @@ _SECONDS = ("predicted_seconds", "lower_bound_seconds")
 
 
 def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
-    """The plan of a step as a line of JSON; without its cost if that is the cost `after` of the row before.
+    """Plan the plan of a step as a line of JSON; without its cost if that is the cost `after` of the row before.
 
     >>> plan_row(7, Plan.from_json(text))  # doctest: +SKIP
     '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
@@ -36,7 +36,7 @@ def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
 
 
 def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
-    """The steps and checked plans of a run's plans.jsonl, in order; its last line may be torn.
+    """Yield the steps and checked plans of a run's plans.jsonl, in order; its last line may be torn.
 
     >>> plans = dict(read_plans("runs/first/plans.jsonl"))  # doctest: +SKIP
 
@@ -58,7 +58,7 @@ def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
 
 
 def group_counts(plan: Plan) -> list[dict[str, Any]]:
-    """How many groups of each degree and type a plan has, and their tokens, the widest groups last.
+    """Return how many groups of each degree and type a plan has, and their tokens, the widest groups last.
 
     >>> group_counts(plan)  # doctest: +SKIP
     [{'degree': 1, 'cp_comm_type': '', 'count': 12, 'tokens': 9031}, {'degree': 4, 'cp_comm_type': 'a2a', ...}]
@@ -103,7 +103,7 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
 
 
 def _tuple(value: Any) -> Any:
-    """A tuple, as plans have it, for a list of JSON."""
+    """Return a tuple, as plans have it, for a list of JSON."""
     return tuple(cast(list[Any], value)) if isinstance(value, list) else value
 
 

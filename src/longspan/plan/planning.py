@@ -43,12 +43,12 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The failure that this error is."""
+        """Return the failure that this error is."""
         text = "".join(traceback.format_exception(error))
         return cls(pickle_error(error), text, traceback.format_exception_only(error)[-1].strip())
 
     def error(self, step: int) -> BaseException:
-        """The planner's error, of its own type if that pickles, with its traceback as the cause."""
+        """Return the planner's error, of its own type if that pickles, with its traceback as the cause."""
         error: Any = None if self.pickled is None else pickle.loads(self.pickled)
         if not isinstance(error, Exception):  # that of a planner that exits would end this process
             error = PlanError(f"the planner of step {step} failed with {self.summary}")
@@ -123,7 +123,7 @@ class Planning:
         raise answer.error(request.step)
 
     def plan_if_made(self, request: StepRequest) -> Plan | None:
-        """The plan of a request that is answered; None before that, and for one that failed."""
+        """Plan the plan of a request that is answered; None before that, and for one that failed."""
         with self._changed:
             answer = self._answers.get(request)
         return pickle.loads(answer) if isinstance(answer, bytes) else None
@@ -228,7 +228,7 @@ class _Requests:
 
 
 def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest], bytes | Failure]:
-    """The planner, answering with bytes; one that cannot be loaded fails for every step."""
+    """Load the planner, answering with bytes; one that cannot be loaded fails for every step."""
     try:
         import_main(main)
         planner = pickle.loads(payload)

@@ -37,7 +37,7 @@ class GroupTable:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
-        """The groups of these micro-batches."""
+        """Return the groups of these micro-batches."""
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _ints([len(group.slots) for _, group in groups])
         counts = _ints([len(group.lengths) for _, group in groups])
@@ -65,7 +65,9 @@ class GroupTable:
         return -(-self.tokens // self.degree)
 
     def seconds(self, cost: Cost, node_size: int) -> Floats:
-        """Seconds that each group takes of each of its slots (G,), by its own communication type and partition."""
+        """Return seconds that each group takes of each of its slots (G,), by its own communication type and
+        partition.
+        """
         together = self.together(node_size)
         seconds = np.zeros(len(self.degree))
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
@@ -77,7 +79,10 @@ class GroupTable:
         return seconds
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
-        """Seconds of each group under the type of a cost, in place of its own; inf where heads or degree forbid it."""
+        """Return seconds of each group under the type of a cost, in place of its own.
+
+        Inf where heads or degree forbid it.
+        """
         together = self.together(node_size)
         inside = together == self.degree
         squares = self.attention_squares(cost)
@@ -85,11 +90,11 @@ class GroupTable:
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def attention_squares(self, cost: Cost) -> Ints:
-        """Squared rows that attention computes (G,): on a known machine without padding, which kernels skip."""
+        """Return squared rows that attention computes (G,): on a known machine without padding, which kernels skip."""
         return self.unpadded if cost.network else self.squares
 
     def together(self, node_size: int) -> Ints:
-        """The fewest slots of each group that share a node; its degree if all do (G,)."""
+        """Return the fewest slots of each group that share a node; its degree if all do (G,)."""
         if not len(self.degree):
             return np.zeros(0, dtype=np.int64)
         node = self.slot // node_size
@@ -99,7 +104,7 @@ class GroupTable:
         return np.minimum.reduceat(np.diff(starts, append=len(node)), np.searchsorted(starts, first))
 
     def inside(self, node_size: int) -> NDArray[np.bool_]:
-        """Whether all slots of each group share a node (G,)."""
+        """Return whether all slots of each group share a node (G,)."""
         return self.together(node_size) == self.degree
 
 
@@ -134,7 +139,9 @@ class Timeline:
 
 
 def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Ints:
-    """Rows that each slot holds in each micro-batch, padding included, rounded up to `row_multiple` (M, slots)."""
+    """Return rows that each slot holds in each micro-batch, padding included, rounded up to `row_multiple` (M,
+    slots).
+    """
     table = GroupTable.of(micro_batches)
     rows = _sum_by_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)
     return -(-rows // row_multiple) * row_multiple
@@ -143,7 +150,7 @@ def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int
 def predicted_seconds(
     micro_batches: Sequence[MicroBatch], slots: int, cost: Cost, *, mode: Mode = "lockstep", node_size: int = 8
 ) -> float:
-    """Seconds of a step of these micro-batches on so many slots."""
+    """Return seconds of a step of these micro-batches on so many slots."""
     return timeline(micro_batches, slots, cost, mode=mode, node_size=node_size).step_seconds
 
 

@@ -15,7 +15,7 @@ import torch
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.groups.channel import Channel
 from longspan.errors import LayoutError
-from longspan.layout.segments import Flags, Integers, expand
+from longspan.layout.segments import Flags, Integers, expand_runs
 from longspan.plan import Group
 from longspan.ssm.kernels.runs import LocalRuns
 
@@ -32,7 +32,7 @@ class Runs(NamedTuple):
     last: Flags
 
     def member_runs(self, member: int) -> Integers:
-        """A member's runs among all, in the order in which it holds them."""
+        """Return a member's runs among all, in the order in which it holds them."""
         runs = np.flatnonzero(self.member == member)
         return runs[np.argsort(self.offset[runs], kind="stable")]
 
@@ -145,8 +145,8 @@ class Passing:
         keep = np.flatnonzero(is_local & (sizes > 1))
         keep = keep[np.argsort(-sizes[keep], kind="stable")]
         table = np.full((len(keep), int(sizes[keep].max(initial=0))), -1, dtype=np.int64)
-        table[np.repeat(np.arange(len(keep)), sizes[keep]), expand(np.zeros_like(keep), sizes[keep])] = expand(
-            heads[keep], heads[keep] + sizes[keep]
+        table[np.repeat(np.arange(len(keep)), sizes[keep]), expand_runs(np.zeros_like(keep), sizes[keep])] = (
+            expand_runs(heads[keep], heads[keep] + sizes[keep])
         )
         return table
 
@@ -169,7 +169,7 @@ chains_by_shard = WeakKeyDictionary[SequenceShard, tuple[Chains, ...]]()  # free
 
 
 def chains_of(shard: SequenceShard) -> tuple[Chains, ...]:
-    """The chains of each part of a shard, worked out once."""
+    """Return the chains of each part of a shard, worked out once."""
     if shard not in chains_by_shard:
         chains_by_shard[shard] = tuple(Chains(part, shard.device) for part in shard.parts)
     return chains_by_shard[shard]
@@ -181,7 +181,7 @@ _CPU = torch.device("cpu")
 def state_bytes(
     group: Group, *, heads: int, key_size: int, value_size: int, delta: bool = True, bytes_per_number: int = 4
 ) -> int:
-    """Bytes of states and transitions that all members of a group together give in a forward pass.
+    """Return bytes of states and transitions that all members of a group together give in a forward pass.
 
     Each member receives those of all others. A run of rows that is not its document's last gives its state, heads ·
     key_size · value_size numbers; one that is not the first either also gives its transition, heads · key_size²

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from longspan.comm import Handle, SequenceShard, to_device
 from longspan.comm.shard import outside_graphs
 from longspan.errors import LayoutError
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 from longspan.ssm.chains import Chains, chains_of
 from longspan.ssm.kernels.convolutions import (
     Before,
@@ -58,7 +58,7 @@ class Halo:
         """Return the rows before a member's runs, in held order: which run has each, and at which position."""
         runs, local = self._runs, self._runs.member_runs(member)
         first = np.maximum(runs.start[local] - self._width, 0)
-        position = expand(first, runs.start[local])
+        position = expand_runs(first, runs.start[local])
         document = np.repeat(runs.document[local], runs.start[local] - first)
         stride = int(runs.stop.max(initial=0)) + 1
         at = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
@@ -75,7 +75,7 @@ class Halo:
         return table
 
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> Before:
-        """Index runs of these lengths as one row, each behind the rows that arrive for it."""
+        """Return index runs of these lengths as one row, each behind the rows that arrive for it."""
         rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
         before = np.where(arrived >= 0, rows + arrived, rows + count)
         pieces = [x for i, end in enumerate(ends.tolist()) for x in (before[i], np.arange(end - lengths[i], end))]
@@ -88,17 +88,17 @@ class Halo:
         return Before(self._width, *(to_device(x, self._device) for x in indices))
 
     def _rows_after_arrivals(self, lengths: Integers, arrived: Integers) -> FirstRows:
-        """Index the first rows of the runs that rows arrive for: only these read rows of other members."""
+        """Return index the first rows of the runs that rows arrive for: only these read rows of other members."""
         readers = np.flatnonzero((arrived >= 0).any(1))
         start, count = (np.cumsum(lengths) - lengths)[readers], np.minimum(lengths[readers], self._width)
         arrived = np.ascontiguousarray(arrived[readers])
-        rows = to_device(expand(start, start + count), self._device)
+        rows = to_device(expand_runs(start, start + count), self._device)
         places = (to_device(x, self._device) for x in (start, count, arrived))
         return FirstRows(rows, self._lay_out_runs(count, arrived), *places)
 
 
 def halo_of(chains: Chains, width: int) -> Halo:
-    """The `width` rows before each run of a member, worked out once."""
+    """Return the `width` rows before each run of a member, worked out once."""
     if width not in chains.halos:
         chains.halos[width] = Halo(chains, width)
     return chains.halos[width]
@@ -114,7 +114,7 @@ def causal_conv(
     silu: bool = False,
     kernels: Sequence[str] = (),
 ) -> Tensor:
-    """y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias inside each document: x (T, C), weight (C, W) -> (T, C).
+    """Return y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias inside each document: x (T, C), weight (C, W) -> (T, C).
 
     `silu` applies that activation to y. Half precision on a GPU uses flash-linear-attention's kernel if installed.
     Every member of a group that has a part here makes the same call, and enters backward. `kernels` names packages to

@@ -111,16 +111,16 @@ class _GatheredSummaries:
         self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, label)
 
     def wait(self) -> "_GatheredSummaries":
-        """The same, once states and transitions may be read."""
+        """Return the same, once states and transitions may be read."""
         self._rows = self._handle.wait()
         return self
 
     def states(self, runs: Integers) -> Tensor:
-        """(n, H, K, V)."""
+        """Return (n, H, K, V)."""
         return self._select_runs(runs, 0)
 
     def transitions(self, runs: Integers) -> Tensor:
-        """(n, H, K, K), or (n, H, 1, 1)."""
+        """Return (n, H, K, K), or (n, H, 1, 1)."""
         return self._select_runs(runs, 1)
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:

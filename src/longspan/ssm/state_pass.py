@@ -26,7 +26,10 @@ from longspan.ssm.kernels.packages import fla_function, fla_lacks
 
 
 def unit(x: Tensor, epsilon: float) -> Tensor:
-    """x / √(Σ x² + epsilon) over the last dimension; float32 of half precision, which kernels of GPUs round again."""
+    """Return x / √(Σ x² + epsilon) over the last dimension.
+
+    float32 of half precision, which kernels of GPUs round again.
+    """
     if not fla_lacks(x.dtype, x.device):
         return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
     x = x if x.dtype == torch.float64 else x.float()
@@ -45,7 +48,8 @@ def linear_scan(
     *,
     kernels: Sequence[str] = (),
 ) -> Tensor:
-    """o_t = scale · q_tᵀ S_t, S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ, from S = 0 in a document.
+    """Return o_t = scale · q_tᵀ S_t, S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ, from S = 0 in a
+    document.
 
     q, k (T, G, K), v (T, H, V), g (T, H, K) or (T, H, 1) of log-decays, beta (T, H) -> (T, H, V), in the dtype of v;
     head h reads head h // (H // G) of q and k. Without beta the term −β k kᵀ is absent and β is 1: Mamba 2, where g
@@ -69,7 +73,7 @@ def linear_scan(
 def scan_kernel(
     v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False, kernel_names: Sequence[str] = ()
 ) -> ScanKernel:
-    """The kernel that `linear_scan` takes for values like these, (T, H, V). Raises LayoutError as that does."""
+    """Return the kernel that `linear_scan` takes for values like these, (T, H, V). Raises LayoutError as that does."""
     return choose_scan_kernel(
         Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), kernel_names
     )
@@ -150,12 +154,12 @@ class _StatePass(torch.autograd.Function):
 
 
 def _kernel_for(kernel: ScanKernel, chains: Chains) -> ScanKernel:
-    """The kernel; torch's operations where this member has no rows."""
+    """Return the kernel; torch's operations where this member has no rows."""
     return kernel if len(chains.lengths) else TORCH
 
 
 def join_rows_of_parts(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The rows of all parts of a shard, one after another; of a single part without a copy."""
+    """Return the rows of all parts of a shard, one after another; of a single part without a copy."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts)) if parts else torch.zeros_like(like)

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, NonFiniteError
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.model.multimodal.multimodal_model import MultimodalModel, modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.local_tensors import local_tensor
 
 
 def grad_norm(model: nn.Module, world: World) -> float:
-    """The 2-norm of all ranks' gradients together, the same on every rank, which all enter.
+    """Return the 2-norm of all ranks' gradients together, the same on every rank, which all enter.
 
     >>> grad_norm(model, world)
 
@@ -34,7 +34,8 @@ def grad_norm(model: nn.Module, world: World) -> float:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
-    """The 2-norm of all ranks' gradients together; where it exceeds `max_norm`, they are scaled down to that, in place.
+    """Return the 2-norm of all ranks' gradients together; where it exceeds `max_norm`, they are scaled down to that, in
+    place.
 
     >>> loss.backward()                                 # of the step's last micro-batch
     >>> norm = clip_grad_norm(model, 1.0, world)        # the norm before clipping, the same bits on every rank
@@ -57,7 +58,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
 
 @torch.no_grad()
 def square_sum(parameters: Iterable[Tensor], world: World) -> float:
-    """This rank's part of the squared norm: over all ranks of the home the parts add up to it.
+    """Return this rank's part of the squared norm: over all ranks of the home the parts add up to it.
 
     What several ranks of a pipeline stage hold alike is counted by one of them.
     """
@@ -71,13 +72,17 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
 
 
 def square_sum_of_modules(model: nn.Module, world: World) -> float:
-    """This rank's part of the squared norm of a model's gradients, whose modules may lie in homes of their own."""
+    """Return this rank's part of the squared norm of a model's gradients, whose modules may lie in homes of their
+    own.
+    """
     modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
     return sum(square_sum(counted_parameters(module), home) for module, home in modules)
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that this rank counts in the gradient norm: what several stages have is counted with the first."""
+    """Return the parameters that this rank counts in the gradient norm: what several stages have is counted with the
+    first.
+    """
     inside = model.language_model if isinstance(model, MultimodalModel) else model
     skipped = inside.copies.parameters_counted_elsewhere if isinstance(inside, PipelineModel) else ()
     return [parameter for parameter in model.parameters() if parameter not in skipped]
@@ -122,7 +127,7 @@ class _Counted:
 
 
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """The local parts of tensors, those of one dtype together."""
+    """Return the local parts of tensors, those of one dtype together."""
     by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
         by_dtype[x.dtype].append(local_tensor(x))
@@ -193,7 +198,7 @@ def _not_finite(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
-    """What is not finite, and what to do about it: weights first, then what was read, then gradients."""
+    """Return what is not finite, and what to do about it: weights first, then what was read, then gradients."""
     if weights := _place_text({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
@@ -227,4 +232,4 @@ def _place_text(names: dict[int, tuple[str, ...]]) -> str:
     if not ranks:
         return ""
     last = names[ranks[-1]]
-    return f"ranks {short(ranks)}, on rank {ranks[-1]} {len(last)} parameters up to {last[-1]}"
+    return f"ranks {excerpt(ranks)}, on rank {ranks[-1]} {len(last)} parameters up to {last[-1]}"

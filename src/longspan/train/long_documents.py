@@ -22,7 +22,8 @@ def configuration_for(
     *,
     cut_by: str = "data.max_document_tokens =",
 ) -> PreTrainedConfig:
-    """The configuration under `model.rope_scaling`, fit for a longest document of so many tokens, of source `origin`.
+    """Return the configuration under `model.rope_scaling`, fit for a longest document of so many tokens, of source
+    `origin`.
 
     Raises ConfigError where the document has more positions than the model, which `cut_by` shortens, ModelError where
     the model cannot be scaled.
@@ -77,7 +78,7 @@ def check_known(
 
 
 def _too_long_error(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
-    """The message for documents that are too long, with the factor that would make room for them."""
+    """Return the message for documents that are too long, with the factor that would make room for them."""
     need = smallest_factor(configuration, longest)
     scaling = (
         f"raise model.rope_factor to {need:g}, or leave it out"

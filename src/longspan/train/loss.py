@@ -31,8 +31,8 @@ GradientOf = Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Log-probabilities (t,) of token `ids` (t,) under logits (t, V), and a function from derivatives by these to
-    the gradient of the logits.
+    """Return log-probabilities (t,) of token `ids` (t,) under logits (t, V), and a function from derivatives by these
+    to the gradient of the logits.
 
     The softmax is in float32, in float64 for float64 logits, and so are the log-probabilities. The derivative of a
     row's log-probability by its logits is onehot − softmax.
@@ -55,17 +55,17 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
 
 
 def bytes_of_logit(dtype: torch.dtype, device: str) -> int:
-    """What a logit takes with its gradient, and with its copy where there is one."""
+    """Return what a logit takes with its gradient, and with its copy where there is one."""
     return 2 * dtype.itemsize + (0 if uses_kernels(dtype, device) else max(4, dtype.itemsize))
 
 
 def uses_kernels(dtype: torch.dtype, device: str) -> bool:
-    """Whether kernels work on logits of a dtype on a kind of device."""
+    """Return whether kernels work on logits of a dtype on a kind of device."""
     return device == "cuda" and dtype in _KERNEL_DTYPES and _softmax_kernels() is not None
 
 
 def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """What `row_softmax` returns, by Triton kernels."""
+    """Return what `row_softmax` returns, by Triton kernels."""
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
@@ -121,7 +121,7 @@ class GivenLogits(NamedTuple):
     parameters: tuple[nn.Parameter, ...] = ()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """The logits as they are."""
+        """Return the logits as they are."""
         return hidden
 
 
@@ -142,7 +142,7 @@ class TemperedHead(NamedTuple):
         return self.head.vocabulary
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """The divided logits."""
+        """Return the divided logits."""
         logits = self.head(hidden)
         return (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
 
@@ -164,7 +164,7 @@ class CrossEntropy:
     chunk_rows: int = 0
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """The sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
+        """Return the sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
         rows, device = target_rows(batch), hidden.device
         targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
         if WEIGHTS not in batch.values:
@@ -174,17 +174,18 @@ class CrossEntropy:
 
 
 def cross_entropy(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the cross entropy of targets, and its derivatives."""
+    """Return the sum of the cross entropy of targets, and its derivatives."""
     return -log_probs.sum(dtype=torch.float64), log_probs.new_full(log_probs.shape, -1.0)
 
 
 def linear(log_probs: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of log-probabilities times `slopes`, and its derivatives."""
+    """Return the sum of log-probabilities times `slopes`, and its derivatives."""
     return (slopes * log_probs).sum(dtype=torch.float64), slopes
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the cross entropy over the rows that have a label: logits (T, V), labels (T,) to a float64 scalar.
+    """Return the sum of the cross entropy over the rows that have a label: logits (T, V), labels (T,) to a float64
+    scalar.
 
     The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient.
     """
@@ -194,7 +195,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def log_probs_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
-    """The log-probability of each row's target (t,), of logits (t, V) and token ids (t,), without a gradient.
+    """Return the log-probability of each row's target (t,), of logits (t, V) and token ids (t,), without a gradient.
 
     The softmax is in float32, in float64 for float64 logits, and so is the result.
     """
@@ -202,7 +203,7 @@ def log_probs_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part: slice) -> tuple[Tensor, Tensor]:
-    """The sum of the losses (a float64 scalar) of rows, and its gradient by their logits (t, V)."""
+    """Return the sum of the losses (a float64 scalar) of rows, and its gradient by their logits (t, V)."""
     log_probs, gradient_of = row_softmax(logits, targets)
     with torch.enable_grad():
         loss, slopes = losses(log_probs, part, logits)
@@ -210,7 +211,8 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part:
 
 
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:
-    """The sum of the cross entropy of hidden states (T, D) under a head, `rows` rows at a time: a float64 scalar.
+    """Return the sum of the cross entropy of hidden states (T, D) under a head, `rows` rows at a time: a float64
+    scalar.
 
     >>> loss = model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head))
 
@@ -221,7 +223,8 @@ def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int 
 
 
 def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int = 0) -> Tensor:
-    """The sum of what `losses` makes of the log-probabilities of targets, of hidden states (T, D): a float64 scalar.
+    """Return the sum of what `losses` makes of the log-probabilities of targets, of hidden states (T, D): a float64
+    scalar.
 
     Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
     them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
@@ -240,13 +243,13 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
 
 
 def chunked_log_probs(hidden: Tensor, targets: Targets, head: Head, rows: int = 0) -> Tensor:
-    """The log-probabilities (n,) of targets, of hidden states (T, D) under a head, `rows` rows at a time."""
+    """Return the log-probabilities (n,) of targets, of hidden states (T, D) under a head, `rows` rows at a time."""
     return chunked_values(hidden, targets, log_probs_of_rows, head, rows)
 
 
 @torch.no_grad()
 def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head: Head, rows: int = 0) -> Tensor:
-    """The numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
+    """Return the numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
     count, rows = len(targets.rows), _rows_at_a_time(hidden, head, rows)
     if not count:
         targets = _any_row(targets)
@@ -258,7 +261,7 @@ def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head:
 
 
 def _any_row(targets: Targets) -> Targets:
-    """One row in the place of none: what a head does between ranks is done by all of them."""
+    """Return one row in the place of none: what a head does between ranks is done by all of them."""
     return Targets(targets.rows.new_zeros(1), targets.ids.new_zeros(1))
 
 
@@ -271,7 +274,7 @@ def _rows_at_a_time(hidden: Tensor, head: Head, rows: int) -> int:
 
 
 def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
-    """How many rows' logits are formed at a time: with what is computed from them they fit the chunk's bytes."""
+    """Return how many rows' logits are formed at a time: with what is computed from them they fit the chunk's bytes."""
     row_bytes = vocabulary * bytes_of_logit(dtype, device)
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
 

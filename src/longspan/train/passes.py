@@ -62,11 +62,11 @@ class Term:
         """Read what the term needs of some micro-batches of an evaluation, without the other ranks."""
 
     def extend(self, passes: "Passes") -> "Passes":
-        """The passes with what the term adds: another measure of the loss, say."""
+        """Return the passes with what the term adds: another measure of the loss, say."""
         return passes
 
     def around(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
-        """A context around all passes over these batches."""
+        """Return a context around all passes over these batches."""
         return nullcontext()
 
     def ahead(self, passes: "Passes", batches: Sequence[LocalBatch]) -> float:
@@ -77,15 +77,15 @@ class Term:
         """Raise, on every rank, an error that was kept until the passes were over."""
 
     def sums(self) -> list[float]:
-        """Numbers of this rank's slot, which are summed over all slots with the loss."""
+        """Return numbers of this rank's slot, which are summed over all slots with the loss."""
         return []
 
     def not_finite(self) -> list[str]:
-        """Names of inputs of this rank that are not finite, for an error."""
+        """Return names of inputs of this rank that are not finite, for an error."""
         return []
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Fields of the StepResult, from `sums()` summed over all slots; entered by all ranks."""
+        """Return fields of the StepResult, from `sums()` summed over all slots; entered by all ranks."""
         return {}
 
 
@@ -114,7 +114,10 @@ class Passes:
 
     @classmethod
     def of(cls, inputs: StepInputs, terms: Sequence[Term], measure: Measure, **settings: Any) -> "Passes":
-        """The passes of a step with what its terms add; `settings` are the fields that the inputs do not have."""
+        """Return the passes of a step with what its terms add.
+
+        `settings` are the fields that the inputs do not have.
+        """
         passes = cls(
             model=inputs.language_model,
             plan=inputs.plan,
@@ -128,19 +131,23 @@ class Passes:
         return replace(passes, terms=tuple(terms))
 
     def mean(self, loss_sum: Tensor) -> Tensor:
-        """A sum over rows as its part of the step's loss."""
+        """Return a sum over rows as its part of the step's loss."""
         return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
-        """The loss that a prepared model makes of its last hidden states (T, D) and its head, and of its depths'."""
+        """Return the loss that a prepared model makes of its last hidden states (T, D) and its head, and of its
+        depths'.
+        """
         return lambda hidden, head, *deeper: self.measure(batch, hidden, self.head(head), *deeper)
 
     def head(self, head: Head) -> Head:
-        """A head whose logits are those that losses see."""
+        """Return a head whose logits are those that losses see."""
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
-        """Keyword arguments of one more call of the model: with experts, what collects their routers' statistics."""
+        """Return keyword arguments of one more call of the model: with experts, what collects their routers'
+        statistics.
+        """
         router = {} if self.routing is None else {"router": self.routing.add_sums(counting=counting)}
         return {**self.keywords, **router}
 
@@ -156,7 +163,9 @@ class Passes:
 
 
 def default_divisor(plan: Plan) -> float:
-    """The number that the sum of a step's losses is divided by unless the caller gives another: the plan's targets."""
+    """Return the number that the sum of a step's losses is divided by unless the caller gives another: the plan's
+    targets.
+    """
     return float(max(plan.targets, 1))
 
 
@@ -227,7 +236,7 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _loss_of_batch(passes: Passes, batch: LocalBatch) -> Tensor:
-    """The sum of the losses of the local rows; a model of the caller's own returns logits (1, T, V)."""
+    """Return the sum of the losses of the local rows; a model of the caller's own returns logits (1, T, V)."""
     inputs = _inputs(batch) | passes.arguments() | _future_ids(passes, batch)
     if is_prepared(passes.model):
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
@@ -251,14 +260,14 @@ def _inputs(batch: LocalBatch) -> dict[str, Any]:
 
 
 def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
-    """Positions (n, 1, T) that documents bring in several parts; none if they are the shard's."""
+    """Return positions (n, 1, T) that documents bring in several parts; none if they are the shard's."""
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
 def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
-    """The ids (depths, T) that depths of multi-token prediction read; none if no depth runs."""
+    """Return the ids (depths, T) that depths of multi-token prediction read; none if no depth runs."""
     if not passes.depths:
         return {}
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}

@@ -212,7 +212,8 @@ def token_log_probs(
     also: Sequence[str] = (),
     temperature: float = 1.0,
 ) -> TokenLogProbs:
-    """The log-probability of each token of a plan's documents that has a label, without gradients, on every rank.
+    """Return the log-probability of each token of a plan's documents that has a label, without gradients, on every
+    rank.
 
     >>> before = token_log_probs(model, plan_fixed(lengths, world.home, cp=4), documents, world)
     >>> before.of(3), before.sums[3]

@@ -46,7 +46,7 @@ class StepFigures:
     def step_figures(
         self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: EncoderTimes | None = None
     ) -> dict[str, float]:
-        """The figures of a step that took so many seconds: `tflops` of a device, its share `mfu` of the peak,
+        """Return the figures of a step that took so many seconds: `tflops` of a device, its share `mfu` of the peak,
         `predicted_seconds` and `bound_share`, the plan's lower bound over the seconds.
 
         >>> figures.step_figures(plan, 2.5)  # doctest: +SKIP
@@ -89,7 +89,7 @@ class StepFigures:
 
 
 def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
-    """The figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
+    """Return the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
     device, shape, images, uncounted = device_name(world), None, None, ""
     encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None
     try:
@@ -111,12 +111,12 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
 
 
 def device_name(world: World) -> str:
-    """The name of this rank's device: "NVIDIA H200", or "CPU"."""
+    """Return the name of this rank's device: "NVIDIA H200", or "CPU"."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
 
 
 def _product_dtype(dtype: torch.dtype) -> str:
-    """The type in which matrices of a dtype are multiplied: torch may be allowed a shorter one for float32."""
+    """Return the type in which matrices of a dtype are multiplied: torch may be allowed a shorter one for float32."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tensorfloat32"
     return str(dtype).removeprefix("torch.")

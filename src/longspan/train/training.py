@@ -50,7 +50,7 @@ AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
 def model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
-    """The architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
+    """Return the architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
 
     Raises ModelError for a folder or config.json that is missing or damaged.
     """
@@ -62,7 +62,7 @@ def model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
 def load_run_model(
     config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None, *, images: bool = False
 ) -> PreTrainedModel:
-    """The model that [model] names, of this configuration or its own; not yet prepared.
+    """Load the model that [model] names, of this configuration or its own; not yet prepared.
 
     Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here. It has the depths
     of [mtp], and with `images` its towers.
@@ -78,7 +78,9 @@ def load_run_model(
 
 
 def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
-    """A model of this configuration whose weights come from a checkpoint once it is prepared: none is read or drawn."""
+    """Return a model of this configuration whose weights come from a checkpoint once it is prepared: none is read or
+    drawn.
+    """
     model = load_model(config=configuration, dtype=config.model.dtype, sharded=True, images=images)
     add_configured_depths(config, model, read=False)
     leave_to_checkpoint(model)
@@ -86,7 +88,10 @@ def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: 
 
 
 def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
-    """The model with the new adapter that [lora] describes, as a PeftModel. Raises ModelError as `add_lora` does."""
+    """Return the model with the new adapter that [lora] describes, as a PeftModel.
+
+    Raises ModelError as `add_lora` does.
+    """
     lora, folder = config.lora, config.model.path
     adapter = NewAdapter(
         rank=lora.rank,
@@ -149,7 +154,7 @@ def prepare_run_model(
 
 
 def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
-    """What the layers keep, and how often parameters are gathered: as a plan of memory chose, or by the keys."""
+    """Return what the layers keep, and how often parameters are gathered: as a plan of memory chose, or by the keys."""
     if memory is not None:
         measures = {"measures": memory.measures, "host_bytes": memory.host.kept}
         return measures | {"reshard_after_forward": not memory.gathered_once}
@@ -167,7 +172,7 @@ def _freeze_encoder(config: RunConfig, model: PreTrainedModel) -> None:
 
 
 def _encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
-    """The home of a model's tower and projector."""
+    """Return the home of a model's tower and projector."""
     encoder = config.encoder
     return EncoderHome(
         home=Layout(world.home.ranks, tp=encoder.tp),
@@ -178,7 +183,7 @@ def _encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
 
 
 def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: MemoryPlan | None = None) -> Optimizer:
-    """The configuration's optimizer over the parameters of a prepared model; entered by all ranks.
+    """Make the configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
     Its states wait on the host by the key, or if a plan of `memory` chose so. Each group has its `initial_lr`, as
     torch's schedulers name it, from which a step's rate is made. Raises ConfigError for a class that does not update
@@ -199,7 +204,7 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: 
 
 
 def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:
-    """The learning rates of modules by name if the encoder has a rate of its own; None: one for all."""
+    """Return the learning rates of modules by name if the encoder has a rate of its own; None: one for all."""
     if not isinstance(model, MultimodalModel) or not config.encoder.lr:
         return None
     return {"encoders": config.encoder.lr, "language_model": config.train.lr}
@@ -234,7 +239,7 @@ class Training:
         return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
 
     def choice_of(self, entry: EvalConfig) -> PlanChoice:
-        """How evaluations of a set are planned."""
+        """Return how evaluations of a set are planned."""
         return PlanChoice.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
 
     @property
@@ -255,7 +260,7 @@ class Training:
         return model_figures(self.config, self.model, self.world, self.cost)
 
     def take_step(self, plan: Plan, documents: Any, step: int) -> StepResult:
-        """One optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
+        """Return one optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
         config = self.config.train
         self.world.prepare(plan)
         if self.config.lora.dropout:  # masks of a step, whatever ran before it in this process

@@ -62,8 +62,8 @@ MUTATIONS = {
     ),
     "rows are added to the embeddings": Mutation("bridge.splice", ".index_copy(1", ".index_add(1", FAN_IN),
     "owners of a shared item begin at its first row": Mutation(
-        OWNERS, "parts.append(expand(first + segments.start, first + segments.stop))",
-        "parts.append(expand(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
+        OWNERS, "parts.append(expand_runs(first + segments.start, first + segments.stop))",
+        "parts.append(expand_runs(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
     ),
     "labels in the places of items count": Mutation(
         "train.reading.read_rows",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from longspan.errors import CommError
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 PIVOTS = 8  # at most: O(ranks) messages
 GAP = 2.0  # near and far messages differ at least by this factor
@@ -94,19 +94,19 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
 
 
 def _widest_gap(seconds: Iterable[float]) -> float | None:
-    """Seconds between near and far messages; None if there is no gap."""
+    """Return seconds between near and far messages; None if there is no gap."""
     steps = [(after / before, math.sqrt(before * after)) for before, after in pairwise(sorted(seconds))]
     widest, limit = max(steps, default=(1.0, 0.0))
     return limit if widest >= GAP else None
 
 
 def hosts_of_launcher(ranks: int, node_size: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host as plans take them: `node_size` neighbours, fewer on the last host."""
+    """Return the ranks of each host as plans take them: `node_size` neighbours, fewer on the last host."""
     return tuple(tuple(range(first, min(first + node_size, ranks))) for first in range(0, ranks, node_size))
 
 
 def contradicts(boundary: Boundary, ranks: int, node_size: int) -> bool:
-    """Whether measured hosts are not those of the launcher."""
+    """Return whether measured hosts are not those of the launcher."""
     return not set(boundary.hosts) <= set(hosts_of_launcher(ranks, node_size))
 
 
@@ -127,6 +127,6 @@ def check_boundary(boundary: Boundary, ranks: int, node_size: int) -> str:
 
 
 def _hosts_text(hosts: tuple[tuple[int, ...], ...]) -> str:
-    """The first hosts, each as its ranks."""
+    """Return the first hosts, each as its ranks."""
     more = f" and {len(hosts) - NAMED} more" if len(hosts) > NAMED else ""
-    return ", ".join(map(short, hosts[:NAMED])) + more
+    return ", ".join(map(excerpt, hosts[:NAMED])) + more

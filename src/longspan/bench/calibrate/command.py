@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
-    """The settings that the ranks receive. Raises ConfigError for sizes from which no figures can be fitted."""
+    """Make the settings that the ranks receive. Raises ConfigError for sizes from which no figures can be fitted."""
     defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     flags.check_runs()
     if flags.layers < 0 or flags.document < 0:
@@ -151,7 +151,7 @@ def write_machine(measured: Machine, path: Path) -> None:
 def make_record(
     calibration: Calibration, measured: Measured, settings: CalibrationSettings, command: Sequence[str]
 ) -> dict[str, Any]:
-    """The machine, the measurements and the host, as a JSON object."""
+    """Make the machine, the measurements and the host, as a JSON object."""
     overheads = {name: getattr(calibration, name) for name in ("step_seconds", "call_seconds", "pass_seconds")}
     return {
         "bench": "calibrate",
@@ -191,7 +191,9 @@ def _sample_row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
 
 
 def calibration_text(record: dict[str, Any]) -> str:
-    """A record for a terminal: predicted against measured, products, the machine, what is assumed, and the errors."""
+    """Return a record for a terminal: predicted against measured, products, the machine, what is assumed, and the
+    errors.
+    """
     layers = f" ({plural(record['layers'], 'layer')})" if record["layers"] else ""
     head = (
         f"{record['model']}{layers} in {record['dtype']} on {plural(record['ranks'], 'rank')} ({record['backend']}), "
@@ -221,7 +223,7 @@ def calibration_text(record: dict[str, Any]) -> str:
 
 
 def _figure_rows(measured: Machine) -> str:
-    """The figures of a machine, and speeds of its links in bytes/s for long messages."""
+    """Return the figures of a machine, and speeds of its links in bytes/s for long messages."""
     rows = [(name, f"{value:.4g}", _sample_mark(measured, name)) for name, value in measured.rates().items()]
     for level in LEVELS:
         for kind, wire in getattr(measured, level).wires().items():
@@ -235,7 +237,7 @@ def _sample_mark(measured: Machine, name: str) -> str:
 
 
 def _error_line(record: dict[str, Any]) -> str:
-    """A line of the errors on what was held out."""
+    """Return a line of the errors on what was held out."""
     held_out = sum(not row["fitted"] for row in record["samples"])
     parts = [f"{part} {100 * error:.1f} %" for part, error in record["errors"].items() if part != "all"]
     if not held_out:

@@ -76,7 +76,7 @@ class Calibration:
     pass_seconds: float
 
     def predict(self, sample: Sample) -> float:
-        """Seconds that a sample should have taken."""
+        """Return seconds that a sample should have taken."""
         machine = self.machine
         if sample.part == "link":
             return float(getattr(getattr(machine, sample.level), sample.kind).seconds(sample.bytes))
@@ -95,12 +95,13 @@ class Calibration:
         )
 
     def relative_error(self, sample: Sample) -> float:
-        """(predicted − measured) / measured."""
+        """Return (predicted − measured) / measured."""
         return self.predict(sample) / sample.seconds - 1
 
 
 def calibrate(samples: Sequence[Sample], base: Machine, *, known: bool = False) -> Calibration:
-    """The machine under which the fitted samples' relative errors are least, in squares; `base` for what is not there.
+    """Return the machine under which the fitted samples' relative errors are least, in squares; `base` for what is not
+    there.
 
     Figures that no sample decides are those of `base`, and their names stand in `assumed_parts`. If the device is not
     `known`, its base is another device, and rates that are never measured are taken as much faster or slower as its
@@ -130,7 +131,9 @@ def calibrate(samples: Sequence[Sample], base: Machine, *, known: bool = False) 
 
 
 def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean relative error, without sign, of samples that are held out: of each part that has any, and of "all"."""
+    """Return the mean relative error, without sign, of samples that are held out: of each part that has any, and of
+    "all".
+    """
     of_part: dict[str, list[float]] = {}
     for sample in samples:
         if not sample.fitted and sample.part != "product":
@@ -170,7 +173,7 @@ def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]
 
 
 def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
-    """The wires of a level by kind; none if one of the kinds that a link must have was not measured."""
+    """Return the wires of a level by kind; none if one of the kinds that a link must have was not measured."""
     points = {
         kind: [(s.bytes, s.seconds) for s in samples if (s.level, s.kind) == (level, kind)]
         for kind in (*KINDS, *SHARDED_KINDS)
@@ -217,7 +220,7 @@ def _scale_rates(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _rate_of_layers(machine: Machine) -> float:
-    """FLOP/s of a dense model's layers with their passes over memory, as products of a step are measured."""
+    """Return FLOP/s of a dense model's layers with their passes over memory, as products of a step are measured."""
     return 6 * ModelShape.of(QWEN3_8B).weights / machine.cost(QWEN3_8B).linear_seconds
 
 
@@ -234,7 +237,7 @@ def _column(samples: Sequence[Sample], name: str) -> Floats:
 
 
 def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[float]:
-    """The x >= 0 with the least sum of squares of (columns @ x − values) / weights.
+    """Return the x >= 0 with the least sum of squares of (columns @ x − values) / weights.
 
     columns (samples, n), values and weights (samples,). Exact: the solution is the plain one on the columns that it
     uses, and n is small enough to try every choice of columns.

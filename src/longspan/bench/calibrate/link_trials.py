@@ -32,7 +32,9 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 
 
 def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
-    """Sizes and whether they are fitted: all that are given, and two between the larger ones that are held out."""
+    """Return sizes and whether they are fitted: all that are given, and two between the larger ones that are held
+    out.
+    """
     between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])
 

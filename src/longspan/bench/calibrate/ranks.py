@@ -80,7 +80,7 @@ def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
 
 
 def _find_hosts(world: World, clock: Clock) -> str:
-    """A line about the hosts. Raises CommError where messages show others than the launcher.
+    """Find a line about the hosts. Raises CommError where messages show others than the launcher.
 
     Hosts are of_size apart by the latency of short messages or, if that is about the same everywhere or contradicts the
     launcher, by longer ones.
@@ -146,7 +146,7 @@ class _Bench:
         self.model: nn.Module | None = prepare(model, self.replicas)
 
     def samples(self) -> list[Sample]:
-        """Time everything that a machine has a figure for, part after part."""
+        """Return time everything that a machine has a figure for, part after part."""
         samples = self._time(self._model_trials(), "steps of a model")
         self.model = None
         samples += self._time(self._device_trials(), "products, attention and memory")
@@ -295,7 +295,7 @@ class _Bench:
 
 
 def _is_fitted(index: int) -> bool:
-    """Every third of a list is held out, so that it is a quarter at least of any list of four."""
+    """Return every third of a list is held out, so that it is a quarter at least of any list of four."""
     return index % 3 != 2
 
 

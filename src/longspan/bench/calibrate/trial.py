@@ -39,7 +39,7 @@ class Clock:
             print(f"{self.seconds:5.1f} s  {line}", file=sys.stderr, flush=True)
 
     def time_trials(self, trials: Sequence[Trial], *, warmup: int, repeats: int, what: str) -> list[Sample]:
-        """The samples with their seconds: of the slowest rank, in the median of rounds; entered by all ranks.
+        """Return the samples with their seconds: of the slowest rank, in the median of rounds; entered by all ranks.
 
         They are measured in rounds, so that what disturbs the machine for a while disturbs no sample always. No round
         begins once the time is over, except for the first timed one.
@@ -56,7 +56,10 @@ class Clock:
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
 
     def time_pairs(self, pivot: int, run: Callable[[int], object], *, repeats: int) -> dict[int, float]:
-        """Seconds of `run(other)`, which a pivot's rank enters with each other rank in turn; the same on every rank."""
+        """Return seconds of `run(other)`, which a pivot's rank enters with each other rank in turn.
+
+        The same on every rank.
+        """
         measured: dict[int, float] = {}
         here = self.world.slot
         for other in range(self.world.home.slots):
@@ -74,7 +77,7 @@ class Clock:
         return self.world.control.broadcast_object(measured, self.world.home.ranks[pivot])
 
     def _measure_seconds(self, trial: Trial) -> float:
-        """Seconds on this rank; all ranks begin together."""
+        """Measure seconds on this rank; all ranks begin together."""
         self.world.control.barrier()
         self._finish()
         began = time.perf_counter()

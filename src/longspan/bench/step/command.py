@@ -35,14 +35,14 @@ _PARTS = ("part of a profiled step, ms", *ORDER, "idle", "step")
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """A record for a terminal."""
+    """Record a record for a terminal."""
     parts = f"\n\n{text_table(_PARTS, rows)}" if (rows := _part_rows(record)) else ""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
     return f"{_record_title(record)}\n\n{text_table(_NAMES, _rows(record))}{memory}{parts}{_missing_text(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
-    """A record for people who read bench/records."""
+    """Record a record for people who read bench/records."""
     memory = f"{text}.\n\n" if (text := _memory_text(record)) else ""
     parts = f"{markdown_table(_PARTS, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
     return (
@@ -87,13 +87,13 @@ def _rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _plan_bytes_text(record: dict[str, Any]) -> str:
-    """The peak by the plan of memory, of what torch allocates: without the CUDA context and communicators."""
+    """Plan the peak by the plan of memory, of what torch allocates: without the CUDA context and communicators."""
     memory = record.get("memory")
     return bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""
 
 
 def _memory_text(record: dict[str, Any]) -> str:
-    """What layers keep by the plan of memory, and where the rest is."""
+    """Return what layers keep by the plan of memory, and where the rest is."""
     if not (memory := record.get("memory")):
         return ""
     extras = [", weights gathered once"] * memory["gathered_once"] + [", states on the host"] * memory["offload_states"]
@@ -124,7 +124,7 @@ def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _kernel_tables(record: dict[str, Any]) -> str:
-    """The kernels that take most of the first rank's profiled steps, by row."""
+    """Return the kernels that take most of the first rank's profiled steps, by row."""
     tables = [
         f"Longest kernels of {row['name']}:\n\n"
         + markdown_table(

@@ -22,7 +22,7 @@ class StepDocuments:
 
 
 def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) -> StepDocuments:
-    """The documents that flags name, or those of a run's first step. Raises ConfigError where there are none."""
+    """Read the documents that flags name, or those of a run's first step. Raises ConfigError where there are none."""
     words = (flags.sequences or flags.lengths).split(",")
     has_source = flags.data or flags.distribution or flags.same
     if flags.sequences and not all(word.strip().isdecimal() for word in words):
@@ -41,7 +41,7 @@ def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool
 
 
 def _read_first_step(config: RunConfig) -> StepDocuments:
-    """The documents of a run's first step, whose lengths its corpus tells."""
+    """Read the documents of a run's first step, whose lengths its corpus tells."""
     from longspan.data.documents import Corpus
     from longspan.train.plans.order import step_order_of
 

@@ -60,7 +60,7 @@ def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
 
 
 def _measure_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Every planner over one model, then the peer, once that model is gone."""
+    """Yield every planner over one model, then the peer, once that model is gone."""
     if settings.planners:
         training = _make_training(settings, world)
         for batch in settings.batches():
@@ -83,7 +83,7 @@ def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
 
 
 def _make_training(settings: StepSettings, world: World) -> Training:
-    """The model and optimizer of a run, by the functions that set up a run."""
+    """Make the model and optimizer of a run, by the functions that set up a run."""
     log = partial(_log_on_first, world.rank)
     run_memory = _run_memory(settings, use_rows_of_run(settings.config, world, log), world)
     memory = choose_on_ranks(run_memory, world, log)
@@ -100,7 +100,7 @@ def _make_training(settings: StepSettings, world: World) -> Training:
 
 
 def _run_memory(settings: StepSettings, config: RunConfig, world: World) -> RunMemory:
-    """What measures are chosen by: the documents of every batch, each as a step; planners share one model."""
+    """Return what measures are chosen by: the documents of every batch, each as a step; planners share one model."""
     batches = [batch.lengths for batch in settings.batches()]
     heads = query_heads(settings.configuration)
     ahead = ComingSteps(lambda step: batches[step], settings.home, heads, 0, len(batches), settings.planners)
@@ -108,13 +108,13 @@ def _run_memory(settings: StepSettings, config: RunConfig, world: World) -> RunM
 
 
 def _cost_with_memory(settings: StepSettings, memory: MemoryPlan) -> Cost:
-    """The cost of plans if layers keep what was chosen."""
+    """Return the cost of plans if layers keep what was chosen."""
     gpu, slots = settings.device == "cuda", settings.home.slots
     return cost_of_run(settings.config, settings.configuration, print, gpu=gpu, slots=slots, memory=memory)
 
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
-    """Steps of a run of this planner, by the function that takes a run's steps."""
+    """Measure steps of a run of this planner, by the function that takes a run's steps."""
     context = replace(training.config.context, planner=planner)
     training, started = replace(training, config=replace(training.config, context=context)), time.perf_counter()
     plan = training.choice.plan(settings.lengths, settings.home)
@@ -149,7 +149,9 @@ def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
 
 
 def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Seconds of whole steps (the median, of the slowest rank), what follows from them, peak memory, and parts."""
+    """Measure seconds of whole steps (the median, of the slowest rank), what follows from them, peak memory, and
+    parts.
+    """
     cuda = world.device.type == "cuda"
     for _ in range(settings.flags.warmup):
         step()
@@ -174,7 +176,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
 
 
 def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Seconds by part and by kernel of one more step, on the first rank."""
+    """Return seconds by part and by kernel of one more step, on the first rank."""
     parts, kernels, seconds = profile_run(step, world)
     return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
 

@@ -71,20 +71,22 @@ class StepSettings:
         return str(Path(self.flags.out).resolve()) if self.flags.out else ""
 
     def batches(self) -> "list[StepSettings]":
-        """These settings, or those of each sequence in turn."""
+        """Return these settings, or those of each sequence in turn."""
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
     def with_planner(self, planner: str) -> RunConfig:
-        """The configuration with one of the planners."""
+        """Return the configuration with one of the planners."""
         return replace(self.config, context=replace(self.config.context, planner=planner))
 
     def plan(self, planner: str) -> Plan:
-        """The plan of the documents under one of the planners, as far as it is known without the model's weights."""
+        """Return the plan of the documents under one of the planners, as far as it is known without the model's
+        weights.
+        """
         choice = PlanChoice.training(self.with_planner(planner), cost=self.cost, heads=query_heads(self.configuration))
         return choice.plan(self.lengths, self.home)
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as a record has them."""
+        """Return the settings as a record has them."""
         config, text = self.config, self.configuration.get_text_config()
         experts = read_experts(text).of_layer
         context, train = config.context, config.train
@@ -114,7 +116,7 @@ class StepSettings:
 def make_settings(
     flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]
 ) -> StepSettings:
-    """The settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
+    """Make the settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
     gpu = backend != "gloo"
     planners, home = _choose_planners(flags, config), home_of(config.parallel, ranks)
     documents = read_documents(flags, config, home.slots, gpu=gpu)
@@ -148,7 +150,7 @@ def make_settings(
 
 
 def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
-    """The planners to compare. Raises ConfigError for others, and where nothing is left to time."""
+    """Choose the planners to compare. Raises ConfigError for others, and where nothing is left to time."""
     names = ", ".join(PLANNERS)
     default = config.context.planner if flags.config else ",".join(PLANNERS)
     planners = tuple(planner for planner in (flags.planners or default).split(",") if planner != "none")
@@ -165,7 +167,7 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
 
 
 def _with_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
-    """The configuration with a model of a published size on GPUs, where none is named."""
+    """Return the configuration with a model of a published size on GPUs, where none is named."""
     model = config.model
     if not gpu or model.source or model.preset:
         return config
@@ -173,7 +175,7 @@ def _with_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
 
 
 def _configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
-    """The model's configuration, with as many layers as flags ask for, fit for the longest document."""
+    """Return the model's configuration, with as many layers as flags ask for, fit for the longest document."""
     from longspan.train.long_documents import configuration_for
     from longspan.train.training import model_configuration
 
@@ -194,7 +196,9 @@ def _with_limits(
     *,
     gpu: bool,
 ) -> RunConfig:
-    """The configuration with a cap and a degree where they are not given: any rows, and the least degree that holds."""
+    """Return the configuration with a cap and a degree where they are not given: any rows, and the least degree that
+    holds.
+    """
     context = config.context
     cap = context.max_tokens_per_slot
     if cap == NOT_GIVEN:
@@ -211,7 +215,10 @@ def _with_limits(
 
 
 def _check_run(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
-    """The configuration as a run would have it, with learning rate 0. Raises ConfigError for what no run could be."""
+    """Return the configuration as a run would have it, with learning rate 0.
+
+    Raises ConfigError for what no run could be.
+    """
     data = replace(config.data, max_document_tokens=longest, eval_documents=0)
     train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)
     config = replace(config, data=data, train=train)

@@ -79,7 +79,7 @@ HELD_OUT = "held out"  # how tables call the documents of a run
 
 
 def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
-    """Everything that was found, tables with a blank line between them."""
+    """Return everything that was found, tables with a blank line between them."""
     return "\n\n".join(_result_tables(results, ranks))
 
 
@@ -111,7 +111,7 @@ def _result_title(result: SubjectResult) -> str:
 
 
 def _evaluation_table(result: SubjectResult) -> str:
-    """A row for each set and degree, and a column for each metric."""
+    """Return a row for each set and degree, and a column for each metric."""
     metrics = list(dict.fromkeys(name for of_set in result.sets for name in of_set.evaluation.metrics))
     names = ["set", "type", "cp", "loss", "perplexity", *(name.replace("_", " ") for name in metrics)]
     return text_table(
@@ -122,7 +122,7 @@ def _evaluation_table(result: SubjectResult) -> str:
 
 
 def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
-    """The row of one evaluation, with these metrics; "-" for a metric that it lacks."""
+    """Return the row of one evaluation, with these metrics; "-" for a metric that it lacks."""
     evaluation = result.evaluation
     values = [evaluation.metrics[name].value if name in evaluation.metrics else None for name in metrics]
     return [
@@ -140,7 +140,7 @@ def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
 
 
 def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[Bucket]") -> Iterator[str]:
-    """The loss by length and by position, where there are several of them."""
+    """Yield the loss by length and by position, where there are several of them."""
     for title, buckets in (("document length", lengths), ("position", positions)):
         if len(buckets) > 1:
             rows = [
@@ -157,7 +157,7 @@ def _range(first: int, last: int) -> str:
 
 
 def _difference_line(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
-    """The difference of two models on one set, in one line."""
+    """Return the difference of two models on one set, in one line."""
     return (
         f"{difference.name or HELD_OUT}: {difference.unit.replace('_', ' ')} of {first.weights.title} "
         f"{difference.first:.6f}, of {other.weights.title} {difference.other:.6f}, "

@@ -115,7 +115,7 @@ class Answer:
         return values
 
     def _would_fit(self) -> dict[str, Any] | None:
-        """What fits in place of what was asked; None where nothing does."""
+        """Return what fits in place of what was asked; None where nothing does."""
         if self.fit is None:
             return None
         return self.fit.memory.to_json() | {"gpus": self.fit.run.gpus.count, "keys": dict(self.keys)}
@@ -132,7 +132,10 @@ def _column_json(column: Column) -> dict[str, Any] | None:
 
 
 def keys_of_run(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
-    """The keys that were given and those that were chosen, as `longspan train` takes them; degree and rows always."""
+    """Return the keys that were given and those that were chosen, as `longspan train` takes them.
+
+    Degree and rows always.
+    """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     names |= {name for name in _non_default_keys(config) if name != GATHERS or name in given}
@@ -146,7 +149,7 @@ def keys_of_run(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
 
 
 def _non_default_keys(config: RunConfig) -> set[str]:
-    """The keys of adapters, depths and degrees of the model that differ from their defaults."""
+    """Return the keys of adapters, depths and degrees of the model that differ from their defaults."""
     names = set[str]()
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):
@@ -162,7 +165,7 @@ def _value(config: RunConfig, name: str) -> Any:
 
 
 def count_degrees(plans: Sequence[Plan]) -> tuple[Degree, ...]:
-    """The degrees of the groups of some plans."""
+    """Count the degrees of the groups of some plans."""
     groups, tokens = Counter[int](), Counter[int]()
     for row in (row for plan in plans for row in group_counts(plan)):
         groups[row["degree"]] += row["count"]

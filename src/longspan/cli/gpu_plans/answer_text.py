@@ -16,7 +16,7 @@ MEASURE_WORDS = "none: all; selective: their input and attention's output; full:
 
 
 def answer_lines(answer: Answer, command: str) -> list[str]:
-    """The answer for people: what fits, the table, the keys as a command."""
+    """Return the answer for people: what fits, the table, the keys as a command."""
     run, fit = answer.run, answer.fit
     lines = [answer.title, f"on {run.gpus.title}", ""]
     lines += [answer.memory.line(run.budget)]
@@ -28,7 +28,7 @@ def answer_lines(answer: Answer, command: str) -> list[str]:
 
 
 def _time_lines(answer: Answer) -> Iterator[str]:
-    """Seconds of a step, hours of a run, and degrees that occur."""
+    """Yield seconds of a step, hours of a run, and degrees that occur."""
     assert answer.step_seconds is not None
     if answer.steps is None:
         yield f"a step is predicted to take {seconds_text(answer.step_seconds)}"
@@ -46,7 +46,7 @@ def _time_lines(answer: Answer) -> Iterator[str]:
 
 
 def bytes_table(columns: Sequence[Column]) -> str:
-    """The bytes of device and host under each column's measures, in GiB; rows named as in the JSON."""
+    """Return the bytes of device and host under each column's measures, in GiB; rows named as in the JSON."""
     names = ["GiB of one GPU", *(column.name for column in columns)]
     rows = [["fits", *("yes" if column.fits else "no" for column in columns)]]
     if len({column.tokens for column in columns}) > 1:
@@ -71,7 +71,7 @@ def _table_notes(answer: Answer) -> Iterator[str]:
 
 
 def refusal_line(answer: Answer) -> str:
-    """Where nothing fits: why, and what would fit, in one line."""
+    """Return where nothing fits: why, and what would fit, in one line."""
     run, memory = answer.run, answer.memory
     why = (
         f"at least {gib(memory.device.total)} ({memory.device.total:,} bytes) are needed of a GPU that may be filled "
@@ -90,7 +90,7 @@ def refusal_line(answer: Answer) -> str:
 
 
 def command_lines(command: str, keys: Mapping[str, Any]) -> list[str]:
-    """`longspan train` with these keys, over lines of a shell."""
+    """Return `longspan train` with these keys, over lines of a shell."""
     lines, line = list[str](), command
     for word in _words(keys):
         if len(line) + len(word) + 3 > WIDTH:
@@ -108,12 +108,15 @@ def _words(keys: Mapping[str, Any]) -> Iterator[str]:
 
 
 def answer_json(answer: Answer) -> str:
-    """The answer as JSON."""
+    """Return the answer as JSON."""
     return json.dumps(answer.to_json(), ensure_ascii=False)
 
 
 def answer_picture(answer: Answer) -> str:
-    """The bytes of each column as a bar of parts, with a line at what a GPU may be filled with. An SVG document."""
+    """Return the bytes of each column as a bar of parts, with a line at what a GPU may be filled with.
+
+    An SVG document.
+    """
     bars = list[StackedBar]()
     for column in answer.columns:
         if column.memory is None:

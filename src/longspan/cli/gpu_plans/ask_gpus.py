@@ -43,7 +43,7 @@ def ask_gpus(flags: GpuFlags, question: Question) -> int:
 
 
 def _command(config: RunConfig, question: Question) -> str:
-    """The command of the run, with words in capitals for what the question does not say."""
+    """Return the command of the run, with words in capitals for what the question does not say."""
     model, data = config.model, config.data
     words = ["longspan train", f"--model.path {model.path}" if model.path else f"--model.preset {model.preset}"]
     words.append(f"--data.path {data.path if question.gives('data.path') else 'DATA'}")
@@ -67,7 +67,7 @@ def log_line(line: str) -> None:
 
 
 def _with_fastest_types(question: Question) -> RunConfig:
-    """The configuration whose groups share attention by the fastest type, unless the keys say how."""
+    """Return the configuration whose groups share attention by the fastest type, unless the keys say how."""
     config = question.config
     if question.gives("context.cp_comm_type"):
         return config
@@ -75,7 +75,7 @@ def _with_fastest_types(question: Question) -> RunConfig:
 
 
 def find_open_choices(question: Question) -> Choices:
-    """What the keys of a question leave open."""
+    """Find what the keys of a question leave open."""
     degrees = ("min_dynamic_context_parallel_size", "max_dynamic_context_parallel_size", "context_parallel_size")
     return Choices(
         planner=not question.gives("context.planner"),

@@ -49,7 +49,7 @@ def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_js
 
 
 def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
-    """The GPUs of a run: those here, or as run.machine says, else H200s."""
+    """Choose the GPUs of a run: those here, or as run.machine says, else H200s."""
     here = gpu_here() if on_gpus else None
     named = find_machine(config.run.machine, "run.machine") if config.run.machine else None
     if here is None:

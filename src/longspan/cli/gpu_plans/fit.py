@@ -50,7 +50,7 @@ class Choices:
 
 
 def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit:
-    """The fastest way that fits. Raises PlanError, with the bytes of the least that was tried, where none does.
+    """Find the fastest way that fits. Raises PlanError, with the bytes of the least that was tried, where none does.
 
     >>> find_fit(run, [Documents((262144,))], Choices()).memory.measures[0]  # doctest: +SKIP
     'selective'
@@ -71,7 +71,10 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
 
 
 def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
-    """The way of the run's own keys. Raises PlanError where the documents do not fit them, or nothing fits the GPUs."""
+    """Return the way of the run's own keys.
+
+    Raises PlanError where the documents do not fit them, or nothing fits the GPUs.
+    """
     plans = tuple(run.plan(step.lengths, step.targets) for step in steps)
     memory = run.memory_of(plans)
     return Fit(run, plans, memory, run.seconds(plans, memory))
@@ -83,7 +86,7 @@ def _rows_of(run: RunOnGpus) -> int:
 
 
 def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
-    """The runs whose planner, degree and rows come into question."""
+    """Yield the runs whose planner, degree and rows come into question."""
     lengths = [n for step in steps for n in step.lengths]
     for planned in _with_degrees(run, choices, same=len(set(lengths)) == 1):
         if not choices.rows and planned.config.context.max_tokens_per_slot != AUTO:
@@ -105,7 +108,9 @@ def _with_degrees(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterator[R
 
 
 def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
-    """Limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch."""
+    """Return limits of rows worth comparing: from what the longest document needs to all documents in one
+    micro-batch.
+    """
     choice, unit = run.choice, 2 * run.choice.options.row_multiple  # of the two parts of a document that a slot has
     widest = choice.widest(run.home) or run.home.slots
     widest = max(d for d in range(1, widest + 1) if run.home.slots % d == 0 and choice.allows(d, run.home))
@@ -118,7 +123,7 @@ def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
 
 
 def _rows_without_limit(run: RunOnGpus, step: Documents) -> int:
-    """The rows of the fullest slot if a step is one micro-batch."""
+    """Return the rows of the fullest slot if a step is one micro-batch."""
     degree = run.choice.degree if run.choice.has_one_degree else 1
     groups = run.home.slots // max(degree, 1)
     return max(max(step.lengths) // max(degree, 1), -(-sum(step.lengths) // max(degree, 1) // groups)) + UNIT
@@ -129,7 +134,7 @@ def _round_up(rows: int, unit: int) -> int:
 
 
 def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
-    """The most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
+    """Find the most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
 
     0 tokens where not even these fit.
     """
@@ -152,7 +157,7 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
 
 
 def _with_configured_type(plan: Plan, run: RunOnGpus) -> Plan:
-    """The plan of one document with the type of the keys, so that "auto" is decided by each length."""
+    """Return the plan of one document with the type of the keys, so that "auto" is decided by each length."""
     types = run.choice.options.cp_comm_type
     if types != AUTO:
         return plan
@@ -162,14 +167,16 @@ def _with_configured_type(plan: Plan, run: RunOnGpus) -> Plan:
 
 
 def _with_length(plan: Plan, tokens: int) -> Plan:
-    """The plan of one document as if it had another length."""
+    """Return the plan of one document as if it had another length."""
     (group,) = plan.micro_batches[0].groups
     group = replace(group, lengths=(tokens,), pad_to=None)
     return replace(plan, lengths=(tokens,), micro_batches=(MicroBatch((group,)), *plan.micro_batches[1:]))
 
 
 def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:
-    """The way whose slots hold fewest rows: the widest degree that may be chosen, and no more rows than it needs."""
+    """Return the way whose slots hold fewest rows: the widest degree that may be chosen, and no more rows than it
+    needs.
+    """
     planned = run
     if choices.planner or run.choice.has_one_degree:
         planned = run.with_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
@@ -181,7 +188,8 @@ def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
 
 
 def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
-    """The way on the fewest GPUs that hold these steps, more than the run has; None where no number up to 1,024 does.
+    """Return the way on the fewest GPUs that hold these steps, more than the run has; None where no number up to 1,024
+    does.
 
     Degrees and rows are those that need least on each number, then the fastest that fit are taken.
     """
@@ -214,7 +222,7 @@ def _fit_on_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choice
 
 
 def one_measure(run: RunOnGpus, measure: str) -> FixedMemory:
-    """One measure for all layers on the device, with the run's other keys as they are."""
+    """Return one measure for all layers on the device, with the run's other keys as they are."""
     fixed = run.fixed
     changes: dict[str, Any] = {"measure": measure, "layers": None, "offload": False if measure != "none" else None}
     changes["gathered_once"] = fixed.gathered_once or False

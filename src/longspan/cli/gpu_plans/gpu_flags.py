@@ -74,12 +74,15 @@ class Question:
     given: frozenset[str]
 
     def gives(self, *keys: str) -> bool:
-        """Whether one of these keys is given."""
+        """Return whether one of these keys is given."""
         return not self.given.isdisjoint(keys)
 
 
 def asks_for_gpus(argv: Sequence[str]) -> bool:
-    """Whether the words name GPUs. Raises ConfigError for flags that need them, and for former meanings, without."""
+    """Return whether the words name GPUs.
+
+    Raises ConfigError for flags that need them, and for former meanings, without.
+    """
     clauses = [*_split_words(argv)]
     names = {name for name, _ in clauses}
     for name, values in clauses:
@@ -98,7 +101,7 @@ def asks_for_gpus(argv: Sequence[str]) -> bool:
 
 
 def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags, Question]:
-    """The flags and the keys of a command line that names GPUs.
+    """Parse the flags and the keys of a command line that names GPUs.
 
     Raises ConfigError for an unknown flag, for a key that is given by both of its names, and for a flag of plans that
     such a question does not read.
@@ -125,7 +128,7 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
 
 
 def with_model(question: Question, folder: str) -> Question:
-    """The question with the model of --model. Raises ConfigError where no model is named, or more than one."""
+    """Return the question with the model of --model. Raises ConfigError where no model is named, or more than one."""
     model = question.config.model
     named = [key for key in ("path", "config", "preset") if getattr(model, key)]
     if folder and named:
@@ -139,7 +142,7 @@ def with_model(question: Question, folder: str) -> Question:
 
 
 def _split_words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with underscores, and the words behind it."""
+    """Yield each flag with underscores, and the words behind it."""
     name, values = "", list[str]()
     for word in argv:
         if not word.startswith("--"):
@@ -169,7 +172,8 @@ def _check_flag(name: str) -> None:
 
 
 def source_of(flags: Any, question: Question) -> str:
-    """Which documents are asked about: "longest", "data", or the flag of their lengths. Raises ConfigError for several.
+    """Return which documents are asked about: "longest", "data", or the flag of their lengths. Raises ConfigError for
+    several.
 
     >>> source_of(PlanFlags(same="1x262144"), question)  # doctest: +SKIP
     'same'

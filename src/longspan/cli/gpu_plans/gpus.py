@@ -45,7 +45,7 @@ class Gpus:
 
 
 def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
-    """The GPUs that flags name; `run_machine` is the key run.machine, which prices those of --gpu-bytes.
+    """Read the GPUs that flags name; `run_machine` is the key run.machine, which prices those of --gpu-bytes.
 
     >>> read_gpus(PlanFlags(gpu="h100", gpus=4), 0.0, "").title  # doctest: +SKIP
     '4 x H100, 80.0 GiB each, 128.0 GiB of the host for each (assumed: H100s by data sheet, the host)'
@@ -72,7 +72,7 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
 
 
 def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machine, str, tuple[str, ...]]:
-    """The machine that prices, the name of its GPU, and what of its speed is assumed."""
+    """Choose the machine that prices, the name of its GPU, and what of its speed is assumed."""
     if not 0 <= tflops < math.inf:
         raise ConfigError(f"--tflops {tflops:g}: a speed must be above 0, such as --tflops 400")
     if tflops and run_machine:
@@ -99,7 +99,7 @@ def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[M
 
 
 def find_machine(name: str, key: str) -> Machine:
-    """The machine of a GPU by name, or of a file. Raises ConfigError for a name that is neither."""
+    """Find the machine of a GPU by name, or of a file. Raises ConfigError for a name that is neither."""
     if not is_known(name) and not Path(name).is_file():
         try:
             return Machine.known(name)
@@ -112,7 +112,7 @@ def find_machine(name: str, key: str) -> Machine:
 
 
 def _with_speed(machine: Machine, tflops: float) -> Machine:
-    """The machine whose products, attention and scans run at another speed."""
+    """Return the machine whose products, attention and scans run at another speed."""
     scale = tflops * 1e12 / machine.product_flops_per_second
     rates = {name: value * scale for name, value in machine.rates().items() if name.endswith("flops_per_second")}
     return replace(machine, **rates, source=f"the model on GPUs of {tflops:g} TFLOP/s")

@@ -17,7 +17,7 @@ WITHOUT_ROTARY = ("nemotron_h", "kimi_linear")  # hybrids
 
 
 def position_limit(model: Any) -> int | None:
-    """The longest document that a configuration stands for, its own scaling included; None if nothing limits it.
+    """Return the longest document that a configuration stands for, its own scaling included; None if nothing limits it.
 
     >>> position_limit({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
     163840
@@ -34,7 +34,7 @@ def position_limit(model: Any) -> int | None:
 
 
 def can_scale(model: Any) -> bool:
-    """Whether model.rope_scaling can stretch the positions of a configuration."""
+    """Return whether model.rope_scaling can stretch the positions of a configuration."""
     read = ConfigReader.read_whole(model)
     by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
     is_text = read.value("text_config") is None
@@ -42,7 +42,7 @@ def can_scale(model: Any) -> bool:
 
 
 def _rope(model: Any) -> Mapping[str, Any]:
-    """The rotary parameters of all layers, of a text model."""
+    """Return the rotary parameters of all layers, of a text model."""
     read = ConfigReader.read_whole(model)
     for name in ("rope_parameters", "rope_scaling"):
         value = read.value(name)
@@ -60,7 +60,7 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def _has_no_positions(model: Any) -> bool:
-    """Whether a hybrid's attention has no positions."""
+    """Return whether a hybrid's attention has no positions."""
     read = ConfigReader.of(model)
     if not has_mixers(model):
         return False
@@ -69,7 +69,9 @@ def _has_no_positions(model: Any) -> bool:
 
 
 def with_positions(run: RunOnGpus, longest: int) -> RunOnGpus:
-    """The run with model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
+    """Return the run with model.rope_scaling where a document needs it, the key is not given, and the model can be
+    scaled.
+    """
     limit, model = position_limit(run.model), run.config.model
     if limit is None or longest <= limit or model.rope_scaling or not can_scale(run.model):
         return run
@@ -77,7 +79,7 @@ def with_positions(run: RunOnGpus, longest: int) -> RunOnGpus:
 
 
 def position_notes(run: RunOnGpus, longest: int) -> Iterator[str]:
-    """A line where documents are longer than the model's positions."""
+    """Yield a line where documents are longer than the model's positions."""
     limit = position_limit(run.model)
     if limit is None or longest <= limit:
         return

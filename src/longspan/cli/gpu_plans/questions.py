@@ -32,7 +32,7 @@ PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of
 
 
 def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> Answer:
-    """The longest document on the GPUs, under each measure and under "auto"."""
+    """Return the longest document on the GPUs, under each measure and under "auto"."""
     degree = _longest_degree(run, choices)
     tokens, way = find_longest(run, run.fixed, degree=degree)
     if not tokens:
@@ -45,14 +45,14 @@ def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> A
 
 
 def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
-    """The longest document if all layers have one measure."""
+    """Return the longest document if all layers have one measure."""
     tokens, way = find_longest(run, one_measure(run, name), degree=degree)
     plan = way.plan((tokens,)) if tokens else None
     return Column(name, plan and next(leanest_plans(way, [plan], one_measure(way, name))), tokens, bool(tokens))
 
 
 def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
-    """The degree of the longest document; 0: all slots."""
+    """Return the degree of the longest document; 0: all slots."""
     return int(run.config.context.context_parallel_size) if run.choice.has_one_degree and not choices.degree else 0
 
 
@@ -61,7 +61,7 @@ def _with_positions(fit: Fit, longest: int) -> Fit:
 
 
 def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: frozenset[str], choices: Choices) -> Answer:
-    """Whether one step of these documents fits, and with which keys."""
+    """Return whether one step of these documents fits, and with which keys."""
     steps = [Documents(tuple(lengths))]
     title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {source}"
     try:
@@ -74,7 +74,7 @@ def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: froz
 
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
-    """Whether a run of these documents fits, with which keys, and how long it takes."""
+    """Return whether a run of these documents fits, with which keys, and how long it takes."""
     sampled = _sample_documents(documents, PRICED[False])
     longest = Documents((documents.longest,))
     searched = [max(sampled, key=lambda step: sum(n * n for n in step.lengths)), longest]
@@ -95,7 +95,7 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], c
 
 
 def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
-    """The mean seconds a step that encoding its images takes, and a line about them."""
+    """Return the mean seconds a step that encoding its images takes, and a line about them."""
     if not documents.image_rows:
         return 0.0, ()
     config, rows = run.config, f"images: {documents.image_rows:,.0f} rows in a step"
@@ -117,7 +117,7 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
 
 
 def _sample_documents(documents: RunDocuments, most: int) -> list[Documents]:
-    """The documents of at most so many steps of a run."""
+    """Return the documents of at most so many steps of a run."""
     return [_step_documents(documents, step) for step in sample_steps(documents.steps, most)]
 
 
@@ -127,7 +127,7 @@ def _step_documents(documents: RunDocuments, step: int) -> Documents:
 
 
 def _make_answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], columns: Sequence[Column]) -> Answer:
-    """The answer of a way that fits."""
+    """Make the answer of a way that fits."""
     return Answer(
         title=title,
         run=run,
@@ -142,13 +142,13 @@ def _make_answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], co
 
 
 def _with_longest(answer: Answer, choices: Choices) -> Answer:
-    """The answer with the longest document that fits the GPUs in question."""
+    """Return the answer with the longest document that fits the GPUs in question."""
     run = answer.run
     return replace(answer, longest=find_longest(run, run.fixed, degree=_longest_degree(run, choices))[0])
 
 
 def _make_columns(fit: Fit) -> list[Column]:
-    """The table's columns: the same plans under each measure, and what was chosen."""
+    """Make the table's columns: the same plans under each measure, and what was chosen."""
     columns = list[Column]()
     for name in COLUMNS:
         memory = next(leanest_plans(fit.run, fit.plans, one_measure(fit.run, name)))
@@ -168,7 +168,7 @@ def _make_refusal(
     choices: Choices,
     error: PlanError | None = None,
 ) -> Answer:
-    """The answer where nothing fits: what the way that needs least holds, and the fewest GPUs that would do."""
+    """Make the answer where nothing fits: what the way that needs least holds, and the fewest GPUs that would do."""
     way = leanest_way(run, steps, choices)
     try:
         plans = [way.plan(step.lengths, step.targets) for step in steps]
@@ -192,7 +192,7 @@ def _make_refusal(
 
 
 def _fit_with_free_measures(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
-    """The way on the same GPUs if no measure is given by hand; None where none is, or it does not fit either."""
+    """Return the way on the same GPUs if no measure is given by hand; None where none is, or it does not fit either."""
     usual, parallel = TrainConfig(), replace(run.config.parallel, reshard_after_forward=True)
     free = replace(run.config.train, **{key: getattr(usual, key) for key in BY_HAND})
     config = replace(run.config, train=free, parallel=parallel)

@@ -48,7 +48,7 @@ class RunDocuments:
         return self.config.train.steps
 
     def images_of(self, step: int) -> list[Sequence[int]]:
-        """The rows of each image of a step's documents; none of packs, whose documents are cut."""
+        """Return the rows of each image of a step's documents; none of packs, whose documents are cut."""
         if not self.images or isinstance(self.order, PackOrder):
             return []
         return [self.images.get(document, ()) for document in self.order.documents_of_step(step)]
@@ -56,7 +56,7 @@ class RunDocuments:
 
 @contextmanager
 def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
-    """The documents of a run of this configuration; `estimate` tokens as bytes / 4 where it names no tokenizer.
+    """Open the documents of a run of this configuration; `estimate` tokens as bytes / 4 where it names no tokenizer.
 
     >>> with open_documents(config, print, estimate=True) as documents:
     ...     documents.order.lengths_of_step(0)  # doctest: +SKIP
@@ -90,7 +90,7 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
 
 
 def _tokenizer_folder(config: RunConfig) -> Path | None:
-    """The folder of the tokenizer that the keys name, or that the model's folder holds."""
+    """Return the folder of the tokenizer that the keys name, or that the model's folder holds."""
     if config.data.tokenizer:
         return Path(config.data.tokenizer).expanduser()
     source = Path(config.model.source).expanduser()
@@ -99,7 +99,10 @@ def _tokenizer_folder(config: RunConfig) -> Path | None:
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
-    """Documents whose tokens are estimated by the bytes of their texts. Raises ConfigError for a mixture of sources."""
+    """Estimate documents whose tokens are estimated by the bytes of their texts.
+
+    Raises ConfigError for a mixture of sources.
+    """
     data = config.data
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
@@ -126,7 +129,7 @@ def _cut_lengths(tokens: int, limit: int) -> list[int]:
 
 
 def _longest(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
-    """Tokens of the longest document of a training step."""
+    """Return tokens of the longest document of a training step."""
     data = config.data
     if not data.pack_to:
         held_out = set(order.evaluation)
@@ -144,5 +147,5 @@ def sample_steps(steps: int, most: int) -> list[int]:
 
 
 def with_one_epoch(config: RunConfig, *, given: bool) -> RunConfig:
-    """The configuration of one epoch, unless epochs or steps are given."""
+    """Return the configuration of one epoch, unless epochs or steps are given."""
     return config if given else replace(config, train=replace(config.train, epochs=1.0))

@@ -53,7 +53,7 @@ class RunOnGpus:
 
     @classmethod
     def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
-        """The run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
+        """Return the run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
         check_model_keys(config, training=False)
         check_numbers(config, training=False)
         home = home_of(config.parallel, gpus.count)
@@ -65,12 +65,12 @@ class RunOnGpus:
         return cls(config, gpus, home, model_of(config))
 
     def with_count(self, count: int) -> "RunOnGpus":
-        """The same run on another number of these GPUs."""
+        """Return the same run on another number of these GPUs."""
         gpus = replace(self.gpus, count=count)
         return replace(self, gpus=gpus, home=home_of(self.config.parallel, count))
 
     def with_context(self, **keys: Any) -> "RunOnGpus":
-        """The same run with other keys of [context]."""
+        """Return the same run with other keys of [context]."""
         return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
 
     @property
@@ -104,7 +104,7 @@ class RunOnGpus:
         return size if isinstance(size, int) else max(1, self.gpus.machine.node_size // self.home.tp)
 
     def cost(self, memory: MemoryPlan | None = None) -> Cost:
-        """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
+        """Return the price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
         settings = cost_settings_of(self.config, slots=self.home.slots, target_share=self.target_share, memory=memory)
         return self.gpus.machine.cost(self.model, settings)
 
@@ -123,7 +123,7 @@ class RunOnGpus:
         return fixed_keys(self.config)
 
     def memory_of(self, plans: Sequence[Plan]) -> MemoryPlan:
-        """The fastest plan of memory of these plans, or that of the keys where train.memory chooses nothing.
+        """Return the fastest plan of memory of these plans, or that of the keys where train.memory chooses nothing.
 
         Raises PlanError, with the bytes, where it does not fit.
         """
@@ -142,18 +142,22 @@ class RunOnGpus:
         return memory
 
     def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
-        """The mean seconds of the steps of these plans, with what the plan of memory adds."""
+        """Return the mean seconds of the steps of these plans, with what the plan of memory adds."""
         machine, cost = self.gpus.machine, self.cost(memory).shared_by(self.home.tp)
         needs = MemoryNeeds.of(self.model, self.home, list(plans), self.settings, machine=machine)
         return step_seconds(self.model, plans, memory, needs, machine, cost)
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
-        """The plan of a step of documents of these lengths. Raises PlanError where they exceed its limit of rows."""
+        """Return the plan of a step of documents of these lengths.
+
+        Raises PlanError where they exceed its limit of rows.
+        """
         return self.choice.plan(lengths, self.home, targets=targets)
 
 
 def leanest_plans(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """What plans hold if every layer keeps as little as these keys let it, on the device or on the host; least first.
+    """Yield what plans hold if every layer keeps as little as these keys let it, on the device or on the host; least
+    first.
 
     The first one has least on the device, whether it fits or not.
     """
@@ -169,7 +173,7 @@ def leanest_plans(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> 
 
 
 def model_of(config: RunConfig) -> Any:
-    """What names the model to planners: its folder or config.json, or the values of a preset."""
+    """Return what names the model to planners: its folder or config.json, or the values of a preset."""
     if config.model.source:
         return config.model.source
     preset = PRESETS[config.model.preset_name]

@@ -156,7 +156,7 @@ def _check_compared_degrees(flags: CompareFlags) -> None:
 
 
 def home_of(flags: CompareFlags) -> Layout:
-    """The home that the flags describe. Raises ConfigError or LayoutError if they do not fit."""
+    """Return the home that the flags describe. Raises ConfigError or LayoutError if they do not fit."""
     if bool(flags.world) == bool(flags.slots):
         raise ConfigError(f"give --world or --slots, one of them; got --world {flags.world} --slots {flags.slots}")
     world = flags.world or flags.slots * flags.tp * flags.pp
@@ -164,7 +164,7 @@ def home_of(flags: CompareFlags) -> Layout:
 
 
 def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
-    """The cost of one of so many slots."""
+    """Return the cost of one of so many slots."""
     training = not (flags.evaluation or flags.which_eval_degree)
     return read_price(flags, slots=slots, tp=flags.tp, mode=mode, training=training).shared_by(flags.tp)
 
@@ -193,7 +193,7 @@ def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
 
 
 def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
-    """The plans of these files and folders, each with a name."""
+    """Yield the plans of these files and folders, each with a name."""
     for file in _plan_files(names):
         if file.suffix == ".jsonl":
             yield from ((f"step {step}", plan) for step, plan in read_plans(file))
@@ -202,7 +202,7 @@ def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
 
 
 def _plan_files(names: Sequence[str]) -> Iterator[Path]:
-    """The files that these names are or hold. Raises ConfigError for a name of no plan."""
+    """Yield the files that these names are or hold. Raises ConfigError for a name of no plan."""
     for name in names:
         path = Path(name)
         folder = path / "plans" if (path / "plans").is_dir() else path
@@ -213,7 +213,10 @@ def _plan_files(names: Sequence[str]) -> Iterator[Path]:
 
 
 def _row_bytes(flags: CompareFlags, plan: Plan) -> RowBytes:
-    """The bytes of a row: of the named model in bfloat16, or of Qwen3-8B. Depths count only in training steps."""
+    """Return the bytes of a row: of the named model in bfloat16, or of Qwen3-8B.
+
+    Depths count only in training steps.
+    """
     depths = 0 if flags.evaluation else flags.mtp_depths
     exchanged, checkpointing = "a2a" in type_of(plan), flags.activation_checkpointing
     return RowBytes.of(flags.model or QWEN3_8B, depths=depths, checkpointing=checkpointing, exchanged=exchanged)

@@ -53,7 +53,7 @@ once) and bubble are the planned evaluation's. Memory of activations goes with t
 
 
 def title_of_saved_plans(rows: Sequence[NamedSimulation]) -> str:
-    """How many saved plans there are, their seconds together, and what they were priced for."""
+    """Return how many saved plans there are, their seconds together, and what they were priced for."""
     simulations = _simulations(rows)
     total = sum(simulation.seconds for _, simulation in simulations)
     together = f", {seconds_text(total)} together" if _have_seconds(rows) else ""
@@ -62,7 +62,7 @@ def title_of_saved_plans(rows: Sequence[NamedSimulation]) -> str:
 
 
 def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing: Checkpointing) -> str:
-    """Simulations as text: a line for each, the plans that are not possible, and notes."""
+    """Return simulations as text: a line for each, the plans that are not possible, and notes."""
     simulations, timed = _simulations(rows), _have_seconds(rows)
     free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
     names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
@@ -81,7 +81,7 @@ def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing:
 
 
 def comparison_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
-    """The dynamic plan and the fastest plan of one degree, in a line; none if either is missing."""
+    """Return the dynamic plan and the fastest plan of one degree, in a line; none if either is missing."""
     of_kind = {
         kind: [row for row in _simulations(rows) if row[1].plan.planner == kind] for kind in ("fixed", "dynamic")
     }
@@ -96,7 +96,7 @@ def comparison_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
 
 
 def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
-    """A bar for the seconds of each plan, with its type, and a line at the least bound. An SVG document."""
+    """Return a bar for the seconds of each plan, with its type, and a line at the least bound. An SVG document."""
     simulations, timed = _simulations(rows), _have_seconds(rows)
     bars = [
         NamedBar(name, s.seconds, _bar_words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations
@@ -111,7 +111,7 @@ def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
 
 
 def _bar_words(simulation: Simulation, timed: bool) -> str:
-    """The words behind the bar of a plan."""
+    """Return the words behind the bar of a plan."""
     bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
     return " · ".join(
         filter(None, [seconds_text(simulation.seconds) if timed else "", type_of(simulation.plan), bound])
@@ -119,7 +119,7 @@ def _bar_words(simulation: Simulation, timed: bool) -> str:
 
 
 def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequence[Sensitivity] = ()) -> str:
-    """Simulations as a JSON object, with what wrong constants change if that was computed."""
+    """Return simulations as a JSON object, with what wrong constants change if that was computed."""
     plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _simulation_json(s)) for name, s in rows]
     of_plans: dict[str, Any] = {"title": title, "plans": plans}
     if changes:
@@ -129,7 +129,10 @@ def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequen
 
 
 def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
-    """How the dynamic plan changes with each constant, the most harmful first; nothing if that was not computed."""
+    """Return how the dynamic plan changes with each constant, the most harmful first.
+
+    Nothing if that was not computed.
+    """
     if not changes:
         return []
     worst_first = sorted(changes, key=lambda change: -change.regret)
@@ -187,7 +190,7 @@ def _simulation_json(simulation: Simulation) -> dict[str, Any]:
 
 
 def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -> str:
-    """The degrees of an evaluation as text, what was left out, and which is fastest."""
+    """Return the degrees of an evaluation as text, what was left out, and which is fastest."""
     names = ["cp", "type", "groups", "passes", "document-steps", "wasted", "filled", "planned"]
     names += ["micro-batches", "rows", "bubble"]
     rows = [
@@ -233,7 +236,7 @@ def _fastest_text(comparison: DegreeComparison, accumulation: int) -> str:
 
 
 def degrees_json(title: str, comparison: DegreeComparison) -> str:
-    """The degrees of an evaluation as a JSON object."""
+    """Return the degrees of an evaluation as a JSON object."""
     rows = [
         {
             "cp": c.cp,
@@ -265,7 +268,7 @@ def _evaluation_json(simulation: Simulation) -> dict[str, float | int | None]:
 
 
 def rows_of_slot(plan: Plan) -> int:
-    """The most rows that a slot holds in a micro-batch."""
+    """Return the most rows that a slot holds in a micro-batch."""
     return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
 
 

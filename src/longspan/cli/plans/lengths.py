@@ -45,7 +45,7 @@ class SourceFlags:
 
 
 def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
-    """The lengths that the flags name, and where they came from. Raises ConfigError, DataError or LayoutError."""
+    """Read the lengths that the flags name, and where they came from. Raises ConfigError, DataError or LayoutError."""
     sources = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
     if len(sources) != 1:
         several = " and ".join(f"--{name}" for name in sources) or "none of them"
@@ -65,7 +65,7 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
 
 
 def lengths_from_json(path: str) -> tuple[int, ...]:
-    """Lengths from a JSON list, or from the "lengths" of a JSON object such as a plan."""
+    """Return lengths from a JSON list, or from the "lengths" of a JSON object such as a plan."""
     value = _read_json(path)
     if isinstance(value, dict):
         value = value.get("lengths")
@@ -94,7 +94,7 @@ def _read_json(path: str) -> Any:
 
 
 def _text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
-    """Lengths of the documents of --data, and the words for where they come from."""
+    """Return lengths of the documents of --data, and the words for where they come from."""
     files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
     if flags.tokenizer:
         counts = _token_counts(files, flags.tokenizer)
@@ -107,7 +107,7 @@ def _text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
 
 
 def _token_counts(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
-    """The tokens of each document that training would make, uncut."""
+    """Return the tokens of each document that training would make, uncut."""
     from longspan.corpus.rows.encoding import RowEncoding
     from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.tokenizer import load_tokenizer

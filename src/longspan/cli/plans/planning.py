@@ -99,7 +99,7 @@ def check_degrees(flags: PlanningFlags) -> None:
 
 
 def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lockstep", training: bool = True) -> Cost:
-    """The cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
+    """Read the cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
 
     A model on a machine has what FSDP2 gathers and sums in lockstep over so many slots, whose `tp` ranks share weights.
     Raises ConfigError for a file without a cost and for depths without a model, PlanError for a model without a price.
@@ -126,7 +126,7 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
 
 
 def _price_at(flags: PlanningFlags, depths: int) -> Cost:
-    """The cost of a model on devices of so many TFLOP/s."""
+    """Return the cost of a model on devices of so many TFLOP/s."""
     if flags.machine or not 0 < flags.tflops < math.inf:
         reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed must be above 0"
         raise ConfigError(
@@ -137,7 +137,7 @@ def _price_at(flags: PlanningFlags, depths: int) -> Cost:
 
 
 def read_heads(flags: PlanningFlags) -> int | None:
-    """The query heads of the model that is planned for; None if it has none, or if no flag gives them."""
+    """Read the query heads of the model that is planned for; None if it has none, or if no flag gives them."""
     if flags.heads < 0:
         raise ConfigError(f"--heads is {flags.heads}; give the model's number of query heads, such as 32")
     if flags.heads and flags.model:
@@ -149,7 +149,7 @@ def read_heads(flags: PlanningFlags) -> int | None:
 
 
 def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
-    """The planners' options: those of these flags, and those that a verb adds or sets itself."""
+    """Plan the planners' options: those of these flags, and those that a verb adds or sets itself."""
     hybrid = (options.get("cost") or DEFAULT_COST).states is not None
     of_flags: dict[str, Any] = {
         "max_tokens_per_slot": flags.max_tokens_per_slot or None,
@@ -161,7 +161,10 @@ def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
 
 
 def type_notes(flags: PlanningFlags, types: str | None = None) -> Sequence[str]:
-    """Lines below a plan about its communication type; `types` are those of the plans if not those of the flags."""
+    """Return lines below a plan about its communication type.
+
+    `types` are those of the plans if not those of the flags.
+    """
     if flags.model or read_heads(flags) is not None:
         return []
     types = flags.cp_comm_type if types is None else types
@@ -185,7 +188,7 @@ def check_weights(flags: PlanningFlags, *, free: bool) -> None:
 
 
 def with_weights(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
-    """The cost with the closing micro-batch of these weights, which `tp` ranks of a slot share."""
+    """Return the cost with the closing micro-batch of these weights, which `tp` ranks of a slot share."""
     if not flags.weights:
         return cost
     home = Layout(slots, dp_replicate=flags.dp_replicate)
@@ -203,7 +206,7 @@ def check_pictures(paths: Sequence[str], kinds: Sequence[str], subject: str) -> 
 
 
 def kind_of_picture(path: str) -> str:
-    """The ending of a file's name, in small letters and without its dot."""
+    """Return the ending of a file's name, in small letters and without its dot."""
     return Path(path).suffix.lower().removeprefix(".")
 
 

@@ -25,7 +25,7 @@ Sets = tuple[NamedDocuments, ...]
 
 
 def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: World, log: LogLine) -> list[Sets]:
-    """The sets of each subject, in the same order and of the same documents; entered by all ranks.
+    """Choose the sets of each subject, in the same order and of the same documents; entered by all ranks.
 
     Raises DataError or ConfigError, on every rank, for documents that are missing, or cannot be compared.
     """
@@ -47,7 +47,7 @@ def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
 
 
 def tokenizer_digest(tokenizer: TextTokenizer) -> str:
-    """What tokenizers that give equal ids have in common."""
+    """Return what tokenizers that give equal ids have in common."""
     return " ".join((tokenizer.digest, *tokenizer.opening, "…", *tokenizer.closing))
 
 
@@ -63,14 +63,14 @@ def _find_sets(request: EvalRequest, weights: CheckedWeights, world: World, log:
 
 
 def _sets_of_run(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
-    """The sets of a run by their names, or without names the documents that it holds out."""
+    """Return the sets of a run by their names, or without names the documents that it holds out."""
     if not names:
         return (held_out_documents(run_dir, config),)
     return tuple(set_of_run(run_dir, config, name) for name in names)
 
 
 def _passkey_sets(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
-    """The documents of passkey retrieval, if the request has any."""
+    """Return the documents of passkey retrieval, if the request has any."""
     passkey = request.passkey
     if not passkey.lengths:
         return ()
@@ -89,7 +89,7 @@ def _run_folder(subject: Subject) -> Path:
 
 
 def _data_settings(request: EvalRequest) -> DataConfig:
-    """How texts become documents: as in the first subject's run, except for keys that flags set."""
+    """Return how texts become documents: as in the first subject's run, except for keys that flags set."""
     data = request.subjects[0].config.data
     longest = request.max_document_tokens
     return DataConfig(

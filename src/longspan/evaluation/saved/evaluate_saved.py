@@ -40,7 +40,7 @@ Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches d
 
 
 def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: Progress) -> tuple[SubjectResult, ...]:
-    """The results of each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
+    """Return the results of each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
 
     Raises CheckpointError, DataError, ModelError or ConfigError for what is missing or does not fit, EvaluationError
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
@@ -60,7 +60,7 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
 
 
 def _metrics_of_sets(request: EvalRequest) -> dict[str, dict[str, Metric]]:
-    """The user's metrics of each set of the run; "" are those of all other documents."""
+    """Return the user's metrics of each set of the run; "" are those of all other documents."""
     entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
     if request.metrics:
         return dict.fromkeys((entry.name for entry in entries), load_metrics(request.metrics, "--metrics"))
@@ -123,7 +123,7 @@ class _Evaluator:
     deadline: float  # of time.monotonic
 
     def run(self, log: LogLine, progress: Progress) -> SubjectResult:
-        """The model, then each set at each degree."""
+        """Return the model, then each set at each degree."""
         fit = self.fit
         images = any(getattr(of_name.documents, "items", ()) for of_name in fit.sets)
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
@@ -176,7 +176,7 @@ class _Evaluator:
 
 
 def _evaluate_at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
-    """The choice itself, or at each of some degrees, under a cap that holds the longest document."""
+    """Return the choice itself, or at each of some degrees, under a cap that holds the longest document."""
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
 
 
@@ -189,7 +189,10 @@ def _progress_title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> s
 
 
 def _bytes_of_texts(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
-    """The UTF-8 bytes of each document's predicted tokens: of all except its first; none if tokens have no bytes."""
+    """Return the UTF-8 bytes of each document's predicted tokens: of all except its first.
+
+    None if tokens have no bytes.
+    """
     if bytes_of_ids is None:
         return ()
     documents = of_name.documents

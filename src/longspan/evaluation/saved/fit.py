@@ -48,7 +48,7 @@ class _Changing:
 
 
 def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
-    """The configuration for so many ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
+    """Return the configuration for so many ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
 
     >>> fitted_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, given=())[0].parallel.tp
     2
@@ -100,7 +100,7 @@ def _choose_stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: C
 def fit_node_size(
     config: RunConfig, node_size: int, flag_keys: Collection[str]
 ) -> tuple[RunConfig, tuple[Change, ...]]:
-    """The configuration for hosts of so many slots, in place of those that the run had, which no flag set."""
+    """Return the configuration for hosts of so many slots, in place of those that the run had, which no flag set."""
     context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
     if config.context.node_size != AUTO:
         context.change_key("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
@@ -110,7 +110,7 @@ def fit_node_size(
 def fit_set(
     config: RunConfig, entry: EvalConfig, home: Layout, heads: int | None, longest: int, flag_keys: Collection[str]
 ) -> tuple[EvalConfig, tuple[Change, ...]]:
-    """How a set is planned on this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
+    """Return how a set is planned on this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
     The degree is the largest that divides the slots, that a2a can deal the query heads to, and that is no larger than
     the run's. A max_tokens_per_slot of "auto" is ROWS, which is no change.
@@ -141,7 +141,7 @@ def fit_set(
 
 
 def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalConfig:
-    """The plan of a set before it is fitted: a set [[eval]] of the run by its name, "" for the held-out documents.
+    """Find the plan of a set before it is fitted: a set [[eval]] of the run by its name, "" for the held-out documents.
 
     Raises ConfigError for a name that the run does not have.
     """
@@ -153,7 +153,10 @@ def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalCo
 
 
 def _with_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[str]) -> EvalConfig:
-    """A set under the keys `context.eval_*` that flags gave; as in a table, a degree makes plans of that degree."""
+    """Return a set under the keys `context.eval_*` that flags gave.
+
+    As in a table, a degree makes plans of that degree.
+    """
     values, keys = context.evaluation.plan_keys, _keys_under("context.eval_", flag_keys)
     flags = {key: value for key, value in values.items() if key in keys}
     if flags.get("context_parallel_size") == 0:
@@ -162,7 +165,7 @@ def _with_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection
 
 
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
-    """The configuration of these sets on this home, for `check_config`, before heads and documents are read.
+    """Return the configuration of these sets on this home, for `check_config`, before heads and documents are read.
 
     These may ask for a lower degree, or more rows.
     """
@@ -173,12 +176,12 @@ def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, fla
 
 
 def changes_line(changes: Sequence[Change], ranks: int) -> str:
-    """The changes to the run's layout in one line; empty if there are none."""
+    """Return the changes to the run's layout in one line; empty if there are none."""
     return f"on {plural(ranks, 'rank')}: {'; '.join(map(str, changes))}" if changes else ""
 
 
 def _keys_under(prefix: str, flag_keys: Collection[str]) -> set[str]:
-    """The keys with a prefix, without it."""
+    """Return the keys with a prefix, without it."""
     return {key.removeprefix(prefix) for key in flag_keys if key.startswith(prefix)}
 
 
@@ -187,7 +190,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nearest_below(degree: int, fitting: Iterable[int]) -> int:
-    """The largest fitting degree up to `degree`; 1 always fits."""
+    """Return the largest fitting degree up to `degree`; 1 always fits."""
     return max((candidate for candidate in fitting if candidate <= degree), default=1)
 
 

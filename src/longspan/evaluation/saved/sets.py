@@ -61,12 +61,12 @@ class NamedDocuments:
         return replace(self, documents=self.documents.corpus.select(spread))
 
     def with_images(self, model: PreTrainedConfig, folder: Path | None) -> "NamedDocuments":
-        """The set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
+        """Return the set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
         return self if folder is None else replace(self, documents=with_images(self.documents, model, folder))
 
 
 def held_out_documents(run_dir: Path, config: RunConfig) -> NamedDocuments:
-    """The documents that a run holds out. Raises DataError where there are none, or no corpus."""
+    """Return the documents that a run holds out. Raises DataError where there are none, or no corpus."""
     corpus = Corpus(run_dir / "corpus")
     held_out = corpus.select(step_order_of(config, corpus).evaluation)
     if not held_out:
@@ -77,7 +77,10 @@ def held_out_documents(run_dir: Path, config: RunConfig) -> NamedDocuments:
 
 
 def set_of_run(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
-    """The documents of a set [[eval]] of a run, as training evaluates them. Raises DataError where there are none."""
+    """Return the documents of a set [[eval]] of a run, as training evaluates them.
+
+    Raises DataError where there are none.
+    """
     entry = next(entry for entry in config.eval if entry.name == name)
     if (make := MADE.get(entry.path)) is not None:
         return NamedDocuments(name, make(entry, config).documents)
@@ -95,7 +98,7 @@ def set_of_run(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
 def text_sets(
     paths: Mapping[str, str], tokenizer: TextTokenizer, data: DataConfig, world: World, log: LogLine
 ) -> tuple[NamedDocuments, ...]:
-    """The documents of the texts at these paths, by the settings in `data`; entered by all ranks.
+    """Return the documents of the texts at these paths, by the settings in `data`; entered by all ranks.
 
     The first rank of each host tokenizes. Raises DataError on every rank for a path that is missing, empty or
     unreadable, and where hosts have different files there.

@@ -66,7 +66,7 @@ def _read_configuration(subject: Subject) -> PreTrainedConfig:
 
 
 def _read_tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) -> TextTokenizer:
-    """The tokenizer of the named folder, or of the weights' own. Raises DataError if it does not fit the model."""
+    """Read the tokenizer of the named folder, or of the weights' own. Raises DataError if it does not fit the model."""
     folder = Path(named) if named else subject.folder
     if not vocabulary_files(folder):
         raise DataError(
@@ -82,7 +82,8 @@ def _read_tokenizer(subject: Subject, named: str, configuration: PreTrainedConfi
 def fit_positions(
     checked: CheckedWeights, longest: int, origin: str, *, scaled: bool, log: LogLine, cut_by: str
 ) -> PreTrainedConfig:
-    """The configuration for a longest document of so many tokens, of source `origin`; with flags' scaling if `scaled`.
+    """Return the configuration for a longest document of so many tokens, of source `origin`; with flags' scaling if
+    `scaled`.
 
     A run's model keeps the scaling that it was trained with. Raises ConfigError, with what lengthens the model, for a
     document beyond its positions.
@@ -101,7 +102,7 @@ def fit_positions(
 
 
 def _longer_positions(checked: CheckedWeights, longest: int) -> str:
-    """The change that gives the model positions for so many tokens."""
+    """Return the change that gives the model positions for so many tokens."""
     parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
     kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     new_factor = smallest_factor(checked.configuration, longest)
@@ -117,7 +118,8 @@ def _longer_positions(checked: CheckedWeights, longest: int) -> str:
 def load_saved_model(
     checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
 ) -> tuple[AnyModel, int]:
-    """The prepared model with the weights, and the steps that they were trained (0 of a folder); entered by all ranks.
+    """Load the prepared model with the weights, and the steps that they were trained (0 of a folder); entered by all
+    ranks.
 
     With `images`, and where a checkpoint has them, it has a tower and projector. `config` has the home's [parallel] and
     the plans' [context]. Raises ConfigError where a GPU has no room for it.

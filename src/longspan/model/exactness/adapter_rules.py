@@ -79,7 +79,7 @@ def _bytes(x: Tensor) -> Any:
 
 
 def configuration_reasons(adapter: Adapter) -> Iterator[str]:
-    """Why an adapter of this configuration cannot be trained, wherever it is."""
+    """Yield why an adapter of this configuration cannot be trained, wherever it is."""
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
@@ -96,7 +96,7 @@ def configuration_reasons(adapter: Adapter) -> Iterator[str]:
 
 
 def layer_reasons(model: nn.Module) -> Iterator[str]:
-    """Why the layers that peft has put into a module cannot be trained."""
+    """Yield why the layers that peft has put into a module cannot be trained."""
     for name, module in peft_modules(model).items():
         layer: Any = module
         if is_adapted(module):

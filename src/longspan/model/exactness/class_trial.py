@@ -64,7 +64,7 @@ def try_class(model: PreTrainedModel) -> ClassTrial:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a model has experts, by its configuration or its modules."""
+    """Return whether a model has experts, by its configuration or its modules."""
     return read_experts(model.config).of_layer > 1 or bool(expert_modules(model))
 
 
@@ -75,7 +75,7 @@ def refuse_class(model: PreTrainedModel) -> None:
 
 
 def _decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The innermost transformers model that holds the decoder layers."""
+    """Return the innermost transformers model that holds the decoder layers."""
     layer = next(iter(decoder_layers(model)))
     return [m for n, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(n)][-1]
 
@@ -94,7 +94,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
 
 
 def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A small model of a class on the host, in float64, whose attention and mixers see single rows."""
+    """Return a small model of a class on the host, in float64, whose attention and mixers see single rows."""
     small = shrink_configuration(config, experts=_EXPERTS)
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
@@ -116,7 +116,7 @@ def _attend_by_row(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, without attention: each row by itself."""
+    """Return transformers' attention function, without attention: each row by itself."""
     return attend_separately(query, key, value, scaling), None
 
 
@@ -132,7 +132,7 @@ class _Pass(NamedTuple):
 
 
 def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
-    """One pass, forward and back, of the rows of these numbers; each has its own token and its own gradient."""
+    """Return one pass, forward and back, of the rows of these numbers; each has its own token and its own gradient."""
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     upstream = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
@@ -149,7 +149,7 @@ def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
 
 
 def _tensors_of_rows(out: Any, rows: int) -> Iterator[Tensor]:
-    """The tensors of so many rows, (R, …) or (1, R, …), among the outputs of a module, each as (R, ·)."""
+    """Yield the tensors of so many rows, (R, …) or (1, R, …), among the outputs of a module, each as (R, ·)."""
     for leaf in tree_leaves(out if isinstance(out, tuple | list) else [out]):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             leaf = leaf.detach()
@@ -218,7 +218,7 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterat
 
 
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Whether our function for experts computes what those of this class do."""
+    """Yield whether our function for experts computes what those of this class do."""
     for name, experts in expert_modules(model).items():
         count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
         x = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)

@@ -61,7 +61,7 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _text_class(model: PreTrainedModel) -> str:
-    """The class of only the language model, from transformers' list."""
+    """Return the class of only the language model, from transformers' list."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     config = type(model.config.get_text_config())
     return classes[config].__name__ if config in classes else "the causal language model"

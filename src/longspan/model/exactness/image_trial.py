@@ -52,7 +52,7 @@ class _Pass(NamedTuple):
 
 
 def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Why images do not enter a model of this configuration as rows and positions only; empty if they do.
+    """Return why images do not enter a model of this configuration as rows and positions only; empty if they do.
 
     A small copy is tried once for each configuration. If it cannot be made or run, that is a reason too.
     """
@@ -60,7 +60,7 @@ def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Why groups of frames of videos do not enter so; for models whose images do."""
+    """Return why groups of frames of videos do not enter so; for models whose images do."""
     return _try_images_once(config, "videos", lambda model: [video_document(model)])
 
 
@@ -109,7 +109,7 @@ def _make_pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], r
 
 
 def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
-    """Logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time."""
+    """Return logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time."""
     model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
     places = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [parts.encoder([image]) for image in document.images]
@@ -164,7 +164,7 @@ def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
 
 
 def video_tokens(config: PreTrainedConfig) -> VideoTokens:
-    """What a model of this configuration takes for videos, whose groups of frames are items as images are.
+    """Return what a model of this configuration takes for videos, whose groups of frames are items as images are.
 
     Once for each configuration a small copy of the model is given videos, whole and as items. Raises ModelError where
     the two differ, and for a model without videos.

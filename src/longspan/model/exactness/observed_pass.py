@@ -46,7 +46,7 @@ class TrialRows:
     part: int
 
     def row_numbers(self, rows: int) -> Integers | None:
-        """The numbers of a tensor's rows, which are all or this rank's part of them; None for another size."""
+        """Return the numbers of a tensor's rows, which are all or this rank's part of them; None for another size."""
         if rows == len(self.numbers):
             return self.numbers
         return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
@@ -58,12 +58,12 @@ class TrialRows:
 
 
 def is_compared(numbers: Integers) -> Integers:
-    """Which rows are compared, by their numbers."""
+    """Return which rows are compared, by their numbers."""
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
 
 def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tuple[TrialRows, TrialRows, TrialRows]:
-    """The rows of a pass; the same ones next to others; and some of them, in another order, next to others."""
+    """Make the rows of a pass; the same ones next to others; and some of them, in another order, next to others."""
     longest = max(_LENGTHS) if table is None else table.positions
     lengths = [min(length, longest) for length in _LENGTHS]
     return (
@@ -76,7 +76,7 @@ def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tu
 def _rows_of_documents(
     world: World, parts: int, lengths: Sequence[int], documents: Sequence[int], *, others: bool
 ) -> TrialRows:
-    """The rows of one pass: these documents on every slot, once for each of `parts` ranks."""
+    """Return the rows of one pass: these documents on every slot, once for each of `parts` ranks."""
     starts = np.cumsum([0, *lengths])
     of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
     numbers = np.concatenate([part * COUNT + of_part for part in range(parts)])
@@ -101,11 +101,14 @@ class Precision(NamedTuple):
         return self.tf32 or torch.finfo(self.dtype).bits <= 16
 
     def exact(self, *, same_shapes: bool) -> bool:
-        """Whether rows must be the same bit by bit, as every product has the same shapes."""
+        """Return whether rows must be the same bit by bit, as every product has the same shapes."""
         return same_shapes and not self.experts
 
     def tolerance(self, *, same_shapes: bool) -> float:
-        """How far a row may differ, relative to what a module adds to it; norms and routers may be in float32."""
+        """Return how far a row may differ, relative to what a module adds to it.
+
+        Norms and routers may be in float32.
+        """
         if not self.half:
             return 1e-4
         return 0.01 if self.exact(same_shapes=same_shapes) else 0.1 if self.experts and not same_shapes else 0.05
@@ -117,7 +120,10 @@ class Precision(NamedTuple):
         return (2 if self.half else 16) * max(torch.finfo(x.dtype).eps, torch.finfo(self.dtype).eps)
 
     def combine(self, errors: Tensor, *, same_shapes: bool) -> Tensor:
-        """The error of a tensor from those of its rows; rounding may let a router choose other experts for some."""
+        """Return the error of a tensor from those of its rows.
+
+        Rounding may let a router choose other experts for some.
+        """
         return errors.median() if self.half and self.experts and not same_shapes else errors.max()
 
 
@@ -159,7 +165,7 @@ class ObservedPass:
         self._note(name, 0, x, None)
 
     def read_errors(self) -> dict[Key, float]:
-        """The error of every tensor; all are read from the device at once."""
+        """Read the error of every tensor; all are read from the device at once."""
         if not self.errors:
             return {}
         return dict(zip(self.errors, torch.stack(list(self.errors.values())).tolist(), strict=True))
@@ -191,7 +197,7 @@ class ObservedPass:
             self.errors[key] = self._relative_error(x[places], earlier[earlier_places], entered)
 
     def _rows_to_compare(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The places of compared rows in a tensor, and in that of the pass before; None if there are none."""
+        """Return the places of compared rows in a tensor, and in that of the pass before; None if there are none."""
         sizes = len(x), len(earlier)
         if sizes not in self._places:
             assert self.before is not None
@@ -203,7 +209,7 @@ class ObservedPass:
         return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
 
     def _relative_error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
-        """The error of these rows (R, …) as a share of the tolerance."""
+        """Return the error of these rows (R, …) as a share of the tolerance."""
         assert self.before is not None
         same_shapes = len(self.rows.numbers) == len(self.before.rows.numbers)
         rounding, tolerance = (
@@ -218,7 +224,7 @@ class ObservedPass:
         return self.precision.combine(errors, same_shapes=same_shapes).double()
 
     def _restore_rows(self, name: str, call: int, out: Any) -> Any:
-        """The output of a layer, with the compared rows of the pass before."""
+        """Return the output of a layer, with the compared rows of the pass before."""
         assert self.before is not None
         leaves, structure = tree_flatten(out)
         changed, leaf = list[Any](), 0
@@ -241,14 +247,14 @@ class ObservedPass:
 
 
 def _row_tensors(rows: TrialRows, values: Any) -> Iterator[Tensor]:
-    """The tensors of rows (R, …) among some values."""
+    """Yield the tensors of rows (R, …) among some values."""
     for leaf in tree_leaves(values):
         if (x := _as_rows(rows, leaf)) is not None:
             yield x
 
 
 def _as_rows(rows: TrialRows, value: Any) -> Tensor | None:
-    """A tensor of numbers of rows, (R, …) or (1, R, …), as (R, …)."""
+    """Return a tensor of numbers of rows, (R, …) or (1, R, …), as (R, …)."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
         return None
     if rows.row_numbers(value.shape[0]) is not None:

@@ -73,7 +73,7 @@ def _try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _modes_tried(model: nn.Module) -> set[bool]:
-    """The modes, training or not, in which a prepared model has passed the trial."""
+    """Return the modes, training or not, in which a prepared model has passed the trial."""
     return vars(model).setdefault("modes_of_row_trial", set[bool]())
 
 
@@ -115,7 +115,7 @@ class _Trial:
         self.values = _Values(model, world, self.first.parts)
 
     def differences(self, *, every_module: bool) -> list[_Difference]:
-        """What differs between passes, with the culprit first; among layers, or among `every_module`."""
+        """Return what differs between passes, with the culprit first; among layers, or among `every_module`."""
         return [
             difference
             for stage in self.stages
@@ -123,7 +123,7 @@ class _Trial:
         ]
 
     def refusal(self, differences: Sequence[_Difference]) -> ModelError:
-        """Why this rank's part of the model is refused, by the first difference."""
+        """Return why this rank's part of the model is refused, by the first difference."""
         name, error, tolerance, comparison = differences[0]
         mode = "training" if self.model.training else "evaluation"
         architecture = call_rules(self.model).architecture
@@ -202,7 +202,7 @@ class _Values:
             observed.note("the hidden states after its last layer", out.squeeze(0))
 
     def _make_hidden_states(self, stage: Stage, rows: TrialRows) -> Tensor:
-        """Hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
+        """Make hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
         draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
             values = torch.randn(*self.numbers, self.width, generator=draw).to(self.device, self.dtype)
@@ -211,7 +211,7 @@ class _Values:
 
 
 def _first_culprit(shares: Mapping[Key, float]) -> Key | None:
-    """The first module whose outputs differ while its inputs do not; or else the first difference."""
+    """Return the first module whose outputs differ while its inputs do not; or else the first difference."""
     different = [key for key, share in shares.items() if share > 1]
     with_other_inputs = {(key.module, key.call) for key in different if not key.out}
     culprits = [key for key in different if key.out and (key.module, key.call) not in with_other_inputs]

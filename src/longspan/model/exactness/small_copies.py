@@ -39,7 +39,7 @@ _LEFT_OUT += ("transformers_version", "architectures", "attn_implementation", "_
 def shrink_configuration(
     config: PreTrainedConfig, *, true_heads: bool = False, experts: int = 4, images: bool = False
 ) -> PreTrainedConfig:
-    """A configuration of the same class and of every kind of layer of `config`, at widths of tens.
+    """Return a configuration of the same class and of every kind of layer of `config`, at widths of tens.
 
     It has two to six layers, one of each kind at least, and keeps rope types, windows, sinks, soft caps, experts and
     switches; windows and chunks are shorter, and scalings begin earlier, than the documents of a proof are long.
@@ -71,7 +71,7 @@ def shrink_configuration(
 def tiny_model(
     config: PreTrainedConfig, dtype: torch.dtype, *, seed: int = 0, attention: str = "sdpa", images: bool = False
 ) -> PreTrainedModel:
-    """A model of a small configuration, on the CPU, with random weights that depend only on the seed.
+    """Return a model of a small configuration, on the CPU, with random weights that depend only on the seed.
 
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random, as
     are the biases of routers, which are buffers. State-space layers run in torch's operations.
@@ -90,7 +90,7 @@ def tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    """A model with `attention` if its class has that, else with its own."""
+    """Make a model with `attention` if its class has that, else with its own."""
     settings: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -104,7 +104,7 @@ def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> Pr
 
 
 def reads_images_alone(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a class from images and text to text for a configuration, and no causal one."""
+    """Return whether transformers has a class from images and text to text for a configuration, and no causal one."""
     kind = type(config)
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -118,7 +118,7 @@ def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedCo
 
 
 def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:
-    """The small values of a configuration and of those inside it, of so many layers at least."""
+    """Return the small values of a configuration and of those inside it, of so many layers at least."""
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
@@ -178,7 +178,7 @@ _results: dict[Hashable, Any] = {}
 
 
 def trial_error(error: Exception) -> str:
-    """The error of a configuration, a constructor or a forward pass, in one line."""
+    """Return the error of a configuration, a constructor or a forward pass, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -190,6 +190,6 @@ def gradients_by_name(loss: Tensor, parameters: Iterable[tuple[str, nn.Parameter
 
 
 def relative_error(result: Tensor, exact: Tensor, least: float = 1e-30) -> float:
-    """The largest difference over the largest value, which is at least `least`; infinite instead of NaN."""
+    """Return the largest difference over the largest value, which is at least `least`; infinite instead of NaN."""
     error = float((result - exact).abs().max() / exact.abs().max().clamp(min=least))
     return float("inf") if error != error else error

@@ -136,7 +136,7 @@ class _Rules:
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
     def small_value(self, name: str, value: Any) -> Any:
-        """The small value of one attribute."""
+        """Return the small value of one attribute."""
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
             return [self.small_value(name, entry) for entry in value] if sized else value
@@ -155,13 +155,15 @@ class _Rules:
         return self._small_integer(name, value)
 
     def _fill_missing(self, name: str) -> int | None:
-        """A value in place of None, which classes would compute from others that no longer fit the small sizes."""
+        """Return a value in place of None, which classes would compute from others that no longer fit the small
+        sizes.
+        """
         if name in _HEAD_SIZES and self.hidden and self.heads:
             return self.sizes.head_size
         return self.sizes.heads if name in _KV_HEADS else None
 
     def _small_integer(self, name: str, value: int) -> int:
-        """The small value of an integer: by its name if that is known, otherwise by its ratio to widths."""
+        """Return the small value of an integer: by its name if that is known, otherwise by its ratio to widths."""
         simple = {
             **dict.fromkeys(_HEADS, self.sizes.heads),
             **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),
@@ -213,7 +215,7 @@ class _Rules:
         return value
 
     def _width_by_ratio(self, value: int) -> int:
-        """A width by its ratio to the hidden size if one divides the other, else three quarters of it."""
+        """Return a width by its ratio to the hidden size if one divides the other, else three quarters of it."""
         assert self.hidden
         if value % self.hidden == 0:
             return self.small_hidden * (value // self.hidden)
@@ -229,12 +231,12 @@ class _Rules:
         return self.sizes.heads if value == queries or not self.sizes.grouped else self.sizes.heads // 2
 
     def _positions(self) -> int:
-        """The length beyond which `dynamic` and its kind scale; others must have positions for every row."""
+        """Return the length beyond which `dynamic` and its kind scale; others must have positions for every row."""
         return SCALED_FROM if "dynamic" in rope_types(self.values.get("rope_parameters")) else POSITIONS
 
 
 def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Every attribute at its small size; nested values of single layers too, by the same rules.
+    """Return every attribute at its small size; nested values of single layers too, by the same rules.
 
     >>> small_values({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}, Sizes())
     {'hidden_size': 64, 'num_attention_heads': 4, 'num_key_value_heads': 2}
@@ -276,7 +278,7 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes)
 
 
 def alternatives(sizes: Sizes) -> list[Sizes]:
-    """Sizes to try in turn until a class accepts them."""
+    """Return sizes to try in turn until a class accepts them."""
     equal, wide = replace(sizes, grouped=False), replace(sizes, narrow=False)
     padded = [replace(sizes, pad=0), replace(sizes, pad=1)]
     return [sizes, wide, equal, replace(equal, narrow=False), *padded, replace(equal, narrow=False, pad=0)]

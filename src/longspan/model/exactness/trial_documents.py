@@ -57,12 +57,12 @@ def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
 
 
 def _is_merged(base: Any) -> bool:
-    """Whether images of any size have rows of merged patches, without a grid (Mistral 3)."""
+    """Return whether images of any size have rows of merged patches, without a grid (Mistral 3)."""
     return SIZES in image_parameters(base) and bool(getattr(base.config, "spatial_merge_size", None))
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Patches (n, C · t · p²), or (n, C, p, p), and their grid; where asked for, how many a side make a row."""
+    """Draw patches (n, C · t · p²), or (n, C, p, p), and their grid; where asked for, how many a side make a row."""
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_parameters(base):
         merge = side[1] % 2 + 1
@@ -75,7 +75,8 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
 
 
 def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Tiles of patches (n, most, C · p²), the last smaller than 3 x 3 rows, with a mask (n, most) and shapes (n, 2).
+    """Draw tiles of patches (n, most, C · p²), the last smaller than 3 x 3 rows, with a mask (n, most) and shapes (n,
+    2).
 
     There are `side[0]` tiles, and the last one has `side[0]` x `side[1]` rows.
     """
@@ -115,7 +116,7 @@ def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rand
 
 
 def _int(value: Any) -> int:
-    """A side that may be given for both dims."""
+    """Return a side that may be given for both dims."""
     return int(value[0] if isinstance(value, list | tuple) else value or 0)
 
 
@@ -166,13 +167,15 @@ class TrialVideo(NamedTuple):
 
 
 def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
-    """What models are told of the rows of a document of text (1, T): 0, and where a model has a prefix, 1 after it."""
+    """Return what models are told of the rows of a document of text (1, T): 0, and where a model has a prefix, 1 after
+    it.
+    """
     kinds = torch.arange(rows) >= (prefix if has_prefix(model.config) else rows)
     return kinds.long()[None]
 
 
 def trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[TrialDocument]:
-    """Documents of these numbers of tokens of text and of images, for a whole small model.
+    """Return documents of these numbers of tokens of text and of images, for a whole small model.
 
     Raises ModelError, and whatever the model's own code raises, where it makes no rows of such images.
     """
@@ -183,7 +186,7 @@ def trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]], se
 
 
 def ordinary_ids(config: PreTrainedConfig) -> list[int]:
-    """The token ids without those that mean something to the model: padding, images and the like."""
+    """Return the token ids without those that mean something to the model: padding, images and the like."""
     text = config.get_text_config()
     special = {
         value
@@ -213,7 +216,7 @@ def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str
 def _make_document(
     tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], draw: np.random.Generator
 ) -> TrialDocument:
-    """A document of these words with images at random places among them."""
+    """Make a document of these words with images at random places among them."""
     places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
     for part, image in zip(np.split(words, places), (*images, None), strict=True):
@@ -229,7 +232,7 @@ def _make_document(
 
 
 def video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:
-    """A document with two videos of several groups of frames around an image, for a whole small model.
+    """Return a document with two videos of several groups of frames around an image, for a whole small model.
 
     Raises ModelError for a model without videos by grids of patches, and whatever its own code raises.
     """

@@ -25,13 +25,13 @@ _COLUMNS = 1024  # of a row, that a program has
 
 
 def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
-    """Rows (S, 2 I) of gates and values to (S, I), by the model's gate."""
+    """Return rows (S, 2 I) of gates and values to (S, I), by the model's gate."""
     module: Any = experts
     return one_pass(x) if _is_plain(module) and kernels_for(x) is not None else module._apply_gate(x)
 
 
 def one_pass(x: Tensor) -> Tensor:
-    """SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
+    """Return SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
     return _Gated.apply(x)  # pyright: ignore[reportReturnType]
 
 
@@ -44,7 +44,9 @@ def _is_plain(experts: Any) -> bool:
 @cache
 @torch.no_grad()
 def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether an activation is SiLU, shown by numbers: transformers has several classes, LFM2-MoE torch's function."""
+    """Return whether an activation is SiLU, shown by numbers: transformers has several classes, LFM2-MoE torch's
+    function.
+    """
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
         return False
     x = torch.linspace(-20.0, 20.0, 81)
@@ -88,12 +90,12 @@ class Loads:
     host: Sequence[int] | None = None
 
     def sizes(self) -> Sequence[int]:
-        """The counts on the host; waits for the device if they have not been read yet."""
+        """Return the counts on the host; waits for the device if they have not been read yet."""
         return self.device.tolist() if self.host is None else self.host
 
 
 def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
-    """Rows (S, D) sorted by local expert, `loads` of them for each, to (S, D), not yet weighted."""
+    """Return rows (S, D) sorted by local expert, `loads` of them for each, to (S, D), not yet weighted."""
     module: Any = experts
     first = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = _weights(module, first), _weights(module, "down_proj")
@@ -108,7 +110,7 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
 
 
 def expert_kernel(x: Tensor, *weights: Tensor) -> Literal["grouped_mm", "loop"]:
-    """How `run_experts` multiplies these rows (S, D) and weights (e, …, …)."""
+    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …)."""
     can_group = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
     low = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     aligned = all(size % _ALIGNED_ELEMENTS == 0 for weight in weights for size in weight.shape[1:])
@@ -121,7 +123,7 @@ def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _run_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
-    """One matrix product for each expert."""
+    """Return one matrix product for each expert."""
     biases = [None] * weight.shape[0] if bias is None else bias.unbind()
     pieces: list[Tensor] = []
     for rows, matrix, offset in zip(x.split(list(loads.sizes())), weight.unbind(), biases, strict=True):
@@ -131,7 +133,7 @@ def _run_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads
 
 
 def _run_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
-    """One grouped matrix product for all experts."""
+    """Return one grouped matrix product for all experts."""
     assert _grouped_mm is not None
     ends = loads.device.cumsum(0).to(torch.int32)
     y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)

@@ -51,7 +51,7 @@ _layer_arguments: ContextVar[_LayerArguments | None] = ContextVar("longspan_laye
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold a layer's experts and use transformers' interface, by qualified name."""
+    """Return the modules that hold a layer's experts and use transformers' interface, by qualified name."""
     return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}
 
 
@@ -73,7 +73,7 @@ def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def router_sizes(model: nn.Module) -> tuple[int, ...]:
-    """How many experts each router of the model chooses from."""
+    """Return how many experts each router of the model chooses from."""
     return tuple(int(router.num_experts) for router in router_modules(model).values())  # pyright: ignore
 
 
@@ -148,7 +148,8 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """transformers' experts function: rows (T, D), their experts (T, k) and weights (T, k) to weighted sums (T, D).
+    """Return transformers' experts function: rows (T, D), their experts (T, k) and weights (T, k) to weighted sums (T,
+    D).
 
     Padding rows become zeros. Raises ModelError outside a layer that was called with a shard.
     """
@@ -172,7 +173,9 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 
 
 def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
-    """Indices of the real rows among the `count` that experts get: the shard's, or a tensor-parallel rank's part."""
+    """Return indices of the real rows among the `count` that experts get: the shard's, or a tensor-parallel rank's
+    part.
+    """
     local, tp, rows = shard.local_rows, world.home.tp, shard.real_rows
     if tp > 1 and count == -(-local // tp):
         start = world.coordinates.tp * count
@@ -189,12 +192,15 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 def mix_all_rows(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sums (R, D) of what each row's experts, which are all here, make of it."""
+    """Return the weighted sums (R, D) of what each row's experts, which are all here, make of it."""
     return _mix_experts(experts, x, chosen, weights, None)
 
 
 def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
-    """The weighted sums (R, D) of what each row's experts make of it. With a channel, its members split the experts."""
+    """Return the weighted sums (R, D) of what each row's experts make of it.
+
+    With a channel, its members split the experts.
+    """
     count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]
     by_expert, order = chosen.flatten().sort(stable=True)  # (R k,)
     bounds = torch.searchsorted(by_expert, torch.arange(count + 1, device=x.device))
@@ -223,7 +229,7 @@ def _run_over_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Cha
 
 
 def _order_by_expert(here: np.ndarray) -> np.ndarray:
-    """The order that sorts rows by expert, which arrive sorted by sender."""
+    """Return the order that sorts rows by expert, which arrive sorted by sender."""
     starts = (here.cumsum() - here.ravel()).reshape(here.shape)
     runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), here.T.ravel(), strict=True)]
     return np.concatenate([np.zeros(0, dtype=np.int64), *runs])

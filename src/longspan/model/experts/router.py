@@ -105,11 +105,13 @@ class RouterStatistics:
         self.counted_ahead.clear()
 
     def sums(self) -> list[float]:
-        """This rank's loads, sums of probabilities (E each) and sum of z: to be summed over slots for `losses`."""
+        """Return this rank's loads, sums of probabilities (E each) and sum of z: to be summed over slots for
+        `losses`.
+        """
         return _total(self.micro_batches, self.experts)
 
     def losses(self, sums: Sequence[float]) -> RouterLosses:
-        """The step's balance and z from `sums()` added over all slots: loads (E), probabilities (E), z."""
+        """Return the step's balance and z from `sums()` added over all slots: loads (E), probabilities (E), z."""
         loads, probabilities = torch.tensor(sums[:-1], dtype=torch.float64).view(2, -1) / self.token_layers
         return RouterLosses(float(self.experts * (loads * probabilities).sum()), sums[-1] / self.token_layers)
 
@@ -120,7 +122,9 @@ def _total(micro_batches: Sequence[RouterSums], experts: int) -> list[float]:
 
 
 def _routing_sums(logits: Tensor, top_k: int) -> Tensor:
-    """Sums (2 E + 1,) in float64 over rows (R, E): visits of each expert, its probability, and squares of lse."""
+    """Return sums (2 E + 1,) in float64 over rows (R, E): visits of each expert, its probability, and squares of
+    lse.
+    """
     wide = _as_wide(logits)
     softmax = wide.softmax(-1)
     chosen = softmax.topk(top_k, dim=-1).indices
@@ -152,7 +156,9 @@ class _WithRouterLosses(torch.autograd.Function):
 
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
-    """The gradient of both losses times their coefficients, (R, E): p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
+    """Return the gradient of both losses times their coefficients, (R, E): p (g − Σ g p) with g = E F / N, and 2 lse p
+    / N.
+    """
     coefficients, token_layers = statistics.coefficients, statistics.token_layers
     p = logits.softmax(-1)
     gradient = torch.zeros_like(p)

@@ -18,7 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in
 
 
 def kernels_for(*tensors: Tensor | None) -> Any:
-    """The module of the kernels where they can take these tensors, rows of elements in order; else None."""
+    """Return the module of the kernels where they can take these tensors, rows of elements in order; else None."""
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
             return None
@@ -27,7 +27,7 @@ def kernels_for(*tensors: Tensor | None) -> Any:
 
 @cache
 def kernels() -> Any:
-    """The module of the kernels; None without Triton."""
+    """Return the module of the kernels; None without Triton."""
     return None if find_spec("triton") is None else import_module("longspan.model.experts.row_kernels")
 
 
@@ -46,13 +46,13 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, order: Tensor, top_k: int) -> "Visits":
-        """The visits in an order, which is a permutation of their numbers."""
+        """Return the visits in an order, which is a permutation of their numbers."""
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return cls(order, place, top_k)
 
     def inverse(self) -> "Visits":
-        """The way back of rows with one visit each."""
+        """Return the way back of rows with one visit each."""
         return Visits(self.place, self.order, self.top_k)
 
     @property
@@ -62,7 +62,7 @@ class Visits(NamedTuple):
 
 
 def spread(x: Tensor, visits: Visits) -> Tensor:
-    """Rows (R, D) once for each visit, in their order: (R · top_k, D)."""
+    """Return rows (R, D) once for each visit, in their order: (R · top_k, D)."""
     return _Spread.apply(x, *visits)  # pyright: ignore[reportReturnType]
 
 
@@ -117,7 +117,7 @@ def _sum_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
 
 
 def _gradients_of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
-    """Gradients of what visits made, and of their weights."""
+    """Return gradients of what visits made, and of their weights."""
     if (kernels := kernels_for(done, weights, dout)) is None:
         going = dout.index_select(0, visits.rows)
         of_done = going * weights.flatten()[visits.order].unsqueeze(1)
@@ -132,5 +132,5 @@ def _gradients_of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Vi
 
 
 def _columns(width: int) -> int:
-    """The columns of a row that a program holds at once."""
+    """Return the columns of a row that a program holds at once."""
     return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))

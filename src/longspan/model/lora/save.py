@@ -19,7 +19,7 @@ from longspan.model.mtp.names import PREFIX
 
 
 def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:
-    """The names of the largest modules whose parameters are all `trained`; peft takes no lists of modules.
+    """Return the names of the largest modules whose parameters are all `trained`; peft takes no lists of modules.
 
     They are modules `inside` the one of that name, which is not itself among them.
 
@@ -81,7 +81,7 @@ def write_adapter(
 
 
 def stock_name(name: str, adapter: str) -> str:
-    """What peft calls a tensor of an adapter of this name in its files.
+    """Return what peft calls a tensor of an adapter of this name in its files.
 
     >>> stock_name("model.layers.0.mlp.up_proj.lora_A.default.weight", "default")
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'

@@ -40,7 +40,7 @@ def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequ
 
 
 def _modules_by_part(model: PreTrainedModel) -> dict[str, str]:
-    """The part of every module, by qualified name."""
+    """Return the part of every module, by qualified name."""
     towers = tuple(f"{tower}." for tower in _towers(model))
     return {
         name: LANGUAGE_MODEL if not f"{name}.".startswith(towers) else PROJECTOR if is_in_projector(name) else TOWER
@@ -49,13 +49,13 @@ def _modules_by_part(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _towers(model: PreTrainedModel) -> list[str]:
-    """The names of the towers of other modalities, and of their projectors if these are modules next to them."""
+    """Return the names of the towers of other modalities, and of their projectors if these are modules next to them."""
     towers = {id(tower) for tower in other_towers(model)}
     return [name for name, module in model.named_modules() if id(module) in towers]
 
 
 def _linears_of_parts(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
-    """The part of each linear in the parts, by qualified name. Raises ModelError for a part that has none.
+    """Return the part of each linear in the parts, by qualified name. Raises ModelError for a part that has none.
 
     In towers other classes of linears are left out: those in torch's own attention are never called.
     """
@@ -101,7 +101,9 @@ def _check_target_names(
 
 
 def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Sequence[str]) -> list[str]:
-    """The names of the linears in decoder layers, towers and projectors, except those that peft takes for experts."""
+    """Return the names of the linears in decoder layers, towers and projectors, except those that peft takes for
+    experts.
+    """
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name, part in linears.items() if part != LANGUAGE_MODEL or name.startswith(layers)]
     names = sorted({_ending(name) for name in inside})
@@ -122,7 +124,7 @@ def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Seque
 
 
 def _ending(name: str) -> str:
-    """The last word of a module's name; all of it for an entry of a list, whose number others have too."""
+    """Return the last word of a module's name; all of it for an entry of a list, whose number others have too."""
     last = name.rpartition(".")[2]
     return name if last.isdigit() else last
 
@@ -130,7 +132,7 @@ def _ending(name: str) -> str:
 def _exclusion_pattern(
     model: PreTrainedModel, names: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> str | None:
-    """A pattern of the modules of other parts, and of what is no linear and has a target's name."""
+    """Return a pattern of the modules of other parts, and of what is no linear and has a target's name."""
     towers = "|".join(map(re.escape, _towers(model)))
     if not towers:
         return None
@@ -159,7 +161,9 @@ def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]
 
 
 def _names_of_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """The names of linears that peft replaces by parameters of the model's fused experts, as of transformers 4."""
+    """Return the names of linears that peft replaces by parameters of the model's fused experts, as of transformers
+    4.
+    """
     import peft
 
     try:
@@ -179,7 +183,7 @@ def _names_of_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str]
 
 
 def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """The names of linears in mixers that some kernels read around an adapter, in families that peft lists."""
+    """Return the names of linears in mixers that some kernels read around an adapter, in families that peft lists."""
     import peft
 
     try:

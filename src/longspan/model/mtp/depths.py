@@ -37,7 +37,7 @@ class MtpBlocks(nn.ModuleList):
     """The decoder layers of a depth, one after another, if each is only attention, a mixer or an MLP."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Hidden states (1, T, D) through all of them, each called with the same arguments."""
+        """Return hidden states (1, T, D) through all of them, each called with the same arguments."""
         for block in self:
             hidden = take_hidden_states(block(hidden, *args, **kwargs))
         return hidden
@@ -56,13 +56,13 @@ class MtpDepth(nn.Module):
         self.mtp_block = block
 
     def forward(self, embedded: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Embeddings of later tokens and hidden states of the depth before, (1, T, D) each, to hidden states."""
+        """Return embeddings of later tokens and hidden states of the depth before, (1, T, D) each, to hidden states."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return self.post_norm(take_hidden_states(self.mtp_block(x, *args, **kwargs)))
 
 
 def take_hidden_states(output: Any) -> Tensor:
-    """The hidden states in what a decoder layer returns: all of it, or the first of several things."""
+    """Return the hidden states in what a decoder layer returns: all of it, or the first of several things."""
     return output if isinstance(output, Tensor) else output[0]
 
 
@@ -75,20 +75,20 @@ class MtpDepths(nn.Module):
 
 
 def depths_of(model: nn.Module) -> tuple[MtpDepth, ...]:
-    """The depths that `add_mtp` gave a model, in order; none for another model."""
+    """Return the depths that `add_mtp` gave a model, in order; none for another model."""
     mtp = model._modules.get(PREFIX)
     return tuple(depth for depth in mtp.layers if isinstance(depth, MtpDepth)) if isinstance(mtp, MtpDepths) else ()
 
 
 def find_copied_layer(model: nn.Module) -> CopiedLayer:
-    """The layer of a model that its depths copy."""
+    """Find the layer of a model that its depths copy."""
     mtp = model._modules[PREFIX]
     assert isinstance(mtp, MtpDepths)
     return mtp.copied
 
 
 def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers of a model's depths, by qualified name."""
+    """Return the decoder layers of a model's depths, by qualified name."""
     blocks = dict[str, nn.Module]()
     for i, depth in enumerate(depths_of(model)):
         name, block = f"{PREFIX}.layers.{i}.mtp_block", depth.mtp_block
@@ -110,7 +110,8 @@ def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
 def deeper_states(
     model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, inputs: LayerInputs, shard: Any = None
 ) -> tuple[Tensor, ...]:
-    """The hidden states (T, D) of each depth, of the model's last ones (1, T, D) and ids (depths, T) of later tokens.
+    """Return the hidden states (T, D) of each depth, of the model's last ones (1, T, D) and ids (depths, T) of later
+    tokens.
 
     A later token that is an image's placeholder has the image's row as its embedding, by the `shard`. Raises ModelError
     if the layer that depths copy gets inputs made of its own rows, and how these are made could not be seen.
@@ -165,7 +166,7 @@ def select_depth_weights(names: Iterable[str]) -> list[str]:
 
 
 def depth_reasons(model: nn.Module) -> Iterator[str]:
-    """Why depths cannot be trained with an adapter: only in part, or having adapters too."""
+    """Yield why depths cannot be trained with an adapter: only in part, or having adapters too."""
     mtp = model._modules.get(PREFIX)
     weights = dict(mtp.named_parameters()) if mtp is not None else {}
     depth_weights = select_depth_weights(f"{PREFIX}.{name}" for name in weights)

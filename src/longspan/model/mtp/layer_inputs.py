@@ -62,7 +62,7 @@ class NotedLayer(Absent):
         self.note = Note()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The first input as it is."""
+        """Return the first input as it is."""
         self.note.hidden_states, self.note.call = x, (args, _kwargs_for_depths(kwargs))
         return super().forward(x)
 
@@ -81,7 +81,7 @@ class _Embedded(nn.Module):
 def copy_without_layers(
     model: PreTrainedModel, embedded: Tensor, outputs: int, *, keep: Container[int] = ()
 ) -> tuple[Any, list[nn.Module]]:
-    """The module around a model's decoder layers with stand-ins for them, and these; layers `keep` are themselves.
+    """Copy the module around a model's decoder layers with stand-ins for them, and these; layers `keep` are themselves.
 
     Its embedding gives the rows `embedded` (1, T, D) whatever the ids are, and it has no norm after the layers.
     """
@@ -117,7 +117,7 @@ class LayerInputs:
         self._noted = args, kwargs
 
     def of(self, ids: Tensor, embedded: Tensor) -> LayerCall:
-        """The inputs of a layer that reads these ids (T,), whose embedding is (1, T, D).
+        """Return the inputs of a layer that reads these ids (T,), whose embedding is (1, T, D).
 
         Raises ModelError if the layer gets inputs made of its own rows, and that was not seen when depths were added.
         """
@@ -153,7 +153,7 @@ def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerI
 
 
 def depends_on_parameters(call: LayerCall) -> bool:
-    """Whether a tensor among these inputs depends on a parameter, in a pass with gradients."""
+    """Return whether a tensor among these inputs depends on a parameter, in a pass with gradients."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((call[0], dict(call[1]))))
 
 
@@ -162,5 +162,7 @@ def _kwargs_for_depths(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _depends_on_rows(value: Any) -> bool:
-    """Whether an input of the model is made of the rows' tokens, as hidden states are: such inputs are no integers."""
+    """Return whether an input of the model is made of the rows' tokens, as hidden states are: such inputs are no
+    integers.
+    """
     return isinstance(value, Tensor) and torch.is_floating_point(value)

@@ -70,12 +70,12 @@ def to_our_name(key: str, layers: int, blocks: int = 1) -> str:
 
 
 def as_our_columns(key: str, tensor: Any) -> Any:
-    """A file's tensor, which safetensors reads in parts, with the columns in our order."""
+    """Return a file's tensor, which safetensors reads in parts, with the columns in our order."""
     return _HalvesExchanged(tensor) if _MIMO_PROJECTION.fullmatch(key) else tensor
 
 
 def to_published_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
-    """The function from our names to those that a family's models are published with; None if it has none.
+    """Return the function from our names to those that a family's models are published with; None if it has none.
 
     `blocks` are those of a depth.
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.model.multimodal.encoder import Encoder, modalities_in_spans
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
@@ -30,8 +30,8 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
     home = world.home
     if sorted(home.ranks) != sorted(encoder_home.ranks):
         raise ModelError(
-            f"the encoder of {modality} is over ranks {short(encoder_home.ranks)}, the language model over "
-            f"{short(home.ranks)}; give both the same ranks, in any order"
+            f"the encoder of {modality} is over ranks {excerpt(encoder_home.ranks)}, the language model over "
+            f"{excerpt(home.ranks)}; give both the same ranks, in any order"
         )
     if encoder_home.pp > 1:
         raise ModelError(

@@ -57,7 +57,7 @@ class Encoder:
 
 
 def modalities_in_spans(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
-    """The modalities whose items' rows see each other."""
+    """Return the modalities whose items' rows see each other."""
     return tuple(modality for modality, encoder in encoders.items() if encoder.in_spans)
 
 
@@ -70,7 +70,7 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
 
 
 def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
-    """What is called with a shard, the model with the input embedding, and whether its first layers are in it.
+    """Yield what is called with a shard, the model with the input embedding, and whether its first layers are in it.
 
     Yields nothing if tokens are embedded elsewhere; depths of multi-token prediction embed them on the last stage.
     """

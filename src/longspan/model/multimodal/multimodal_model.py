@@ -94,12 +94,12 @@ def check_world(model: nn.Module, world: World) -> None:
 
 
 def language_model_of(model: nn.Module) -> nn.Module:
-    """The language model of a MultimodalModel; any other model itself."""
+    """Return the language model of a MultimodalModel; any other model itself."""
     return model.language_model if isinstance(model, MultimodalModel) else model
 
 
 def modules_and_worlds(model: nn.Module, world: World) -> list[tuple[nn.Module, World]]:
-    """The modules of a model that lie in homes of their own, the language model first, each with its world."""
+    """Return the modules of a model that lie in homes of their own, the language model first, each with its world."""
     if not isinstance(model, MultimodalModel):
         return [(model, world)]
     encoders = [(encoder.module, encoder.world) for encoder in model.encoder_settings.values()]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.model.multimodal.split_encoder import split_encoder
 from longspan.model.multimodal.tp_plan import parts_to_split
 from longspan.model.recompute import Recomputation, run_checkpointed
@@ -25,7 +25,7 @@ from longspan.model.sharding import Sharding, shard_over_slots
 
 
 def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """The blocks by qualified name, in the module's order: those given, or the modules of its longest lists.
+    """Return the blocks by qualified name, in the module's order: those given, or the modules of its longest lists.
 
     >>> [*encoder_blocks(CLIPVisionModel(config))][:2]
     ['encoder.layers.0', 'encoder.layers.1']
@@ -56,7 +56,7 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
 
 
 def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Lists of modules that are in no other list, by qualified name."""
+    """Yield lists of modules that are in no other list, by qualified name."""
     for name, child in module.named_children():
         qualified = f"{path}.{name}".lstrip(".")
         if isinstance(child, nn.ModuleList) or _is_list_of_blocks(child):
@@ -66,7 +66,7 @@ def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Whether a Sequential holds blocks of one class one after another, as timm's vision towers do."""
+    """Return whether a Sequential holds blocks of one class one after another, as timm's vision towers do."""
     children = [*module.children()]
     return (
         isinstance(module, nn.Sequential)
@@ -173,7 +173,10 @@ def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> Non
 def _blocks_by_name(
     module: nn.Module, blocks: Sequence[nn.Module] | None, recomputation: Recomputation
 ) -> dict[str, nn.Module]:
-    """What is sharded and recomputed one at a time, by name. Raises ModelError if there is nothing to recompute."""
+    """Return what is sharded and recomputed one at a time, by name.
+
+    Raises ModelError if there is nothing to recompute.
+    """
     units = encoder_blocks(module, blocks)
     if not units and recomputation.measure != "none":
         raise ModelError(
@@ -194,8 +197,8 @@ def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
     names = [name for name in first if any(digest_there.get(name) != first[name] for digest_there in others)]
     raise on_all_ranks(
         ModelError(
-            f"ranks {short(ranks)} hold other weights of {type(module).__name__} than rank {world.home.ranks[0]}: "
-            f"{short(names, 4)}; all begin with the same: seed every rank alike (torch.manual_seed) or load the same "
+            f"ranks {excerpt(ranks)} hold other weights of {type(module).__name__} than rank {world.home.ranks[0]}: "
+            f"{excerpt(names, 4)}; all begin with the same: seed every rank alike (torch.manual_seed) or load the same "
             "weights before prepare_encoder"
         )
     )

@@ -74,14 +74,14 @@ def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
 
 
 def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:
-    """How a module sees the counts of heads that it holds: those of one rank."""
+    """Return how a module sees the counts of heads that it holds: those of one rank."""
     return dict.fromkeys(part.local_attributes, lambda count: count // tp)
 
 
 def _units_of_trials(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """What a trial calls: one block of each kind, and one of each kind of parts outside blocks, by name."""
+    """Yield what a trial calls: one block of each kind, and one of each kind of parts outside blocks, by name."""
     kinds = set[Any]()
     for part in parts:
         name = next((block for block in blocks if f"{part.name}.".startswith(f"{block}.")), part.name)

@@ -100,7 +100,8 @@ class SplitModule:
 def parts_to_split(
     module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
 ) -> list[SplitModule]:
-    """The parts of an encoder that are split over tp ranks, in its order; none at tp 1, where a plan is still checked.
+    """Return the parts of an encoder that are split over tp ranks, in its order; none at tp 1, where a plan is still
+    checked.
 
     Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
     divide heads or widths.
@@ -132,7 +133,7 @@ def _make_part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: 
 
 
 def _styles_by_name(module: nn.Module) -> dict[str, str]:
-    """The style of every linear that is recognised by its name and its neighbours', by qualified name."""
+    """Return the style of every linear that is recognised by its name and its neighbours', by qualified name."""
     return {
         f"{name}.{child}".lstrip("."): style
         for name, owner in module.named_modules()
@@ -145,14 +146,14 @@ def _linears(owner: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _linears_inside(module: nn.Module) -> dict[str, nn.Linear]:
-    """The linears inside a module by name: of adapted ones the linear that is adapted, and not the adapter's."""
+    """Return the linears inside a module by name: of adapted ones the linear that is adapted, and not the adapter's."""
     inside = tuple(f"{name}." for name in peft_modules(module))
     modules = {n: base_module(child) for n, child in module.named_modules() if not (inside and n.startswith(inside))}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
 def _linears_around_convolution(owner: nn.Module) -> dict[str, str]:
-    """The linears of a module that convolves between them (LFM3-VL), which every rank computes whole."""
+    """Return the linears of a module that convolves between them (LFM3-VL), which every rank computes whole."""
     convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in owner.children())
     return dict.fromkeys(_linears(owner), REPLICATED) if convolves else {}
 
@@ -171,7 +172,7 @@ def _styles_of_module(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
 
 
 def _styles_of_caller(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
+    """Return the caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
     styles = dict[str, str]()
     linears = [*_linears_inside(module)]
     for pattern, style in plan.items():

@@ -33,7 +33,7 @@ class SharedParameter(NamedTuple):
 
 
 def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tuple[SharedParameter, ...]:
-    """The parameters of a whole model that several of its stages have, in the model's order.
+    """Return the parameters of a whole model that several of its stages have, in the model's order.
 
     `stages` are all of them, with the model's own parameters.
     """
@@ -146,7 +146,10 @@ class StageCopies:
             self.trained |= {_place(model, name).module: trained for name in names}
 
     def of(self, name: str) -> list[nn.Parameter]:
-        """The copies here of a parameter, by any of its names in the whole model; those of earlier stages first."""
+        """Return the copies here of a parameter, by any of its names in the whole model.
+
+        Those of earlier stages first.
+        """
         places = (places for entry, places in zip(self._shared, self._places, strict=True) if name in entry.names)
         return [place.parameter for place in next(places, ())]
 

@@ -48,7 +48,7 @@ def name_as_in_whole(into: nn.Module, models: list[PreTrainedModel], copies: Sta
 
 
 def modules_without_name(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
-    """The modules of a stage that the whole model's names do not lead to: those around layers and around copies.
+    """Return the modules of a stage that the whole model's names do not lead to: those around layers and around copies.
 
     Modules whose own parameters are copies that are not trained are left out.
     """
@@ -76,7 +76,7 @@ def _child(node: nn.Module, name: str) -> nn.Module:
 
 
 def _modules_around_layers(model: PreTrainedModel) -> set[nn.Module]:
-    """The modules of a stage's copy that every stage has a copy of: those around its layers, and their list."""
+    """Return the modules of a stage's copy that every stage has a copy of: those around its layers, and their list."""
     path = text_name(model).split(".")
     around = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
     return {*around, getattr(decoder_of(model), parts_of(model).layers)}
@@ -138,7 +138,7 @@ class PipelineModel(nn.Module):
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """The modules by their names in the whole model, then the stages, which FSDP2 manages as roots."""
+        """Yield the modules by their names in the whole model, then the stages, which FSDP2 manages as roots."""
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         for name, module in self._unnamed.items():
@@ -200,7 +200,7 @@ class PipelineModel(nn.Module):
         self.probed = True
 
     def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
-        """The schedule for so many micro-batches with its stages, made once."""
+        """Make the schedule for so many micro-batches with its stages, made once."""
         key = (micro_batches, backward)
         if key not in self._schedules:
             hidden, parts = self.config.get_text_config().hidden_size, call_rules(self).row_multiple
@@ -215,7 +215,9 @@ class PipelineModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
-        """Logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline, without a gradient."""
+        """Return logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline, without a
+        gradient.
+        """
         if position_ids.ndim == 3:
             kwargs["position_ids"] = position_ids
         elif not torch.equal(position_ids[0], shard.position_ids):
@@ -245,7 +247,7 @@ class PipelineModel(nn.Module):
 
 
 def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: PipelineSettings) -> tuple[Stage, ...]:
-    """This rank's stages of a model; the rest of it is freed.
+    """Return this rank's stages of a model; the rest of it is freed.
 
     Raises ModelError or PlanError, before anything is changed, for what would not be exact or not fit.
     """
@@ -271,7 +273,7 @@ def _run_watched(step: Callable[[], None], world: World) -> None:
 
 
 def _original_error(error: BaseException) -> BaseException | None:
-    """What torch wrapped into this error of a stage's forward or backward pass; None if nothing is wrapped."""
+    """Return what torch wrapped into this error of a stage's forward or backward pass; None if nothing is wrapped."""
     origin = error.__cause__
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
         origin = origin.__cause__

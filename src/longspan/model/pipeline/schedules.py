@@ -102,7 +102,7 @@ class ScheduledStage(PipelineStage):
         return out
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """The stage's forward; what is no tensor stays out of the inputs that torch differentiates by."""
+        """Return the stage's forward; what is no tensor stays out of the inputs that torch differentiates by."""
         return self.submod(*args, stage_input=self._input)
 
     def _check_output(self, out: Tensor, stage_input: StageInput) -> None:
@@ -193,7 +193,7 @@ class ScheduledStage(PipelineStage):
         """torch 2.11 compares with the first micro-batch."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """torch 2.11 greets neighbours, in a V schedule itself; our group is warm."""
+        """Return torch 2.11 greets neighbours, in a V schedule itself; our group is warm."""
         return []
 
 
@@ -216,7 +216,7 @@ def make_schedule(
 
 
 def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
-    """torch's class for this schedule."""
+    """Return torch's class for this schedule."""
     if pipeline_settings.is_folded:
         return ScheduleZBVZeroBubble
     if pipeline_settings.schedule == "zero_bubble" and backward:
@@ -228,5 +228,5 @@ def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, 
 
 
 def _loss_as_made(output: Tensor, _: Tensor) -> Tensor:
-    """The last stage makes the loss itself."""
+    """Return the last stage makes the loss itself."""
     return output

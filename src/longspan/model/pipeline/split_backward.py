@@ -38,7 +38,7 @@ class PendingWeights(NamedTuple):
 def backward_to_input(
     output: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[Tensor]
 ) -> tuple[Tensor, PendingWeights]:
-    """The gradient of the input `x`, and what `backward_to_weights` goes on from.
+    """Return the gradient of the input `x`, and what `backward_to_weights` goes on from.
 
     `weights` are leaves, parameters and others. `gradient` is that of the output, None for a loss.
     """
@@ -93,7 +93,9 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
 
 
 def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
-    """The weights that the output depends on, by the nodes where their paths to it first meet those of the input."""
+    """Return the weights that the output depends on, by the nodes where their paths to it first meet those of the
+    input.
+    """
     users = _users_of_nodes(output)
     of_input = _dependent_nodes(x, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}
@@ -120,7 +122,7 @@ def _users_of_nodes(output: Node) -> dict[Node, list[Node]]:
 
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], ends: Set[Node] = frozenset()) -> set[Node]:
-    """The nodes that depend on `start`, itself among them; none beyond those of `ends`."""
+    """Return the nodes that depend on `start`, itself among them; none beyond those of `ends`."""
     dependents, to_visit = {start}, [start]
     while to_visit:
         node = to_visit.pop()

@@ -42,7 +42,7 @@ class TakenEmbedding:
 
 
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
-    """The argument, by position or name, in which layers get the embedding as it is; None if there is none.
+    """Return the argument, by position or name, in which layers get the embedding as it is; None if there is none.
 
     Also None if another part gets it, or if layers get other earlier hidden states or no keyword arguments.
     """
@@ -122,7 +122,7 @@ class Stage(nn.Module):
         return self.index == self.count - 1
 
     def forward(self, x: Tensor, *, stage_input: StageInput) -> Tensor:
-        """Hidden states for the next stage; on the last one what `stage_input.make_output` makes."""
+        """Return hidden states for the next stage; on the last one what `stage_input.make_output` makes."""
         embedding: Tensor | TakenEmbedding = TakenEmbedding()
         if self.with_embedding and not self.first:
             x, embedding = x.chunk(2, dim=1)
@@ -203,7 +203,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
 
 
 def _parts_in_order(model: PreTrainedModel, parts: ModelParts) -> list[str]:
-    """The parts that hidden states go through, in order: not the embedding, which token ids go through."""
+    """Return the parts that hidden states go through, in order: not the embedding, which token ids go through."""
     base = decoder_of(model)
     parts_before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     layers = [f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))]
@@ -211,7 +211,7 @@ def _parts_in_order(model: PreTrainedModel, parts: ModelParts) -> list[str]:
 
 
 def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
-    """The model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
+    """Return the model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
     last = len(layers) - 1
     return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
@@ -219,7 +219,7 @@ def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[ran
 def cut_model(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], local_stages: Sequence[int]
 ) -> tuple[Stage, ...]:
-    """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
+    """Return this rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
 
     Each has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed, for
     modules that stages share in part.

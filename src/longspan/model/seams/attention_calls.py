@@ -38,12 +38,12 @@ def scale_queries_by_position(model: nn.Module) -> None:
 
 
 def has_temperature(module: nn.Module) -> bool:
-    """Whether this attention module scales queries by the number of a row among those that it is given."""
+    """Return whether this attention module scales queries by the number of a row among those that it is given."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def is_llama4_temperature(module: nn.Module) -> bool:
-    """Whether it has the numbers of its temperature, as Llama 4's does."""
+    """Return whether it has the numbers of its temperature, as Llama 4's does."""
     return all(isinstance(getattr(module, name, None), int | float) for name in ("floor_scale", "attn_scale"))
 
 
@@ -57,7 +57,7 @@ def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """How many positions see each other in this attention module's layer; None if all earlier ones are seen."""
+    """Return how many positions see each other in this attention module's layer; None if all earlier ones are seen."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if not types or not isinstance(layer, int) or not 0 <= layer < len(types) or types[layer] != "chunked_attention":
@@ -86,7 +86,8 @@ def attention(
     attention_kernel: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query (1, N, T, H), key and value (1, K, T, H) to (1, T, N, H) and no weights.
+    """Return transformers' attention function: query (1, N, T, H), key and value (1, K, T, H) to (1, T, N, H) and no
+    weights.
 
     Raises ModelError without a shard, with a mask, or with more than one batch row.
     """
@@ -119,7 +120,7 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 
 
 def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
-    """The index of this rank's first query head among all of the layer's, by which dropout's masks go."""
+    """Return the index of this rank's first query head among all of the layer's, by which dropout's masks go."""
     world = world_of(shard.world_key)
     tp, all_heads = world.home.tp, getattr(getattr(module, "config", None), "num_attention_heads", None)
     if tp == 1 or heads == all_heads:
@@ -192,7 +193,7 @@ def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> Non
 
 
 def _as_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
-    """The tensor as (1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) as (n, 1, T)."""
+    """Return the tensor as (1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) as (n, 1, T)."""
     if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
         _as_one_row(name, x[0], shard)
         return x
@@ -208,7 +209,7 @@ def _as_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
 
 
 def layer_index(module: nn.Module) -> int | None:
-    """The global layer index that transformers gives an attention module."""
+    """Return the global layer index that transformers gives an attention module."""
     return getattr(module, "layer_idx", None)
 
 

@@ -49,7 +49,7 @@ _recorded = WeakKeyDictionary[SequenceShard, list[RecordedCall]]()  # the passes
 
 
 def call_record(shard: object) -> list[RecordedCall] | None:
-    """The list in which attention calls of this pass are recorded; None if they are not recorded."""
+    """Return the list in which attention calls of this pass are recorded; None if they are not recorded."""
     if isinstance(shard, Probe):
         return shard.calls
     return _recorded.get(shard) if isinstance(shard, SequenceShard) else None
@@ -61,7 +61,7 @@ def record_calls(shard: SequenceShard) -> list[RecordedCall]:
 
 
 def unknown_tensors(arguments: dict[str, object]) -> tuple[str, ...]:
-    """Names of tensors that would change attention, and for which `attend` has no argument."""
+    """Return names of tensors that would change attention, and for which `attend` has no argument."""
     unused = {"position_ids", "cache_position"}
     return tuple(name for name, value in arguments.items() if isinstance(value, Tensor) and name not in unused)
 

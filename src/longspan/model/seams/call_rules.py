@@ -35,7 +35,8 @@ class PositionTable(NamedTuple):
 
 
 def position_table(model: PreTrainedModel) -> PositionTable | None:
-    """The table around the decoder layers, of as many rows as the configuration's `max_position_embeddings`, or None.
+    """Return the table around the decoder layers, of as many rows as the configuration's `max_position_embeddings`, or
+    None.
 
     Rows that a module skips at the start of its table (`offset`) are no positions.
     """
@@ -95,7 +96,7 @@ class CallRules:
     prefix_window: int | None = None
 
     def with_kernel(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of a call, with the model's kernel unless the caller chose one."""
+        """Return the keyword arguments of a call, with the model's kernel unless the caller chose one."""
         kernel = {} if self.attention_kernel is None else {"attention_kernel": self.attention_kernel}
         return {**kernel, **arguments}
 
@@ -120,17 +121,17 @@ class CallRules:
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """Whether `prepare` has brought this model under a home."""
+    """Return whether `prepare` has brought this model under a home."""
     return hasattr(model, "call_rules")
 
 
 def call_rules(model: nn.Module) -> CallRules:
-    """The rules of a prepared model; those of another one refuse nothing."""
+    """Return the rules of a prepared model; those of another one refuse nothing."""
     return getattr(model, "call_rules", None) or CallRules(type(model).__name__)
 
 
 def has_prefix(config: PreTrainedConfig) -> bool:
-    """Whether a model of this configuration has one."""
+    """Return whether a model of this configuration has one."""
     return config.model_type in _WITH_PREFIX
 
 
@@ -175,7 +176,7 @@ def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
 
 
 def _random_keys(config: Any) -> str:
-    """The keys of a configuration for dropout and noise outside attention, with their values."""
+    """Return the keys of a configuration for dropout and noise outside attention, with their values."""
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")
     keys = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]

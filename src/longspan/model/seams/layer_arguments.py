@@ -22,7 +22,7 @@ from longspan.model.mtp.depths import find_copied_layer, mtp_blocks
 
 
 def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
-    """The shard that a model or layer of this name was called with. Raises ModelError for something else."""
+    """Find the shard that a model or layer of this name was called with. Raises ModelError for something else."""
     if isinstance(shard, SequenceShard):
         return shard
     got = "no shard" if shard is None else f"shard={type(shard).__name__}"
@@ -31,7 +31,7 @@ def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") 
 
 
 def _trainer_hint() -> str:
-    """The end of a message where a Trainer of transformers or TRL made the call: what runs one over plans."""
+    """Return the end of a message where a Trainer of transformers or TRL made the call: what runs one over plans."""
     frame = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -45,7 +45,9 @@ def _trainer_hint() -> str:
 
 
 def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
-    """The shard that a layer of this name was called with, which must be one packed row of all the layer's rows."""
+    """Return the shard that a layer of this name was called with, which must be one packed row of all the layer's
+    rows.
+    """
     shard = find_shard(name, shard)
     if batch != 1 or rows != shard.local_rows:
         raise ModelError(f"{name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}")
@@ -80,19 +82,19 @@ _running: ContextVar[_Running | None] = ContextVar("longspan_running_layer", def
 
 
 def shard_of_layer() -> Any:
-    """The shard of the decoder layer that is running; None outside of one."""
+    """Return the shard of the decoder layer that is running; None outside of one."""
     layer = _running.get()
     return None if layer is None else layer.shard
 
 
 def kernel_of_layer() -> str | None:
-    """The name of the attention kernel that the decoder layer that is running was called with."""
+    """Return the name of the attention kernel that the decoder layer that is running was called with."""
     layer = _running.get()
     return None if layer is None else layer.attention_kernel
 
 
 def router_of_layer() -> Any:
-    """The router statistics of the pass that is running; None if there are none."""
+    """Return the router statistics of the pass that is running; None if there are none."""
     layer = _running.get()
     return None if layer is None else layer.router
 
@@ -105,7 +107,8 @@ def keep_layer_arguments(model: PreTrainedModel) -> None:
 
 
 def run_within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward, bound to its keyword arguments by `functools.partial`, that notes them whenever it is called.
+    """Return a layer's forward, bound to its keyword arguments by `functools.partial`, that notes them whenever it is
+    called.
 
     Another callable, such as a layer itself, is returned as it is.
     """

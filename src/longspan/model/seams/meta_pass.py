@@ -49,7 +49,7 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
 
 
 def _meta_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Meta tensors by name, once for each module's own parameters and buffers.
+    """Return meta tensors by name, once for each module's own parameters and buffers.
 
     A module under two names, as a layer that others share, must be named once: torch would put the first stand-in back
     in place of the parameter.
@@ -80,7 +80,7 @@ def preserve_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Each container among a module's attributes, and a copy of what is in it now."""
+    """Return each container among a module's attributes, and a copy of what is in it now."""
     values = [value for name, value in vars(module).items() if name not in _OF_MODULES or name == "_buffers"]
     return [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
 

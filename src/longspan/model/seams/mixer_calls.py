@@ -57,11 +57,11 @@ class ShardedMixerOps:
     kernels: tuple[str, ...] = ()
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        """Each row with the rows before it in its document."""
+        """Return each row with the rows before it in its document."""
         return causal_conv(x, weight, bias, self.shard, silu=silu, kernels=self.kernels)
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-        """The recurrence over each document."""
+        """Return the recurrence over each document."""
         return linear_scan(q, k, v, g, beta, self.shard, scale, kernels=self.kernels)
 
 
@@ -72,11 +72,11 @@ class SeparateMixerOps:
     kernels: tuple[str, ...] = ()
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        """Each row by itself."""
+        """Return each row by itself."""
         return convolve_separately(x, weight, bias, silu)
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-        """Each row by itself."""
+        """Return each row by itself."""
         return scan_separately(q, k, v, g, beta, scale)
 
 
@@ -97,7 +97,7 @@ ROWS_ALONE = SeparateMixerOps()
 
 
 def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, rows: int) -> MixerOps:
-    """The operations over the shard that a mixer of this name, or the decoder layer around it, was called with.
+    """Find the operations over the shard that a mixer of this name, or the decoder layer around it, was called with.
 
     Raises ModelError without a shard, with more than one batch row, or with other rows than the shard's.
     """
@@ -109,7 +109,7 @@ def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, ro
 
 
 def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
-    """What mixers call in place of their own kernels, by the names under which they call them."""
+    """Return what mixers call in place of their own kernels, by the names under which they call them."""
     delta_rule = partial(_run_delta_rule, find_ops)
     return {
         "causal_conv1d_fn": partial(_run_convolution, find_ops),

@@ -19,7 +19,7 @@ class SeparateRows(SequenceShard):
 
     @classmethod
     def of(cls, shard: SequenceShard) -> "SeparateRows":
-        """A shard with the rows, positions and documents of this one, whose rows do not meet."""
+        """Return a shard with the rows, positions and documents of this one, whose rows do not meet."""
         rows = object.__new__(cls)
         rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})
         return rows

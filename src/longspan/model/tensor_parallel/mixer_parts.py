@@ -26,7 +26,7 @@ class Even:
     size: int
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """This rank's rows."""
+        """Return this rank's rows."""
         part = self.size // tp
         return (range(rank * part, (rank + 1) * part),)
 
@@ -45,11 +45,11 @@ class OfGroups:
         return self.groups * self.width
 
     def heads_together(self, tp: int) -> int:
-        """How many neighbouring heads of a rank share one group, on every rank."""
+        """Return how many neighbouring heads of a rank share one group, on every rank."""
         return math.gcd(self.heads // tp, self.heads // self.groups)
 
     def count(self, tp: int) -> int:
-        """The number of groups that a rank has, counting one again where it has it twice."""
+        """Return the number of groups that a rank has, counting one again where it has it twice."""
         return self.heads // tp // self.heads_together(tp)
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
@@ -109,7 +109,7 @@ class MixerParts:
 
 
 def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
-    """The parts of a mixer that is recognised by its attributes.
+    """Return the parts of a mixer that is recognised by its attributes.
 
     Raises ModelError, naming it, for another one, and for a parameter of it that has no place.
     """
@@ -223,7 +223,7 @@ def tensors_at(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, s
 
 
 def reads_inputs(name: str) -> bool:
-    """Whether a parameter of this name is the first matrix of a projection's adapter, which makes no outputs.
+    """Return whether a parameter of this name is the first matrix of a projection's adapter, which makes no outputs.
 
     >>> reads_inputs("in_proj.lora_A.default.weight"), reads_inputs("in_proj.lora_B.default.weight")
     (True, False)

@@ -31,7 +31,7 @@ Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each
 
 
 def _groups_of(norm: Any) -> int:
-    """How many equal groups of features a norm takes means of: one in transformers 5.17's Mamba 2."""
+    """Return how many equal groups of features a norm takes means of: one in transformers 5.17's Mamba 2."""
     if size := getattr(norm, "group_size", None):
         return norm.weight.numel() // size
     return getattr(norm, "n_groups", None) or 1
@@ -77,7 +77,9 @@ def norm_over_ranks(norm: Any, world: World) -> None:
 
 
 def _gated_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
-    """Norm rows by these means, multiplied by SiLU of the gate before or after, as the norm's own forward does."""
+    """Return norm rows by these means, multiplied by SiLU of the gate before or after, as the norm's own forward
+    does.
+    """
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     y, gates = x.to(wide_dtype), None if gate is None else F.silu(gate.to(wide_dtype))
     gate_first = not getattr(norm, "norm_before_gate", False)
@@ -138,7 +140,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
 
 
 def _norm_over_features(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
-    """The norm of a mixer that takes means of features of several heads; None without one."""
+    """Return the norm of a mixer that takes means of features of several heads; None without one."""
     norm: Any = getattr(mixer, "norm", None)
     return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 

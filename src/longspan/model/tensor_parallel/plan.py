@@ -65,7 +65,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
 
 
 def split_blocks(placed: Sequence[StyledModule]) -> set[str]:
-    """Modules whose input every rank takes whole, for its heads or features, by name: attention, MLP and mixers.
+    """Return modules whose input every rank takes whole, for its heads or features, by name: attention, MLP and mixers.
 
     The outermost ones, as some have linears with adapters of their own inside.
     """
@@ -75,12 +75,12 @@ def split_blocks(placed: Sequence[StyledModule]) -> set[str]:
 
 
 def _enclosing_names(name: str) -> Iterator[str]:
-    """The names of the modules around one of this name."""
+    """Return the names of the modules around one of this name."""
     return (name[: dot.start()] for dot in re.finditer(r"\.", name))
 
 
 def experts_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """The experts of a decoder layer by name: modules named "experts"."""
+    """Return the experts of a decoder layer by name: modules named "experts"."""
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
 
@@ -122,7 +122,7 @@ def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) 
 
 
 def _sizes_to_divide(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
-    """The numbers that tp must divide, by words for messages: heads, features, and parameters' own."""
+    """Return the numbers that tp must divide, by words for messages: heads, features, and parameters' own."""
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:
         if style == MIXER:
@@ -146,7 +146,7 @@ def _sizes_to_divide(model: PreTrainedModel, placed: list[StyledModule]) -> dict
 
 
 def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Counts of heads; those of single layers, where a configuration has such, under names of their own."""
+    """Yield counts of heads; those of single layers, where a configuration has such, under names of their own."""
     values: dict[str, Any] = config.to_dict()
     layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
     names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]
@@ -161,7 +161,7 @@ _FEATURES = 8  # of the trial of a single module: any even number
 
 
 def partial_parameters(model: nn.Module, placed: Sequence[StyledModule]) -> list[StyledModule]:
-    """The parameters of split blocks that the plan does not name and whose gradients are to be summed over tp.
+    """Return the parameters of split blocks that the plan does not name and whose gradients are to be summed over tp.
 
     Each once, however many blocks share it. Raises ModelError, naming them, for those where that would be wrong.
     """
@@ -248,7 +248,7 @@ def _outputs_depend_on(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) 
 
 @torch.no_grad()
 def _is_elementwise(module: nn.Module) -> bool:
-    """Whether some of the features give the same as among all features, shown with numbers on the host."""
+    """Return whether some of the features give the same as among all features, shown with numbers on the host."""
     ones = {n: torch.ones(x.shape) for n, x in (*module.named_parameters(), *module.named_buffers())}
     x = torch.linspace(-2, 2, 2 * _FEATURES).view(1, 2, _FEATURES)
     try:

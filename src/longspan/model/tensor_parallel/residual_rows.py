@@ -55,7 +55,7 @@ def _sum_gradients_of_rows(module: nn.Module, key: int) -> None:
 
 
 def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The decoder layers that are here, and those of depths of multi-token prediction, by name."""
+    """Return the decoder layers that are here, and those of depths of multi-token prediction, by name."""
     return decoder_layers(model) | mtp_blocks(model)
 
 
@@ -87,7 +87,7 @@ def residual_regions(
 
 
 def final_norm_name(model: PreTrainedModel) -> str:
-    """The name of the norm after the layers in the base model. Raises ModelError if there is none."""
+    """Return the name of the norm after the layers in the base model. Raises ModelError if there is none."""
     names = usual_parts(model)
     if len(names) != 3:
         raise ModelError(

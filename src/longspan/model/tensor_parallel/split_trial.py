@@ -99,7 +99,7 @@ class SplitTrial:
 
 
 def _copy_without_values(unit: nn.Module) -> nn.Module:
-    """A copy of a module with parameters on the meta device; it shares buffers and configurations."""
+    """Copy a copy of a module with parameters on the meta device; it shares buffers and configurations."""
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -117,7 +117,9 @@ def _whole(parameter: Tensor) -> Tensor:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """The outputs of a call, and the gradients of its inputs and parameters for one fixed gradient of the outputs."""
+    """Return the outputs of a call, and the gradients of its inputs and parameters for one fixed gradient of the
+    outputs.
+    """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
     leaves = {id(x): x.detach().clone().requires_grad_() for x in inputs if id(x) in differentiable}
@@ -135,7 +137,7 @@ def _cotangent(x: Tensor) -> Tensor:
 
 
 def _part_like(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
-    """The slice of a whole gradient that this rank has of a split one."""
+    """Return the slice of a whole gradient that this rank has of a split one."""
     if true is None or not isinstance(result, DTensor):
         return true
     (placement,) = result.placements
@@ -144,7 +146,7 @@ def _part_like(true: Tensor | None, result: Tensor | None, key: int) -> Tensor |
 
 
 def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
-    """What differs by more than rounding, in words."""
+    """Describe what differs by more than rounding, in words."""
     norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
     largest = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
     wrong = list[str]()
@@ -175,7 +177,10 @@ def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> N
 
 @torch.no_grad()
 def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
-    """Whether row-wise inputs from some of the features differ from those from all; tried with numbers on the host."""
+    """Return whether row-wise inputs from some of the features differ from those from all.
+
+    Tried with numbers on the host.
+    """
     columns = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
     rows = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
     if not columns or not rows:
@@ -191,7 +196,7 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Tensor:
-    """The input of the first row-wise linear, if the column-wise ones return `outputs`."""
+    """Return the input of the first row-wise linear, if the column-wise ones return `outputs`."""
     inside = {id(p) for module in (*outputs, *rows) for p in module.parameters()}
     named = (*block.named_parameters(), *block.named_buffers())
     ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in named if id(x) not in inside}

@@ -123,7 +123,7 @@ def columnwise_of_three(linear: nn.Linear, world: World, widths: Sequence[int] =
 
 
 def _rows_of_three(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
-    """This rank's rows of a parameter of three parts (sum of widths, …)."""
+    """Return this rank's rows of a parameter of three parts (sum of widths, …)."""
     index, degree = tp_place(key)
     return torch.cat([part.chunk(degree)[index] for part in tp_copy_parameter(x, key).split(widths)])
 
@@ -180,7 +180,7 @@ def slice_inputs(linear: nn.Linear, world: World) -> None:
 
 
 def sum_of_outputs(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
-    """What makes the sum of all ranks' outputs, and adds the linear's bias to it once."""
+    """Return what makes the sum of all ranks' outputs, and adds the linear's bias to it once."""
     total: Transform = (
         partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
     )
@@ -248,7 +248,7 @@ def split_rows_of_experts(experts: nn.Module, key: int, *, sum_gradients: bool) 
 
 
 def _part_of_rows(value: Any, *, rows: int, key: int) -> Any:
-    """This rank's rows of a (T, …) tensor; other values are passed on."""
+    """Return this rank's rows of a (T, …) tensor; other values are passed on."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
     index, degree = tp_place(key)
@@ -266,7 +266,7 @@ def columnwise_packed(linear: nn.Linear, world: World) -> None:
 
 
 def rows_here(owner: nn.Module, name: str, rows: Even | Fused, world: World) -> View:
-    """How a parameter or buffer, which may be sharded from here on, becomes this rank's rows."""
+    """Return how a parameter or buffer, which may be sharded from here on, becomes this rank's rows."""
     tensor, tp, key = getattr(owner, name), world.home.tp, world.key
     dim = tuple(tensor.shape).index(rows.size)
     if isinstance(rows, Even) and isinstance(tensor, nn.Parameter):

@@ -155,7 +155,9 @@ def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_paral
 
 
 def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    """Prefixes of the names of modules inside blocks of experts, which get all rows also under sequence parallelism."""
+    """Return prefixes of the names of modules inside blocks of experts, which get all rows also under sequence
+    parallelism.
+    """
     layers = layers_and_depths(model).items()
     return tuple(
         f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if experts_of(module)
@@ -199,7 +201,7 @@ def _split_head_and_embedding(
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Linear | None, nn.Embedding | None]:
-    """(head, input embedding), each None where it is not here."""
+    """Return (head, input embedding), each None where it is not here."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     return (head if isinstance(head, nn.Linear) else None, embedding if isinstance(embedding, nn.Embedding) else None)

@@ -22,7 +22,7 @@ IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document 
 
 
 def image_parameters(model: Any) -> Mapping[str, Parameter]:
-    """The arguments of a model's, or class's, `get_image_features`. Raises ModelError if it has none."""
+    """Return the arguments of a model's, or class's, `get_image_features`. Raises ModelError if it has none."""
     features = getattr(model, "get_image_features", None)
     if features is None:
         kind = model if isinstance(model, type) else type(model)
@@ -58,7 +58,7 @@ _HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}
 
 
 def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> dict[str, Any]:
-    """What a model's `get_image_features`, and its forward pass, take for these images, in the type of `like`.
+    """Return what a model's `get_image_features`, and its forward pass, take for these images, in the type of `like`.
 
     Images of several sizes are filled up with zeros if a field has their size. Raises DataError for images that do
     not fit each other, lack what the model asks for, or have what it does not take.
@@ -81,7 +81,9 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
 
 
 def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
-    """The images in an order in which one call can have them: those that are the only one of their documents first."""
+    """Return the images in an order in which one call can have them: those that are the only one of their documents
+    first.
+    """
     return sorted(range(len(inputs)), key=lambda i: IN_DOCUMENT in inputs[i].fields and not _is_only_image(inputs[i]))
 
 
@@ -94,12 +96,12 @@ def _fields(inputs: Sequence[ImageInput]) -> list[str]:
 
 
 def _cast_inputs(part: Tensor, like: Tensor) -> Tensor:
-    """Pixels and other real numbers in the type of the model; masks and integers in their own."""
+    """Return pixels and other real numbers in the type of the model; masks and integers in their own."""
     return part.to(like.device, like.dtype if part.is_floating_point() else part.dtype, non_blocking=True)
 
 
 def _concatenate(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
-    """One argument of all images, end to end."""
+    """Return one argument of all images, end to end."""
     if name == IN_DOCUMENT:
         return _batches_of_images(parts)
     if filled:
@@ -115,7 +117,9 @@ def _concatenate(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
 
 
 def _batches_of_images(counts: Sequence[Tensor]) -> Tensor:
-    """How many images each document of a call has: ones for images that were alone, then one number for all others."""
+    """Return how many images each document of a call has: ones for images that were alone, then one number for all
+    others.
+    """
     single = sum(int(count) == 1 for count in counts)
     others = len(counts) - single
     return torch.tensor([1] * single + [max(2, others)] * (others > 0))

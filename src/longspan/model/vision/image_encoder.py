@@ -64,7 +64,7 @@ class ImageEncoder(nn.Module):
 
 
 def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
-    """What a model's get_image_features makes of images: rows (n, D) end to end, and those for deeper layers."""
+    """Return what a model's get_image_features makes of images: rows (n, D) end to end, and those for deeper layers."""
     is_doubled = len(inputs) == 1 and _has_one_row(base, inputs[0])
     inputs = [*inputs, *inputs] if is_doubled else inputs
     order = encoding_order(inputs)
@@ -79,8 +79,9 @@ def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
 
 
 def _has_one_row(base: Any, image: ImageInput) -> bool:
-    """Whether an image is one row of a model with Pixtral's tower, which drops the dim of rows where there is but one
-    in a call, and then fails (Mistral 3 and others in transformers 5.17 to 5.23)."""
+    """Return whether an image is one row of a model with Pixtral's tower, which drops the dim of rows where there is
+    but one in a call, and then fails (Mistral 3 and others in transformers 5.17 to 5.23).
+    """
     vision: Any = getattr(base.config, "vision_config", None)
     if image.size is None or getattr(vision, "model_type", "") != "pixtral":
         return False
@@ -89,7 +90,7 @@ def _has_one_row(base: Any, image: ImageInput) -> bool:
 
 
 def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
-    """Rows (n, D) of all images, of one tensor or one for each image, which were encoded in this order."""
+    """Return rows (n, D) of all images, of one tensor or one for each image, which were encoded in this order."""
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
     return parts.flatten(0, -2)
@@ -113,7 +114,10 @@ class VisionParts:
 
 
 def split(model: PreTrainedModel) -> VisionParts:
-    """The parts of a vision-language model; afterwards the model itself is the language model, without towers."""
+    """Return the parts of a vision-language model.
+
+    Afterwards the model itself is the language model, without towers.
+    """
     base, text, towers = base_of(model), text_of(model), other_towers(model)
     name_of_base = base_name(model)  # which without its towers may have another
     shell = shallow_module(base)
@@ -141,7 +145,7 @@ def pack_attention(encoder: nn.Module) -> None:
 
 
 def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
-    """The modules whose attention takes segments, and whose configuration names the function that computes it."""
+    """Yield the modules whose attention takes segments, and whose configuration names the function that computes it."""
     for module in encoder.modules():
         config = getattr(module, "config", None)
         usual = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
@@ -162,7 +166,7 @@ def _packed_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Rows (1, N, T, H) -> (1, T, N, H), of every segment by itself; what transformers calls for each layer."""
+    """Return rows (1, N, T, H) -> (1, T, N, H), of every segment by itself; what transformers calls for each layer."""
     if cu_seq_lens_q is None or attention_mask is not None or dropout or is_causal or len(query) != 1:
         raise ModelError(
             f"{type(module).__name__} asked {IMPLEMENTATION} for other attention than among the rows of each segment: "
@@ -174,7 +178,7 @@ def _packed_attention(
 
 
 def _shard_of_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
-    """The segments as documents of one slot. Their lengths are read from the device once a call of the tower."""
+    """Return the segments as documents of one slot. Their lengths are read from the device once a call of the tower."""
     if cu_seqlens not in _shards:
         lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)
         group = Group((0,), tuple(range(len(lengths))), lengths, partition="contiguous")

@@ -31,7 +31,8 @@ _WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL's hidden_size is the language
 
 
 def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
-    """The cost of an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
+    """Return the cost of an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole
+    image.
 
     `encoder` is the whole tower and projector, before it is sharded; of what is frozen only forward is priced, and for
     the backward pass so many forward passes `again`. A tower that its configuration does not price is priced by its
@@ -44,14 +45,14 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, 
 
 
 def find_trained_part(encoder: nn.Module) -> Trained:
-    """What of a tower and projector is trained, before or after it is sharded."""
+    """Find what of a tower and projector is trained, before or after it is sharded."""
     if any(p.requires_grad for block in encoder_blocks(encoder).values() for p in block.parameters()):
         return "all"
     return "projector" if any(p.requires_grad for p in encoder.parameters()) else "none"
 
 
 def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
-    """The cost of a tower's rows by the parameters of its blocks, its width, and its layers with windows."""
+    """Return the cost of a tower's rows by the parameters of its blocks, its width, and its layers with windows."""
     vision: Any = getattr(config, "vision_config", None)
     width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
@@ -100,7 +101,8 @@ class EncoderHome:
 
     @classmethod
     def of(cls, encoder: "Layout | World | EncoderHome", **same: Any) -> "EncoderHome":
-        """The home that `prepare(encoder=…)` was given; of a bare one, the rest is the `same` as the language model's.
+        """Return the home that `prepare(encoder=…)` was given; of a bare one, the rest is the `same` as the language
+        model's.
 
         Raises ModelError for something else.
         """
@@ -121,7 +123,7 @@ def join_parts(
     settings: EncoderHome,
     weights: DeferredWeights | None,
 ) -> MultimodalModel:
-    """A prepared language model and the images' encoder, brought under its home, as one model.
+    """Return a prepared language model and the images' encoder, brought under its home, as one model.
 
     `weights` are what fills parameters of the meta device. All ranks call it together.
     """
@@ -154,7 +156,7 @@ def join_parts(
 
 
 def names_by_stock_name(names: Iterable[str]) -> dict[str, str]:
-    """The names of a MultimodalModel's parameters by those that they have in the model's own class.
+    """Return the names of a MultimodalModel's parameters by those that they have in the model's own class.
 
     >>> names_by_stock_name(["encoders.image.model.visual.pos_embed.weight"])
     {'model.visual.pos_embed.weight': 'encoders.image.model.visual.pos_embed.weight'}
@@ -168,5 +170,7 @@ def names_by_stock_name(names: Iterable[str]) -> dict[str, str]:
 
 
 def are_of_both(names: Iterable[str]) -> bool:
-    """Whether parameters of these names are a MultimodalModel's with images: of an encoder, of a language model."""
+    """Return whether parameters of these names are a MultimodalModel's with images: of an encoder, of a language
+    model.
+    """
     return all(name.startswith((_ENCODER, _LANGUAGE_MODEL)) for name in names)

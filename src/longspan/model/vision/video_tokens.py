@@ -76,7 +76,8 @@ class VideoTokens:
         return cls(images, placeholder, _stand_apart(model, images, placeholder))
 
     def rows(self, grid: Grid) -> list[int]:
-        """The rows of each group of frames of a video. Raises DataError for a grid that the model does not merge.
+        """Return the rows of each group of frames of a video. Raises DataError for a grid that the model does not
+        merge.
 
         >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
         [6, 6, 6]
@@ -85,7 +86,9 @@ class VideoTokens:
         return [self.images.rows((1, height, width))] * groups
 
     def inputs(self, pixels: Tensor, grid: Grid) -> list[ImageInput]:
-        """What an encoder takes for each group of frames, from pixel_values_videos (t · h · w, C · frames · p²)."""
+        """Return what an encoder takes for each group of frames, from pixel_values_videos (t · h · w, C · frames ·
+        p²).
+        """
         groups, height, width = grid
         if len(pixels) != groups * height * width:
             raise DataError(
@@ -97,7 +100,8 @@ class VideoTokens:
     def positions(
         self, ids: npt.NDArray[Any], grids: npt.NDArray[Any], videos: Sequence[Video]
     ) -> npt.NDArray[np.int64] | None:
-        """The positions (3, T) of a whole document, ids (T,), with the grids (images, 3) of its images, and its videos.
+        """Return the positions (3, T) of a whole document, ids (T,), with the grids (images, 3) of its images, and its
+        videos.
 
         None if they are plain. Raises DataError for placeholders that are not those of images and videos.
         """
@@ -124,7 +128,7 @@ def _arguments(model: Any, method: str) -> frozenset[str]:
 
 
 def _stand_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
-    """Whether a video of two groups, of two rows each, has no positions as one run of placeholders."""
+    """Return whether a video of two groups, of two rows each, has no positions as one run of placeholders."""
     ids, side = np.array([placeholder] * 4), images.merge
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
     try:

@@ -32,7 +32,7 @@ from longspan.model.weights.local_tensors import LocalPart, local_tensor
 def empty_model(
     config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """A model of this configuration with parameters of the meta device, and buffers with values, on the CPU.
+    """Return a model of this configuration with parameters of the meta device, and buffers with values, on the CPU.
 
     Its class is `architecture`, or else the causal language model that the configuration stands for.
     """
@@ -49,7 +49,7 @@ def empty_model(
 
 
 def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
-    """The class from images and text to text of a configuration; None for its causal language model.
+    """Return the class from images and text to text of a configuration; None for its causal language model.
 
     Without `images` it is None for every configuration that has a causal language model.
     """
@@ -67,14 +67,17 @@ def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
 
 
 def images_class_by_name(config: PreTrainedConfig) -> Any:
-    """The class from images and text to text that a configuration names among its architectures; None for others."""
+    """Return the class from images and text to text that a configuration names among its architectures.
+
+    None for others.
+    """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     named = mapping.get(type(config), None)
     return named if named is not None and named.__name__ in (config.architectures or ()) else None
 
 
 def _dtypes_of_exceptions(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The parameters that an architecture keeps in another type, such as norms in float32, by name."""
+    """Return the parameters that an architecture keeps in another type, such as norms in float32, by name."""
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, globs, _ = build_glob_alternation(list(plan))
@@ -83,7 +86,7 @@ def _dtypes_of_exceptions(model: PreTrainedModel, dtype: torch.dtype) -> dict[st
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a model's `state_dict` holds, and so a folder of it, by name."""
+    """Yield the buffers that a model's `state_dict` holds, and so a folder of it, by name."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -108,7 +111,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Whether some parameter of the model is on the meta device."""
+    """Return whether some parameter of the model is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -133,7 +136,7 @@ def _keep_attributes(new: Any, old: Any) -> None:
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy on the device; of a tensor of the meta device, on that one."""
+    """Copy a contiguous copy on the device; of a tensor of the meta device, on that one."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device if x.is_meta else device).copy_(x)
 
 
@@ -141,7 +144,10 @@ class WeightSource(Protocol):
     """Where weights come from: parts of a model's parameters, one after another."""
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters and persistent buffers that it has, by name; it may use the device."""
+        """Return the part of each of these parameters and persistent buffers that it has, by name.
+
+        It may use the device.
+        """
         ...
 
 
@@ -166,7 +172,9 @@ class DeferredWeights:
         self._first_name = {name: names_of_one[0] for names_of_one in names.values() for name in names_of_one}
 
     def of(self, part: nn.Module) -> "DeferredWeights":
-        """The same source for a part of the model, whose parameters have the names that they have in the whole."""
+        """Return the same source for a part of the model, whose parameters have the names that they have in the
+        whole.
+        """
         return DeferredWeights(part, self.source)
 
     def fill_weights(self, models: Sequence[nn.Module], world: World) -> None:
@@ -215,7 +223,7 @@ def leave_to_checkpoint(model: nn.Module) -> None:
 
 
 def find_deferred_weights(model: nn.Module) -> DeferredWeights | None:
-    """What will fill the model; None if its parameters have values."""
+    """Find what will fill the model; None if its parameters have values."""
     return vars(model).get("weights_to_come")
 
 

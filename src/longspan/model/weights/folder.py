@@ -83,7 +83,7 @@ class FolderWeights:
         return f"the model in {self._folder}"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters that the files have, by name, on the CPU, whatever the device.
+        """Yield the part of each of these parameters that the files have, by name, on the CPU, whatever the device.
 
         Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
         """
@@ -98,12 +98,12 @@ class FolderWeights:
                     yield name, slices[key][part.block or ...].to(part.dtype)
 
     def names(self) -> set[str]:
-        """The model's parameters that the files have."""
+        """Return the model's parameters that the files have."""
         with ExitStack() as stack:
             return set(self._find_recipes(self._slices_of_stack(stack)))
 
     def _slices_of_stack(self, stack: ExitStack) -> dict[str, Any]:
-        """The files' tensors, by the names that `rename` gives theirs."""
+        """Return the files' tensors, by the names that `rename` gives theirs."""
         slices = dict[str, Any]()
         for file in self._files:
             opened = stack.enter_context(_open_file(file))
@@ -147,7 +147,7 @@ class FolderWeights:
                 yield parameter_name, tensor[made_part.block].to(made_part.dtype)
 
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
-        """This rank's part of experts, which are read and converted one at a time, in the dtype of the files."""
+        """Return this rank's part of experts, which are read and converted one at a time, in the dtype of the files."""
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
         for index in range(experts.start, experts.stop) if stacked.numel() else ():

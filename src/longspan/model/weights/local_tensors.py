@@ -36,7 +36,7 @@ class LocalPart:
 
 
 def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
-    """This rank's block of a tensor of this shape, a slice with start and stop for each dim."""
+    """Return this rank's block of a tensor of this shape, a slice with start and stop for each dim."""
     block = [slice(0, size) for size in shape]
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(placements[axis], "dim", None)
@@ -46,7 +46,7 @@ def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def _chunk_of_part(part: slice, count: int, index: int) -> slice:
-    """The piece that `torch.chunk` makes; empty past the last."""
+    """Return the piece that `torch.chunk` makes; empty past the last."""
     size = part.stop - part.start
     step = -(-size // count)
     start = min(size, index * step)
@@ -54,7 +54,7 @@ def _chunk_of_part(part: slice, count: int, index: int) -> slice:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor, differentiably; another tensor as it is."""
+    """Return this rank's part of a DTensor, differentiably; another tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

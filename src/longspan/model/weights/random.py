@@ -30,7 +30,10 @@ class RandomWeights:
         return "the drawn model"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters, by name; buffers have the values that their modules are made with."""
+        """Yield the part of each of these parameters, by name.
+
+        Buffers have the values that their modules are made with.
+        """
         yield from ((name, buffer) for name, buffer in persistent_buffers(self._model) if name in parts)
         for path, module, initialise in self._units_to_draw():
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
@@ -63,7 +66,7 @@ class RandomWeights:
 def draw(
     path: str, module: nn.Module, device: torch.device, *, seed: int, initialise: Callable[[nn.Module], None]
 ) -> nn.Module:
-    """A copy of a module with random weights in float32, a function of `seed` and its name; buffers begin at 0.
+    """Return a copy of a module with random weights in float32, a function of `seed` and its name; buffers begin at 0.
 
     Raises ModelError for parameters that `initialise`, a model's own function, leaves as they were in memory.
     """
@@ -101,5 +104,5 @@ def _fill_as_class_does(module: nn.Module) -> None:
 
 
 def _short_seed(path: str, seed: int) -> int:
-    """A seed of 32 bits; torch's generator of CPUs reads no more."""
+    """Return a seed of 32 bits; torch's generator of CPUs reads no more."""
     return zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32)  # an odd factor: no two seeds below 2**32 are one

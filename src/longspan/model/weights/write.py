@@ -30,7 +30,7 @@ _CONFIGURATIONS = ("config.json", "adapter_config.json")  # without which a fold
 
 
 def partial_folder(folder: Path) -> Path:
-    """A new folder in which the files of `folder` are made, on the same disk.
+    """Return a new folder in which the files of `folder` are made, on the same disk.
 
     Raises ModelError where `folder` is a file.
     """
@@ -160,7 +160,7 @@ class WeightWriter:
 
 
 def unit_of(name: str) -> str:
-    """What a weight is written together with: its decoder layer, or itself outside the layers.
+    """Return what a weight is written together with: its decoder layer, or itself outside the layers.
 
     >>> unit_of("model.layers.3.mlp.up_proj.weight"), unit_of("model.norm.weight")
     ('model.layers.3', 'model.norm.weight')
@@ -170,7 +170,7 @@ def unit_of(name: str) -> str:
 
 
 def _second_names(model: nn.Module) -> set[str]:
-    """Names of parameters that have an earlier name too: safetensors hold each once."""
+    """Return names of parameters that have an earlier name too: safetensors hold each once."""
     first = dict[int, str]()
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if first.setdefault(id(parameter), name) != name}

@@ -47,7 +47,7 @@ def lower_bound_seconds(
     max_cp: int | None = None,
     node_size: int = 8,
 ) -> Bound:
-    """The area and the longest document of these lengths; max_tokens_per_slot None means no limit.
+    """Return the area and the longest document of these lengths; max_tokens_per_slot None means no limit.
 
     `max_cp` limits the degree of any group. Raises PlanError if the longest document fits no group at all.
     """
@@ -116,7 +116,9 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
 
 
 def _row_seconds(cost: Cost) -> float:
-    """Seconds of a row on one slot, with what short pieces of attention take longer: as much at any degree, or more."""
+    """Return seconds of a row on one slot, with what short pieces of attention take longer: as much at any degree, or
+    more.
+    """
     return cost.linear_seconds + (cost.network.half_speed_rows * cost.attention_seconds if cost.network else 0.0)
 
 
@@ -161,11 +163,13 @@ def _wait_seconds_on_network(
 
 
 def _crossing_bytes(cost: Cost) -> float:
-    """Bytes of a row that a host must receive of another, whatever the type: those of a ring or of an exchange."""
+    """Return bytes of a row that a host must receive of another, whatever the type: those of a ring or of an
+    exchange.
+    """
     return min(cost.ring_bytes, cost.exchange_bytes) if cost.exchange_bytes else cost.ring_bytes
 
 
 def _fastest_across(network: Network) -> float:
-    """Bytes a second of a slot's fastest messages between hosts."""
+    """Return bytes a second of a slot's fastest messages between hosts."""
     link = network.across
     return max(wire.bytes_per_second for wire in (link.exchange, link.gather, link.point, link.point_alone))

@@ -98,11 +98,11 @@ class Cost:
             check_number(name, value, above_zero=name.endswith("_per_second"))
 
     def constants(self) -> dict[str, Any]:
-        """The constants by name."""
+        """Return the constants by name."""
         return {f.name: getattr(self, f.name) for f in _constant_fields()}
 
     def forward_only(self) -> "Cost":
-        """The cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`.
+        """Return the cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`.
 
         >>> cost = Cost().forward_only()
         >>> cost.forward_only() is cost, round(cost.micro_batch_seconds, 4)
@@ -120,7 +120,7 @@ class Cost:
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
-        """This cost for groups of a communication type, or of the type that most layers of a list have.
+        """Return this cost for groups of a communication type, or of the type that most layers of a list have.
 
         >>> Cost().under(["a2a", "p2p", "a2a"]).cp_comm_type
         'a2a'
@@ -130,7 +130,7 @@ class Cost:
         return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size, heads=heads)
 
     def ways(self, most: int) -> Iterator["Cost"]:
-        """This cost under each type that "auto" chooses from for groups of up to so many slots; another as it is.
+        """Yield this cost under each type that "auto" chooses from for groups of up to so many slots; another as it is.
 
         Of a2a+p2p, every number of neighbours in a host that the heads allow.
         """
@@ -145,7 +145,7 @@ class Cost:
         yield from (self.under("a2a+p2p", i) for i in inner if heads % i == 0 and self.node_size % i == 0)
 
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
-        """Whether groups of these degrees can have this cost's type, where "auto" considers it."""
+        """Return whether groups of these degrees can have this cost's type, where "auto" considers it."""
         degree = np.asarray(degree, dtype=np.int64)
         heads = self.heads or (self.network.heads if self.network else 0)
         if self.cp_comm_type == "a2a":
@@ -153,11 +153,13 @@ class Cost:
         return (degree % self.a2a_size == 0) & (degree > self.a2a_size) if self.a2a_size > 1 else degree > 0
 
     def for_partition(self, partition: str) -> "Cost":
-        """This cost for groups of a partition, which matters only to the states of a hybrid."""
+        """Return this cost for groups of a partition, which matters only to the states of a hybrid."""
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
-        """Seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of squares."""
+        """Return seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of
+        squares.
+        """
         half = self.network.half_speed_rows if self.network else 0.0  # on short pieces kernels are slower
         return (self.linear_seconds + half * self.attention_seconds) * _floats(tokens) + (
             self.attention_seconds * _floats(squares)
@@ -173,7 +175,7 @@ class Cost:
         *,
         together: ArrayLike | None = None,
     ) -> Floats:
-        """Seconds that a group takes of each of its slots, without `micro_batch_seconds`; arguments broadcast.
+        """Return seconds that a group takes of each of its slots, without `micro_batch_seconds`; arguments broadcast.
 
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
         is whether all its slots share a node, `documents` (which counts for states) how many they are. `together` are
@@ -197,7 +199,7 @@ class Cost:
         return seconds + self.states.seconds((tokens, squares, _floats(documents)), degree, speed)
 
     def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
-        """Seconds of groups under the fastest type of each."""
+        """Return seconds of groups under the fastest type of each."""
         tokens, squares, degree, together = rows[:4]
         least: Floats | float = np.inf
         for way in self.ways(int(degree.max(initial=1))):
@@ -206,13 +208,13 @@ class Cost:
         return _floats(least)
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
-        """Seconds that a group of this degree waits for messages however few rows they carry."""
+        """Return seconds that a group of this degree waits for messages however few rows they carry."""
         degree = _floats(degree)
         states = self.states.step_seconds * (degree > 1) if self.states else 0.0
         return latency_seconds(self, degree) + states
 
     def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
-        """Bytes that all slots of a group put on the wire."""
+        """Return bytes that all slots of a group put on the wire."""
         tokens, degree = _floats(tokens), _floats(degree)
         exchanging = exchanging_members(self.cp_comm_type, self.a2a_size, degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)
@@ -222,7 +224,8 @@ class Cost:
     def with_closing(
         self, weights: float, home: Layout, *, node_size: int = 8, gather_bytes: float = 2, reduce_bytes: float = 4
     ) -> "Cost":
-        """This cost for free plans over `weights` parameters that are sharded over the slots of each replica of a home.
+        """Return this cost for free plans over `weights` parameters that are sharded over the slots of each replica of
+        a home.
 
         >>> round(Cost().with_closing(8.19e9, Layout(8)).closing_seconds, 3)
         0.133
@@ -248,7 +251,7 @@ class Cost:
         return measured or (self.inside_bytes_per_second if inside else self.across_bytes_per_second)
 
     def shared_by(self, tp: int) -> "Cost":
-        """The cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
+        """Return the cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
         if isinstance(tp, bool) or tp < 1:
             raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
         divided = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds")
@@ -272,7 +275,8 @@ class Cost:
         depths: int = 0,
         **rates: Unpack[ModelRates],
     ) -> "Cost":
-        """The cost of a model on a machine: 6 FLOPs per token for each active weight, 7 x width for causal attention.
+        """Return the cost of a model on a machine: 6 FLOPs per token for each active weight, 7 x width for causal
+        attention.
 
         >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
 
@@ -293,7 +297,10 @@ class Cost:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The constants and the source by name, for a JSON document; `Cost.from_json` gives an equal cost back."""
+        """Return the constants and the source by name, for a JSON document.
+
+        `Cost.from_json` gives an equal cost back.
+        """
         usual = {f.name: f.default for f in dataclasses.fields(self)}
         choices = {name: getattr(self, name) for name in _CHOICES}
         unusual = {name: value for name, value in choices.items() if value != usual[name]}
@@ -304,7 +311,10 @@ class Cost:
 
     @classmethod
     def from_json(cls, values: Any) -> "Cost":
-        """A cost from a JSON object; constants that it leaves out keep their default. Raises PlanError for others."""
+        """Return a cost from a JSON object; constants that it leaves out keep their default.
+
+        Raises PlanError for others.
+        """
         names = [field.name for field in dataclasses.fields(cls)]
         constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
         if not all(name in names for name in constants):

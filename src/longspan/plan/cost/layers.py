@@ -27,7 +27,7 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
-    """The layers of a configuration, in order. `model_shape.py` decides which types are priced."""
+    """Return the layers of a configuration, in order. `model_shape.py` decides which types are priced."""
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
     windowed = bool(window_of(read)) and not types
@@ -39,14 +39,15 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
 
 
 def layer_types(read: ConfigReader) -> list[str]:
-    """The type of each layer by today's names; empty if the configuration has none: all attend."""
+    """Return the type of each layer by today's names; empty if the configuration has none: all attend."""
     if (types := _read_types(read)) is None:
         types = _infer_types(read, read.count("num_hidden_layers"))
     return [_OLDER_NAMES.get(kind, kind) for kind in types]
 
 
 def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
-    """The layers of a depth of multi-token prediction behind layers of these types, if the configuration names them.
+    """Return the layers of a depth of multi-token prediction behind layers of these types, if the configuration names
+    them.
 
     Empty if it does not: a depth has a layer like the last one. If the model has no experts an MLP stands for them, and
     the other way round.
@@ -67,13 +68,13 @@ def _types_of_depth(read: ConfigReader, types: Sequence[str]) -> list[str]:
 
 
 def kinds_of_depth(read: ConfigReader) -> tuple[LayerKind, ...]:
-    """The layers of a depth of multi-token prediction."""
+    """Return the layers of a depth of multi-token prediction."""
     types = _types_of_depth(read, layer_types(read))
     return tuple(_layer_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
 
 def window_of(read: ConfigReader) -> int:
-    """The window of sliding layers; 0 if it is not used."""
+    """Return the window of sliding layers; 0 if it is not used."""
     return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
 
 
@@ -119,12 +120,14 @@ def _infer_types(read: ConfigReader, layers: int) -> list[str]:
 
 
 def _is_mamba2(read: ConfigReader) -> bool:
-    """Whether this is Mamba 2 itself, whose layers are mixers and nothing else."""
+    """Return whether this is Mamba 2 itself, whose layers are mixers and nothing else."""
     return bool(read.count("state_size") and read.count("num_heads"))
 
 
 def has_shared_blocks(read: ConfigReader) -> bool:
-    """Whether this is Zamba 2: its layers are mixers, some behind a block of attention and an MLP that they share."""
+    """Return whether this is Zamba 2: its layers are mixers, some behind a block of attention and an MLP that they
+    share.
+    """
     return read.family == "zamba2"
 
 
@@ -176,13 +179,13 @@ def widths_of(read: ConfigReader) -> Widths:
 
 
 def key_value_heads(read: ConfigReader) -> int:
-    """Key/value heads of a layer that attends, as it is computed; at least 1."""
+    """Return key/value heads of a layer that attends, as it is computed; at least 1."""
     heads = read.count("num_attention_heads")
     return max(1, heads if latent(read) else read.count("num_key_value_heads") or heads)
 
 
 def latent(read: ConfigReader) -> bool:
-    """Whether keys and values are projected from a narrow row."""
+    """Return whether keys and values are projected from a narrow row."""
     return bool(read.count("kv_lora_rank"))
 
 
@@ -261,7 +264,7 @@ def _lfm2_width(read: ConfigReader) -> int:
 
 
 def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
-    """Numbers of a head's query or key, and of its value."""
+    """Return numbers of a head's query or key, and of its value."""
     return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
 
 

@@ -65,7 +65,8 @@ class Machine(MachineFigures):
 
     @classmethod
     def known(cls, name: str) -> "Machine":
-        """The machine of a GPU by name: "H200" as measured, "A100-40", "A100-80", "H100" and "B200" by data sheet.
+        """Return the machine of a GPU by name: "H200" as measured, "A100-40", "A100-80", "H100" and "B200" by data
+        sheet.
 
         >>> Machine.known("h100").assumed
         True
@@ -82,7 +83,7 @@ class Machine(MachineFigures):
     def with_link(
         self, level: Level, *, bytes_per_second: float, seconds: float | None = None, network: str = ""
     ) -> "Machine":
-        """This machine with another link "inside" a host or "across" hosts, of so many bytes/s for each slot.
+        """Return this machine with another link "inside" a host or "across" hosts, of so many bytes/s for each slot.
 
         `seconds` is the latency of a message (None: that of the link so far). `network` is "sockets" or "card", one for
         each slot; "": sockets if an across link is slower than 10 GB/s, whose kinds of messages differ in speed
@@ -97,7 +98,8 @@ class Machine(MachineFigures):
         return dataclasses.replace(self, **{level: link})
 
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
-        """The cost of a model on this machine: `model` is a transformers configuration, config.json or its folder.
+        """Return the cost of a model on this machine: `model` is a transformers configuration, config.json or its
+        folder.
 
         Forward passes without backward are short, and are also priced by what the host takes to launch them. Raises
         PlanError for a model that its configuration does not price.
@@ -139,7 +141,7 @@ class Machine(MachineFigures):
     def _sharding_seconds(
         self, shape: ModelShape, settings: CostSettings, passes: Passes = "forward and backward"
     ) -> float:
-        """What FSDP2 adds to a micro-batch: copies, and the share of its messages that shows."""
+        """Return what FSDP2 adds to a micro-batch: copies, and the share of its messages that shows."""
         if not settings.shards:
             return 0.0
         weights, width = shape.stored_weights / (settings.weight_ranks or settings.tp), settings.shards
@@ -161,7 +163,9 @@ class Machine(MachineFigures):
         return min(speed, across.bytes_per_second if across else usual)
 
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
-        """What ends a step: the optimizer of a rank's weights, and sums of gradients over copies of the shards."""
+        """Return what ends a step: the optimizer of a rank's weights, and sums of gradients over copies of the
+        shards.
+        """
         if settings.frozen:
             return self.update_seconds
         weights = shape.stored_weights / (settings.weight_ranks or settings.tp) / max(1, settings.shards)
@@ -220,7 +224,7 @@ class Machine(MachineFigures):
     def attention_seconds(
         self, group: Group, call: AttentionCall, *, node_size: int | None = None
     ) -> dict[str, TypePrice]:
-        """The price of one layer's call for a group under all four types, whatever the group's own is.
+        """Return the price of one layer's call for a group under all four types, whatever the group's own is.
 
         Hosts have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
         """
@@ -232,13 +236,15 @@ class Machine(MachineFigures):
         return prices
 
     def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
-        """The type that takes least: what "auto" stands for. p2p and all_gather take any heads and lengths."""
+        """Return the type that takes least: what "auto" stands for. p2p and all_gather take any heads and lengths."""
         if group.degree == 1:
             return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
         return min(self._prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
 
     def explain_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> tuple[str, ...]:
-        """Why `fastest_type` is chosen: a line of the group, one for each type and pair of levels, and the choice."""
+        """Return why `fastest_type` is chosen: a line of the group, one for each type and pair of levels, and the
+        choice.
+        """
         if group.degree == 1:
             return ("one member holds all rows: nothing is communicated",)
         node_size = node_size or self.node_size
@@ -254,7 +260,7 @@ class Machine(MachineFigures):
         ]
 
     def _cost_of_call(self, call: AttentionCall) -> Cost:
-        """The cost of one layer, which has nothing but this call."""
+        """Return the cost of one layer, which has nothing but this call."""
         both, number = call.passes == "both", call.bytes_per_number
         keys, queries = call.kv_heads * call.width, call.heads * call.width
         turns = 2 * number + max(4, number)
@@ -281,12 +287,12 @@ class Machine(MachineFigures):
 
 
 def is_known(name: str) -> bool:
-    """Whether `Machine.known` has figures of this name."""
+    """Return whether `Machine.known` has figures of this name."""
     return name.lower() in (known.lower() for known in KNOWN)
 
 
 def find_device(device: str) -> Machine | None:
-    """The known machine of a device's full name, or None.
+    """Find the known machine of a device's full name, or None.
 
     >>> known = find_device("NVIDIA A100-SXM4-80GB")
     >>> known and known.device

@@ -76,7 +76,10 @@ class MixerShape:
 
 
 def mixer_kind(read: ConfigReader) -> str:
-    """The kind of a configuration's state-space layers, by the names of their sizes; "" if it is none of these."""
+    """Return the kind of a configuration's state-space layers, by the names of their sizes.
+
+    "" if it is none of these.
+    """
     if read.count("linear_num_value_heads"):
         return "gated delta net"
     if read.inside("linear_attn_config").count("num_heads") or read.count("linear_num_heads"):
@@ -89,7 +92,7 @@ def mixer_kind(read: ConfigReader) -> str:
 
 
 def mixer_of(read: ConfigReader) -> MixerShape | None:
-    """The state-space layer of a configuration; None if none is priced. Raises PlanError for missing sizes."""
+    """Return the state-space layer of a configuration; None if none is priced. Raises PlanError for missing sizes."""
     make = _MAKERS.get(mixer_kind(read))
     if make is None:
         return None
@@ -177,7 +180,7 @@ def _mamba2_shape(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _heads_of_mamba2(read: ConfigReader) -> int:
-    """Heads of a Mamba 2 layer; 0 of Mamba 1, which has none, or, in Zamba, no groups of them."""
+    """Return heads of a Mamba 2 layer; 0 of Mamba 1, which has none, or, in Zamba, no groups of them."""
     heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))
 

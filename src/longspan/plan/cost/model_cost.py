@@ -37,7 +37,7 @@ def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
 
 
 def read_machine(file: str, key: str) -> Machine | Cost:
-    """The machine in a JSON file or of a known name such as "h200", or the cost of one model in an older file.
+    """Read the machine in a JSON file or of a known name such as "h200", or the cost of one model in an older file.
 
     >>> read_machine("h200", "--machine") == Machine.known("H200")
     True
@@ -94,7 +94,9 @@ def _is_machine(values: Any) -> bool:
 
 
 def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
-    """A file without `exchange_bytes` is taken for one of four query heads to a key/value head, as in the default."""
+    """Return a file without `exchange_bytes` is taken for one of four query heads to a key/value head, as in the
+    default.
+    """
     if "exchange_bytes" in values or "ring_bytes" not in values:
         return cost
     return replace(cost, exchange_bytes=cost.ring_bytes / DEFAULT_COST.ring_bytes * DEFAULT_COST.exchange_bytes)

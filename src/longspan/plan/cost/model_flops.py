@@ -49,7 +49,7 @@ USUAL_FLOPS = 4e14  # a second, of a device that is not named: that of `Cost()`
 
 
 def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False, spans: Iterable[int] = ()) -> int:
-    """FLOPs of forward and backward for documents of these lengths, by the convention above.
+    """Return FLOPs of forward and backward for documents of these lengths, by the convention above.
 
     Of `frozen` weights, under adapters, which do not count themselves, the gradients are not computed: 4 FLOPs in place
     of 6.
@@ -74,19 +74,21 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
 
 
 def _pairs(length: int, window: int) -> int:
-    """Queries and keys of one document that see each other: each row sees itself and up to window - 1 before it."""
+    """Return queries and keys of one document that see each other: each row sees itself and up to window - 1 before
+    it.
+    """
     seen = min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def _pairs_in_chunks(length: int, chunk: int) -> int:
-    """Queries and keys that see each other if each row sees itself and those before it in its chunk."""
+    """Return queries and keys that see each other if each row sees itself and those before it in its chunk."""
     chunks, rest = divmod(length, chunk)
     return chunks * _pairs(chunk, chunk) + _pairs(rest, rest)
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """What a device of this name does at most in this type, in 1e12 FLOP/s; None if it is not in the table.
+    """Return what a device of this name does at most in this type, in 1e12 FLOP/s; None if it is not in the table.
 
     >>> peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16")
     989.0
@@ -98,7 +100,7 @@ def peak_tflops(device: str, dtype: str) -> float | None:
 
 
 def later_pairs(spans: Iterable[int]) -> int:
-    """Pairs of a row and a later row of its span, for spans of so many rows: n (n − 1) / 2 each.
+    """Return pairs of a row and a later row of its span, for spans of so many rows: n (n − 1) / 2 each.
 
     >>> later_pairs([256, 4])
     32646
@@ -124,7 +126,10 @@ class ModelRates(TypedDict, total=False):
 
 
 def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -> dict[str, Any]:
-    """The fields of a `Cost` that follow from a model's shape at these rates. Raises PlanError for a rate of 0."""
+    """Return the fields of a `Cost` that follow from a model's shape at these rates.
+
+    Raises PlanError for a rate of 0.
+    """
     attention_tflops = _rate_or(rates.get("attention_tflops"), tflops)
     scan_tflops = _rate_or(rates.get("scan_tflops"), tflops)
     summary_tflops = _rate_or(rates.get("summary_tflops"), scan_tflops)
@@ -155,7 +160,7 @@ def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -
 
 
 def _rate_or(rate: float | None, default: float) -> float:
-    """A rate, or the default where none is given."""
+    """Return a rate, or the default where none is given."""
     return default if rate is None else rate
 
 

@@ -75,7 +75,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any, *, depths: int = 0) -> "ModelShape":
-        """The shape of a transformers configuration, an object or dict like one, a config.json or its folder.
+        """Return the shape of a transformers configuration, an object or dict like one, a config.json or its folder.
 
         With so many `depths` of multi-token prediction (`add_mtp`): each a layer like the last, or those that the
         configuration names for it, a projection and the output projection once more. Raises PlanError naming the
@@ -129,7 +129,10 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 
 
 def _read_mixer(read: ConfigReader) -> MixerShape | None:
-    """The state-space layer of a configuration. Raises PlanError for layers that are not priced, and missing counts."""
+    """Read the state-space layer of a configuration.
+
+    Raises PlanError for layers that are not priced, and missing counts.
+    """
     mixer, types, kinds = mixer_of(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []
     if latent(read) and not (mixer and read.count("v_head_dim")):
@@ -147,7 +150,7 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
 
 
 def read_query_heads(config: Any) -> int | None:
-    """The query heads of a transformers configuration, an object or dict like one, a config.json or its folder.
+    """Read the query heads of a transformers configuration, an object or dict like one, a config.json or its folder.
 
     None if no layer attends, as in Mamba 2.
 
@@ -168,7 +171,7 @@ def read_query_heads(config: Any) -> int | None:
 
 
 def has_mixers(config: Any) -> bool:
-    """Whether a configuration is one of a hybrid whose state-space layers run over ranks.
+    """Return whether a configuration is one of a hybrid whose state-space layers run over ranks.
 
     >>> has_mixers({"num_hidden_layers": 2, "conv_L_cache": 3, "full_attn_idxs": [1]})
     True
@@ -188,7 +191,7 @@ class ExpertCounts(NamedTuple):
 
 
 def read_experts(config: Any) -> ExpertCounts:
-    """The experts of a transformers configuration, an object or dict like one, a config.json or its folder.
+    """Read the experts of a transformers configuration, an object or dict like one, a config.json or its folder.
 
     >>> read_experts({"num_local_experts": 8, "num_experts_per_tok": 2})
     ExpertCounts(of_layer=8, name='num_local_experts', of_token=2)

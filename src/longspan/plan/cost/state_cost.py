@@ -101,31 +101,31 @@ class StateCost:
         )
 
     def constants(self) -> dict[str, Any]:
-        """The constants by name."""
+        """Return the constants by name."""
         return {name: value for name, value in vars(self).items() if name != "partition"}
 
     def for_partition(self, partition: str) -> "StateCost":
-        """This cost for groups of a partition."""
+        """Return this cost for groups of a partition."""
         return dataclasses.replace(self, partition=partition)
 
     def forward_only(self) -> "StateCost":
-        """The cost of forward passes only."""
+        """Return the cost of forward passes only."""
         return self._times(_FORWARD)
 
     def shared_by(self, tp: int) -> "StateCost":
-        """The cost of a rank, where tensor-parallel ranks share the heads."""
+        """Return the cost of a rank, where tensor-parallel ranks share the heads."""
         return self._times(dict.fromkeys(_DIVIDED, 1 / tp))
 
     def with_recomputation(self, share: float) -> "StateCost":
-        """The cost where a share of the layers runs forward again in backward, its exchanges included."""
+        """Return the cost where a share of the layers runs forward again in backward, its exchanges included."""
         return self._times({name: 1 + share * part for name, part in _FORWARD.items()})
 
     def scale_times(self, factor: float) -> "StateCost":
-        """The cost of a machine on which everything takes `factor` times as long."""
+        """Return the cost of a machine on which everything takes `factor` times as long."""
         return self._times({name: factor for name in self.constants() if name.endswith("_seconds")})
 
     def apply_factors(self, *, linear: float, inside: float) -> "StateCost":
-        """The cost where products and the wait for messages take so many times as long."""
+        """Return the cost where products and the wait for messages take so many times as long."""
         return self._times({"scan_seconds": linear, "summary_seconds": linear, "step_seconds": inside})
 
     def _times(self, factors: dict[str, float]) -> "StateCost":
@@ -134,7 +134,10 @@ class StateCost:
         )
 
     def seconds(self, rows: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
-        """Seconds that a group's states take of each slot; `rows` are `tokens`, their `squares`, and the documents."""
+        """Return seconds that a group's states take of each slot.
+
+        `rows` are `tokens`, their `squares`, and the documents.
+        """
         tokens, squares, documents = rows
         shared = degree > 1
         summarised = tokens / degree
@@ -144,7 +147,8 @@ class StateCost:
         return np.where(shared, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
 
     def wire_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
-        """Bytes that all slots of a group receive: states and transitions each from all others, rows from their owner.
+        """Return bytes that all slots of a group receive: states and transitions each from all others, rows from their
+        owner.
 
         A run that a state enters is one that reads rows before it.
         """
@@ -152,7 +156,7 @@ class StateCost:
         return self.run_bytes(documents, tokens, degree) * (np.asarray(degree) - 1) + self.halo_bytes * states
 
     def run_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
-        """Bytes of the states and transitions of a group's runs."""
+        """Return bytes of the states and transitions of a group's runs."""
         states, transitions = self._count_states(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
         return self.state_bytes * states + self.transition_bytes * transitions
 
@@ -180,7 +184,7 @@ class StateCost:
 
     @classmethod
     def from_json(cls, values: Any) -> "StateCost":
-        """A cost from a JSON object. Raises PlanError for other constants."""
+        """Return a cost from a JSON object. Raises PlanError for other constants."""
         names = [field.name for field in dataclasses.fields(cls)]
         constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
         if not all(name in names for name in constants):

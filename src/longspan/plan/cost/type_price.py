@@ -54,7 +54,7 @@ class AttentionCall:
         return self.head_dim + (self.value_dim or self.head_dim)
 
     def squares(self, lengths: Sequence[int]) -> float:
-        """The sum of squared lengths of causal documents with as many pairs of rows that see each other."""
+        """Return the sum of squared lengths of causal documents with as many pairs of rows that see each other."""
         pairs = sum(n * min(n, 2 * (self.window or n), self.chunk or n) for n in lengths)
         return float(pairs) * (1 if self.causal else 2)
 
@@ -96,7 +96,8 @@ Ways = tuple[tuple[str, int], ...]
 
 
 def ways_of(group: Group) -> Ways:
-    """Every type with the members that exchange heads, a2a+p2p with the group's sizes or with every pair of levels.
+    """Return every type with the members that exchange heads, a2a+p2p with the group's sizes or with every pair of
+    levels.
 
     If the degree has no two levels, the first is 1.
     """
@@ -108,7 +109,10 @@ def ways_of(group: Group) -> Ways:
 def price_type(
     cost: Cost, way: tuple[str, int], group: Group, call: AttentionCall, nodes: list[int], *, width: float = 1.0
 ) -> TypePrice:
-    """The price of a type by the cost of one layer, whose rings send `width` of their rows; `nodes` of the slots."""
+    """Return the price of a type by the cost of one layer, whose rings send `width` of their rows.
+
+    `nodes` of the slots.
+    """
     (kind, inner), degree, laid_out = way, group.degree, group.laid_out
     around = degree // inner
     sizes = (inner, around) if kind != "all_gather" else (1, degree)
@@ -133,7 +137,7 @@ def price_type(
 
 
 def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
-    """A group and a call in one line: members, hosts, documents and heads."""
+    """Describe a group and a call in one line: members, hosts, documents and heads."""
     nodes, documents = len({slot // node_size for slot in group.slots}), len(group.lengths)
     limits = {"window": call.window, "chunk": call.chunk}
     limited = "".join(f", {name} {limit}" for name, limit in limits.items() if limit is not None)
@@ -145,7 +149,7 @@ def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
 
 
 def share_of_ring(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
-    """What of a ring's rows is sent: all, or under a narrow window or chunk those that are seen."""
+    """Return what of a ring's rows is sent: all, or under a narrow window or chunk those that are seen."""
     (kind, inner), lengths = way, group.lengths
     around = group.degree // inner
     if kind == "all_gather" or not is_narrow(lengths, around, call.window, call.chunk):
@@ -157,7 +161,7 @@ def share_of_ring(call: AttentionCall, way: tuple[str, int], group: Group) -> fl
 def bytes_by_level(
     cost: Cost, kind: str, sizes: tuple[int, int], tokens: int, nodes: Sequence[int]
 ) -> dict[Level, float]:
-    """What all members send under a type, by whether it stays in a host: of all layers of a cost.
+    """Return what all members send under a type, by whether it stays in a host: of all layers of a cost.
 
     `sizes` are the members that exchange heads and those of a ring, `nodes` the hosts of the members. A gather goes
     around a ring of all members, as NCCL's do over a communicator; without one each member sends its rows to every
@@ -196,7 +200,10 @@ def _pair_crossing(sets: Sequence[Sequence[int]]) -> float:
 
 
 def _busiest(group: Group, call: AttentionCall, around: int) -> float:
-    """What the busiest member of a ring computes, over the mean of its members; 1 where their rows are zigzag."""
+    """Return what the busiest member of a ring computes, over the mean of its members.
+
+    1 where their rows are zigzag.
+    """
     if around == 1 or group.partition == "zigzag":
         return 1.0
     shares, lengths = Partition.contiguous(group.laid_out, around), np.array(group.lengths, dtype=np.int64)
@@ -209,7 +216,7 @@ def _busiest(group: Group, call: AttentionCall, around: int) -> float:
 
 
 def _pairs(stop: Integers, length: Integers, call: AttentionCall) -> Floats:
-    """Keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
+    """Return keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
     rows = np.minimum(stop, length).astype(np.float64)  # the rest pads the document out
     if not call.causal:
         return rows * length

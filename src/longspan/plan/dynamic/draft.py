@@ -296,7 +296,7 @@ def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
 
 
 def micro_batch_of(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
-    """The micro-batch in which these slots have these items."""
+    """Return the micro-batch in which these slots have these items."""
     ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
     return MicroBatch(tuple(_group(problem, slots, items) for slots, items in ordered))
 

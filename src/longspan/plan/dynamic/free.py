@@ -117,7 +117,7 @@ class _Lanes:
         return best, earliest
 
     def _degree(self, lanes: Ints) -> int:
-        """Slots of a gang of these lanes; of the last it takes as many as a degree allows."""
+        """Return slots of a gang of these lanes; of the last it takes as many as a degree allows."""
         return self.problem.widest(int(self.width[lanes].sum()))
 
     def _seconds(self, item: int, lanes: Ints) -> float:

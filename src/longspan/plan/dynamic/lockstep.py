@@ -73,7 +73,7 @@ class Search:
             self.try_settings(_change_settings(self.best, self.settings, random))
 
     def rank_settings(self) -> list[int]:
-        """Numbers of the settings tried, best first."""
+        """Return numbers of the settings tried, best first."""
         return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
 
 

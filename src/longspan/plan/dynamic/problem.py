@@ -68,7 +68,7 @@ def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
 
 
 def slots_of(parts: Parts) -> tuple[int, ...]:
-    """All slots of these parts, in rising order."""
+    """Return all slots of these parts, in rising order."""
     return tuple(sorted(slot for start, count in parts for slot in range(start, start + count)))
 
 
@@ -98,7 +98,7 @@ class FreeSlots:
         return parts
 
     def has_block(self, width: int) -> bool:
-        """Whether one block has so many free slots."""
+        """Return whether one block has so many free slots."""
         return bool(self._smallest_fit(width, whole=False))
 
     def remaining_runs(self) -> Parts:
@@ -154,7 +154,7 @@ class Problem:
 
     @classmethod
     def of(cls, request: Request, degrees: DegreeSet) -> "Problem":
-        """The problem of a request with at least one document; degrees and lengths are checked already."""
+        """Return the problem of a request with at least one document; degrees and lengths are checked already."""
         lengths = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-lengths, kind="stable")
         cap = int(lengths.sum()) if request.rows is None else request.rows
@@ -173,7 +173,7 @@ class Problem:
         return self.degrees[-1]
 
     def widest(self, slots: int) -> int:
-        """The highest degree of so many slots or fewer; 0 if there is none."""
+        """Return the highest degree of so many slots or fewer; 0 if there is none."""
         at = bisect_right(self.degrees, slots)
         return self.degrees[at - 1] if at else 0
 
@@ -201,7 +201,7 @@ class Problem:
         return max(1, size // LARGE_DRAFT)
 
     def sample(self) -> "Problem":
-        """A problem like this one on a share of the slots, with every so many-th item."""
+        """Return a problem like this one on a share of the slots, with every so many-th item."""
         factor = self.sample_factor
         slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]
@@ -263,7 +263,7 @@ class Problem:
         return max(w for _, size in self.blocks for _, w in even_runs(size, self.degrees))
 
     def shares_node(self, start: int, slots: int) -> bool:
-        """Whether these slots share a node."""
+        """Return whether these slots share a node."""
         return start // self.request.node_size == (start + slots - 1) // self.request.node_size
 
     @cached_property

@@ -58,7 +58,7 @@ class EncoderShape:
 
     @classmethod
     def of(cls, config: Any) -> "EncoderShape":
-        """The shape of a whole model's configuration, an object or dict like one, a config.json or its folder.
+        """Return the shape of a whole model's configuration, an object or dict like one, a config.json or its folder.
 
         Raises PlanError for one without images, or with a tower that is not priced.
         """
@@ -75,11 +75,11 @@ class EncoderShape:
         return _one_size_tower(model, vision, text.count("hidden_size"))
 
     def patches_of(self, rows: int) -> int:
-        """The patches of an image of so many rows."""
+        """Return the patches of an image of so many rows."""
         return rows * self.merge**2 if self.merge else self.patches
 
     def flops(self, images: Sequence[int], *, trained: Trained = "all", grids: Sequence[Grid] | None = None) -> int:
-        """FLOPs of forward and backward of images of so many rows, by the convention of `model_flops`.
+        """Return FLOPs of forward and backward of images of so many rows, by the convention of `model_flops`.
 
         2 a weight forward, 2 for its gradient and 2 for that of what it multiplies, which pixels have none of; 12 x
         width for each pair of patches that see each other. Of what is not `trained` only forward counts. With
@@ -135,12 +135,15 @@ class EncoderShape:
 
 
 def _squares(side: int, window: int) -> int:
-    """The sum of squares of the pieces of a side that is cut into windows."""
+    """Return the sum of squares of the pieces of a side that is cut into windows."""
     return side // window * window**2 + (side % window) ** 2
 
 
 def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
-    """How many of a tower's layers attend in windows, and the patches of a window's side; (0, 0) if none does."""
+    """Return how many of a tower's layers attend in windows, and the patches of a window's side.
+
+    (0, 0) if none does.
+    """
     full = vision.value("fullatt_block_indexes")
     if full is None or not (pixels := vision.count("window_size")):
         return 0, 0
@@ -206,7 +209,7 @@ _NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "tempo
 
 
 def _side(vision: ConfigReader, size: str) -> int:
-    """A size; the first, if there is one for each side."""
+    """Return a size; the first, if there is one for each side."""
     value: Any = vision.value(_NAMES[size])
     return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[size])  # pyright: ignore[reportUnknownArgumentType]
 
@@ -264,7 +267,7 @@ class EncoderLoad:
     def of(
         cls, plan: Plan, images: Sequence[Sequence[int]], cost: Cost, *, max_rows: int | None = None
     ) -> "EncoderLoad":
-        """The load of these images: rows of each, by document of the plan; waves hold `max_rows` of a slot.
+        """Return the load of these images: rows of each, by document of the plan; waves hold `max_rows` of a slot.
 
         >>> load = EncoderLoad.of(plan, [[256] * 16] * len(plan.lengths), shape.cost())  # doctest: +SKIP
         """

@@ -13,7 +13,7 @@ import numpy as np
 
 from longspan.errors import PlanError
 from longspan.layout import Layout, Partition
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.items.item_table import ItemRows, ItemTable, ModalityRows
@@ -81,7 +81,7 @@ class ModalityPlan:
     split_over_tp: bool = False
 
     def item_rows_at(self, rank: int, micro_batch: int) -> tuple[ItemRows, ...]:
-        """What a rank needs of a micro-batch, for its own tokens and for those further on, depth by depth."""
+        """Return what a rank needs of a micro-batch, for its own tokens and for those further on, depth by depth."""
         return tuple(needed[rank][micro_batch] for needed in (self.needed, *self.ahead))
 
     @property
@@ -193,7 +193,7 @@ def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int
         for _, group in wave.groups_of(slot):
             segments = group.shares.segments(group.slots.index(slot))
             first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
-            parts.append(expand(first + segments.start, first + segments.stop))
+            parts.append(expand_runs(first + segments.start, first + segments.stop))
         encoded |= {home.rank_at(slot, tp=tp): np.concatenate(parts) for tp in range(home.tp)}
     return encoded
 

@@ -65,7 +65,7 @@ def choose_memory(
     *,
     fixed: FixedMemory | None = None,
 ) -> MemoryPlan:
-    """The fastest plan of memory that fits a budget; `plan` is a plan, or all plans of a run.
+    """Choose the fastest plan of memory that fits a budget; `plan` is a plan, or all plans of a run.
 
     >>> memory = choose_memory("Qwen3-8B/config.json", home, plan, MemorySettings(), budget)  # doctest: +SKIP
 
@@ -84,7 +84,9 @@ def choose_memory(
 
 
 def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """The plan that fits with the fewest layers of the slower measure, for each pair of measures and each setting."""
+    """Yield the plan that fits with the fewest layers of the slower measure, for each pair of measures and each
+    setting.
+    """
     for some in _needs_by_setting(needs, fixed):
         for fast, slow in _measure_pairs(_distinct_measures(needs, fixed.words)):
             if (memory := _fit_fewest_layers(some, slow, fast, budget, fixed)) is not None:
@@ -92,7 +94,7 @@ def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory)
 
 
 def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
-    """Whether any choice fits: if none does in which layers keep least, on the device or on the host."""
+    """Return whether any choice fits: if none does in which layers keep least, on the device or on the host."""
     least: list[Measure] = [words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words]
     once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(
@@ -103,23 +105,23 @@ def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -
 
 
 def _measure_pairs(words: Sequence[Measure]) -> list[tuple[Measure, Measure]]:
-    """Each measure with itself, and with those that are slower."""
+    """Measure each measure with itself, and with those that are slower."""
     return [(fast, slow) for place, fast in enumerate(words) for slow in words[place:]]
 
 
 def _split_by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measure]]:
-    """Measures that keep on the device, and those that keep on the host."""
+    """Return measures that keep on the device, and those that keep on the host."""
     return [word for word in words if "+" not in word], [word for word in words if "+" in word]
 
 
 def _distinct_measures(needs: MemoryNeeds, words: Sequence[Measure]) -> list[Measure]:
-    """The measures without those that equal another one, as where no head is exchanged."""
+    """Return the measures without those that equal another one, as where no head is exchanged."""
     exchanges = any(load.exchanged_rows for load in needs.loads)
     return [word for word in words if exchanges or word != "exchanged"]
 
 
 def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
-    """The needs under each choice of settings."""
+    """Yield the needs under each choice of settings."""
     place = needs.places[0]
     settings = place.settings
     gathers = place.shards > 1 and not place.stays_whole and settings.backward
@@ -134,7 +136,7 @@ def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[Memory
 def _fit_fewest_layers(
     needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget, fixed: FixedMemory
 ) -> MemoryPlan | None:
-    """The plan that fits with the fewest layers of the slower measure; None where none fits device and host."""
+    """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host."""
     most = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:
         return _plan_if_fits(needs.under(needs.words(slow, fixed.layers)), budget) if slow == fast else None
@@ -153,7 +155,7 @@ def _plan_if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None
 
 
 def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure]]:
-    """Each choice in which all layers have one measure."""
+    """Return each choice in which all layers have one measure."""
     return ((some, word) for some in _needs_by_setting(needs, fixed) for word in fixed.words)
 
 
@@ -170,7 +172,8 @@ def _refusal_text(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: 
 
 
 def most_that_fits(fits: Callable[[int], bool], limit: int | None = None) -> int:
-    """The largest number that fits, where smaller ones do too, below the first power of two from a limit on; or 0.
+    """Return the largest number that fits, where smaller ones do too, below the first power of two from a limit on; or
+    0.
 
     >>> most_that_fits(lambda count: count <= 37)
     37
@@ -195,7 +198,8 @@ def longest_document(
     cp_comm_type: str = "auto",
     fixed: FixedMemory | None = None,
 ) -> tuple[int, MemoryPlan | None]:
-    """The most tokens of one document over all slots that fit, in 1024 rows of a slot, and the plan of memory for it.
+    """Return the most tokens of one document over all slots that fit, in 1024 rows of a slot, and the plan of memory
+    for it.
 
     >>> tokens, memory = longest_document("Qwen3-8B/config.json", home, MemorySettings(), budget)  # doctest: +SKIP
 

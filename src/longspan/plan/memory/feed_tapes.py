@@ -14,17 +14,17 @@ _OWN_GATES = {"gpt_oss": 4}  # families with another gate, and tensors that it s
 
 
 def dense_width(read: ConfigReader) -> int:
-    """Numbers of a row inside an MLP."""
+    """Return numbers of a row inside an MLP."""
     return feed_forward_weights(read, "dense").last // read.count("hidden_size")
 
 
 def has_gate(read: ConfigReader) -> bool:
-    """Whether MLPs and experts have three products, of which one is a gate."""
+    """Return whether MLPs and experts have three products, of which one is a gate."""
     return read.value("mlp_hidden_act") is None
 
 
 def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
-    """An MLP so wide, split over tensor-parallel ranks."""
+    """Return an MLP so wide, split over tensor-parallel ranks."""
     tape, width, hidden = builder.tape, width / builder.tp, builder.hidden
     size = builder.rows(width)
     if not has_gate(builder.read):
@@ -39,7 +39,9 @@ def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
 
 
 def add_experts(builder: LayerBuilder, x: str) -> str:
-    """A router, the rows of visits through experts, their weighted sums, and the experts that every row visits."""
+    """Return a router, the rows of visits through experts, their weighted sums, and the experts that every row
+    visits.
+    """
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
     weights, visits = feed_forward_weights(read, "experts"), read.count("num_experts_per_tok", "num_experts_per_token")
     gates, width = 1 + has_gate(read), expert_width(read)
@@ -66,12 +68,12 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
 
 
 def expert_width(read: ConfigReader) -> int:
-    """Numbers of a row inside an expert."""
+    """Return numbers of a row inside an expert."""
     return read.count("moe_intermediate_size") or read.count("intermediate_size")
 
 
 def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
-    """Weights of a row's visits. Their order is kept even where the layer is recomputed."""
+    """Return weights of a row's visits. Their order is kept even where the layer is recomputed."""
     tape, count = builder.tape, builder.read.experts()[1]
     parts = {"visited": builder.rows(visits, _INDEX), "order": builder.rows(2 * visits, _INDEX)}
     if builder.read.family not in _OWN_GATES:  # a softmax over all experts, in float32
@@ -93,7 +95,7 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
 
 
 def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
-    """The experts that every row visits as one MLP, for some families with a weight for each row."""
+    """Return the experts that every row visits as one MLP, for some families with a weight for each row."""
     read, hidden = builder.read, builder.hidden
     narrow = read.count("moe_latent_size")
     shared = weights.all - weights.of_experts - hidden * read.experts()[1] - 2 * hidden * narrow

@@ -39,7 +39,7 @@ class LayerBuilder:
         self.tape = Tape({"x": self.rows(self.residual)})
 
     def rows(self, width: float, bytes_per_number: int = 0) -> float:
-        """Bytes of a tensor so wide of all local rows; of the compute dtype unless another size is given."""
+        """Return bytes of a tensor so wide of all local rows; of the compute dtype unless another size is given."""
         return self.load.rows * width * (bytes_per_number or self.number)
 
     @property
@@ -53,11 +53,11 @@ class LayerBuilder:
         return self.settings.gpu and self.settings.scan_kernels
 
     def add(self, name: str, x: str, out: str) -> str:
-        """A residual's sum."""
+        """Return a residual's sum."""
         return self.tape.run(name, (x, out), self.rows(self.residual), through=True)
 
     def norm(self, name: str, x: str, width: float, groups: float = 1) -> str:
-        """An RMS norm of `groups` parts of a row."""
+        """Return an RMS norm of `groups` parts of a row."""
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
             return tape.run(name, (x,), self.rows(width), saves=(x,), also=roots)
@@ -76,7 +76,7 @@ class LayerBuilder:
         return tape.run(name, (even,), self.rows(width), saves=saves, work=Work(0.0, even_size))
 
     def gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
-        """A norm with a gate before it (Mamba 2) or after it (gated delta nets)."""
+        """Return a norm with a gate before it (Mamba 2) or after it (gated delta nets)."""
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
             return tape.run(name, (x, gate), self.rows(width), saves=(x, gate), also=roots)
@@ -89,7 +89,7 @@ class LayerBuilder:
         return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
 
     def linear(self, name: str, target: str, x: str, width_in: float, width_out: float) -> str:
-        """A product with a weight of these widths, with its adapter if the linear `target` has one."""
+        """Return a product with a weight of these widths, with its adapter if the linear `target` has one."""
         settings, size = self.settings, self.rows(width_out)
         if settings.trains_all:
             return self.tape.run(name, (x,), size, saves=(x,), weights=width_in * width_out * self.number)

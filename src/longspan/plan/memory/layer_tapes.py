@@ -38,7 +38,10 @@ class LayerTapes:
     ep: int = 1
 
     def tape(self, kind: LayerKind, load: SlotLoad, *, lean: bool = False) -> Tape:
-        """The layer's operations on a slot's rows; `lean` attention saves local rows, which backward exchanges."""
+        """Return the layer's operations on a slot's rows.
+
+        `lean` attention saves local rows, which backward exchanges.
+        """
         builder = LayerBuilder(self.read, self.settings, load, tp=self.tp, ep=self.ep, lean=lean)
         x = "x"
         if kind.attention or kind.mixes:
@@ -51,7 +54,7 @@ class LayerTapes:
         return builder.tape
 
     def _add_mixing(self, builder: LayerBuilder, kind: LayerKind) -> str:
-        """What attention, a state-space layer, or both, make of the normed rows."""
+        """Return what attention, a state-space layer, or both, make of the normed rows."""
         normed, parts = builder.norm("n1", "x", builder.hidden), list[str]()
         mixer = mixer_of(self.read) if kind.mixes else None
         if mixer is not None:
@@ -68,7 +71,7 @@ def _post_norm(builder: LayerBuilder, name: str, out: str) -> str:
 
 
 def _add_attention(builder: LayerBuilder, x: str) -> str:
-    """Projections, norms of heads, rotary angles, attention, and for some families a gate."""
+    """Return projections, norms of heads, rotary angles, attention, and for some families a gate."""
     read, tape, tp, hidden = builder.read, builder.tape, builder.tp, builder.hidden
     widths, kv_heads = widths_of(read), key_value_heads(read)
     query, key = widths.query / tp, widths.key / min(tp, kv_heads)
@@ -92,7 +95,7 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
 
 
 def _add_attend(builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, heads: float) -> str:
-    """Attention of local rows; under types that exchange heads, between two exchanges."""
+    """Return attention of local rows; under types that exchange heads, between two exchanges."""
     load, tape, number, (q, k, v) = builder.load, builder.tape, builder.number, qkv
     blocks = (4 * load.ring_rows + 2 * load.gathered_rows) * key * number
     sums = 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows)

@@ -32,7 +32,7 @@ class SlotLoad:
     later: bool = False
 
     def covers(self, other: "SlotLoad") -> bool:
-        """Whether no number of another load is larger."""
+        """Return whether no number of another load is larger."""
         return all(a >= b for a, b in zip(_numbers(self), _numbers(other), strict=True))
 
 
@@ -51,7 +51,7 @@ def _numbers(load: SlotLoad) -> tuple[float, ...]:
 def loads_of(
     plans: Sequence[Plan], read: ConfigReader, settings: MemorySettings, machine: Machine, tp: int = 1
 ) -> tuple[SlotLoad, ...]:
-    """The loads of all slots in all micro-batches of these plans, without those that another one covers."""
+    """Return the loads of all slots in all micro-batches of these plans, without those that another one covers."""
     loads: set[SlotLoad] = set()
     for plan in plans:
         for index, batch in enumerate(plan.micro_batches):
@@ -72,7 +72,7 @@ def _slot_load(
     later: bool,
     of: tuple[ConfigReader, MemorySettings, Machine, int],
 ) -> SlotLoad:
-    """The rows of one slot in one micro-batch, `of` a model, its settings, a machine and `tp`."""
+    """Return the rows of one slot in one micro-batch, `of` a model, its settings, a machine and `tp`."""
     rows = exchanged = ring = gathered = runs = 0
     keys = 0.0
     read, settings, machine, tp = of
@@ -98,7 +98,7 @@ def _slot_load(
 def exchange_of(
     group: Group, read: ConfigReader, settings: MemorySettings, machine: Machine, node_size: int, tp: int
 ) -> tuple[str, int]:
-    """The type of most layers of a group, and how many members exchange heads under it."""
+    """Return the type of most layers of a group, and how many members exchange heads under it."""
     kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     kind, sizes = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
     if kind == "auto" and settings.cp_comm_type:
@@ -112,7 +112,7 @@ def exchange_of(
 
 
 def attention_call(read: ConfigReader, settings: MemorySettings, tp: int) -> AttentionCall:
-    """One layer's attention on each rank, of full attention."""
+    """Return one layer's attention on each rank, of full attention."""
     heads = max(1, read.count("num_attention_heads") // tp)
     head = read.count("head_dim", "attention_head_dim") or read.count("hidden_size") // max(
         1, read.count("num_attention_heads")

@@ -59,7 +59,7 @@ class MemoryPlan:
         *,
         machine: Machine | None = None,
     ) -> "MemoryPlan":
-        """The memory of a run of one plan or several: `measures` is a word for all layers, or one for each.
+        """Return the memory of a run of one plan or several: `measures` is a word for all layers, or one for each.
 
         `config` is a transformers configuration, object or dict, a config.json or its folder. `machine` decides which
         communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
@@ -68,15 +68,15 @@ class MemoryPlan:
         return needs.under(measures)
 
     def fits(self, budget: MemoryBudget) -> bool:
-        """Whether the plan fits a budget of bytes."""
+        """Return whether the plan fits a budget of bytes."""
         return self.device.total <= budget.device and self.host.total <= budget.host
 
     def excess(self, budget: MemoryBudget) -> int:
-        """Bytes of device and host above a budget."""
+        """Return bytes of device and host above a budget."""
         return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
-        """Settings of a cost with this plan's recomputed layers, as most of them are, and its gathers."""
+        """Return settings of a cost with this plan's recomputed layers, as most of them are, and its gathers."""
         return replace(
             settings,
             recomputation=self.recomputation,
@@ -92,7 +92,7 @@ class MemoryPlan:
         return word  # pyright: ignore[reportReturnType]
 
     def table(self) -> str:
-        """The bytes of device and host, a line for each name as in the JSON."""
+        """Return the bytes of device and host, a line for each name as in the JSON."""
         device, host = self.device.to_json(), self.host.to_json()
         lines = [f"{'':14}{'GPU':>22}{'host':>32}"]
         for name, size in device.items():
@@ -102,7 +102,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
     def line(self, budget: MemoryBudget | None = None) -> str:
-        """What layers keep and what is filled, in one line."""
+        """Return what layers keep and what is filled, in one line."""
         counts = Counter(self.measures)
         parts = [f"{count} {_WORDS[word]}" for word, count in counts.items()]
         first, *others = parts
@@ -114,7 +114,7 @@ class MemoryPlan:
         return f"memory: {measures}; {used}, {gib(self.host.total)} on the host"
 
     def to_json(self) -> dict[str, Any]:
-        """All values, bytes as integers."""
+        """Return all values, bytes as integers."""
         return {
             "device": self.device.to_json(),
             "host": self.host.to_json(),
@@ -145,7 +145,7 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
-        """The needs of a run of one plan or several, as `MemoryPlan.of` takes them."""
+        """Return the needs of a run of one plan or several, as `MemoryPlan.of` takes them."""
         plans = [plan] if isinstance(plan, Plan) else list(plan)
         read = ConfigReader.of(config)
         loads = loads_of(plans, read, settings, machine or Machine(), home.tp)
@@ -163,7 +163,9 @@ class MemoryNeeds:
         *,
         groups: int = 0,
     ) -> "MemoryNeeds":
-        """The needs of these rows of slots, in steps of at most so many micro-batches, in so many groups of a slot."""
+        """Return the needs of these rows of slots, in steps of at most so many micro-batches, in so many groups of a
+        slot.
+        """
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = numbers.decoder_layers
         places = tuple(
@@ -180,11 +182,13 @@ class MemoryNeeds:
         return len(self.places[0].numbers.kinds)
 
     def with_settings(self, settings: MemorySettings) -> "MemoryNeeds":
-        """The same run under other settings."""
+        """Return the same run under other settings."""
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
     def words(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
-        """One word for the first so many layers of each rank's stages (None or 0: each), another for the others."""
+        """Return one word for the first so many layers of each rank's stages (None or 0: each), another for the
+        others.
+        """
         words = [others] * self.layers
         for place in self.places:
             for layer in place.stage.layers[: count or None]:
@@ -192,7 +196,7 @@ class MemoryNeeds:
         return tuple(words)
 
     def under(self, measures: str | Sequence[str]) -> MemoryPlan:
-        """The plan if layers keep this."""
+        """Return the plan if layers keep this."""
         words, settings = measures_of(measures, self.layers), self.places[0].settings
         moments = [moment for place in self.places for moment in moments_of(place, self.loads, words)]
         hosts = [place.host_bytes(self.loads, words) for place in self.places]
@@ -207,7 +211,9 @@ class MemoryNeeds:
 
 
 def _groups_of_slot(plans: Sequence[Plan]) -> int:
-    """The groups of several slots, other than all, that a slot is in at most, each with a communicator of its own."""
+    """Return the groups of several slots, other than all, that a slot is in at most, each with a communicator of its
+    own.
+    """
     groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
     several = [slots for slots in groups if 1 < len(slots) < max(plan.slots for plan in plans)]
     counts = Counter(slot for slots in several for slot in slots)
@@ -215,7 +221,7 @@ def _groups_of_slot(plans: Sequence[Plan]) -> int:
 
 
 def _count_in_flight(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
-    """How many micro-batches, of all that a rank holds of the model, wait for their backward passes at most."""
+    """Count how many micro-batches, of all that a rank holds of the model, wait for their backward passes at most."""
     if home.pp == 1:
         return 1.0
     if settings.schedule == "gpipe":

@@ -14,7 +14,7 @@ _TORCH_SCANS = {False: (8, 18), True: (10, 26)}
 
 
 def add_mixer(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """A state-space layer of a kind, whose heads tensor-parallel ranks share."""
+    """Return a state-space layer of a kind, whose heads tensor-parallel ranks share."""
     if mixer.kind == "short convolution":
         return _add_short_convolution(builder, x, mixer)
     return _add_delta_net(builder, x, mixer) if mixer.delta else _add_mamba(builder, x, mixer)
@@ -31,7 +31,7 @@ def _add_short_convolution(builder: LayerBuilder, x: str, mixer: MixerShape) -> 
 
 
 def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """One projection of gate, rows of the convolution and steps, of which all are read as parts."""
+    """Return one projection of gate, rows of the convolution and steps, of which all are read as parts."""
     tape, tp = builder.tape, builder.tp
     inner, channels, heads = mixer.last / builder.hidden / tp, mixer.channels / tp, mixer.heads / tp
     every = builder.linear("mixer_in", "in_proj", x, builder.hidden, inner + channels + heads)
@@ -54,7 +54,9 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
 
 
 def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """Queries, keys and values through one convolution, unit queries and keys, the scan, and a gated norm of heads."""
+    """Return queries, keys and values through one convolution, unit queries and keys, the scan, and a gated norm of
+    heads.
+    """
     tape, tp = builder.tape, builder.tp
     values, heads = mixer.heads * mixer.value_size / tp, mixer.heads / tp
     channels = mixer.channels / tp
@@ -83,7 +85,9 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
 
 
 def _add_unit_vectors(builder: LayerBuilder, rolled: str, keys: float) -> tuple[str, str]:
-    """Queries and keys of length 1: by a kernel that keeps what it makes, or in float32, which keeps its input too."""
+    """Return queries and keys of length 1: by a kernel that keeps what it makes, or in float32, which keeps its input
+    too.
+    """
     tape, size, units = builder.tape, _scan_row_bytes(builder, keys), list[str]()
     for name in ("queries", "keys"):
         x, parts = rolled, {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
@@ -94,17 +98,17 @@ def _add_unit_vectors(builder: LayerBuilder, rolled: str, keys: float) -> tuple[
 
 
 def _scan_row_bytes(builder: LayerBuilder, width: float) -> float:
-    """Rows as scans take them."""
+    """Return rows as scans take them."""
     return builder.rows(width, builder.number if builder.scans_by_kernels else WIDE)
 
 
 def _state_bytes(builder: LayerBuilder, mixer: MixerShape) -> float:
-    """The states that enter runs."""
+    """Return the states that enter runs."""
     return builder.load.runs * mixer.state / builder.tp * WIDE
 
 
 def _scan_work(builder: LayerBuilder, mixer: MixerShape, values: float) -> Work:
-    """What a scan holds while it runs forward and backward: states before chunks, and rows of all heads."""
+    """Return what a scan holds while it runs forward and backward: states before chunks, and rows of all heads."""
     states = builder.rows(mixer.state / builder.tp / CHUNK)
     if not builder.scans_by_kernels:
         forward, backward = _TORCH_SCANS[mixer.delta]

@@ -24,7 +24,7 @@ _OF_WIDE_NORM = 2  # as many more, where the last norm is computed in float32 st
 
 
 def moments_of(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
-    """Bytes at every moment of steps with these loads, and at the optimizer's.
+    """Yield bytes at every moment of steps with these loads, and at the optimizer's.
 
     >>> max(moments_of(peak, loads, ["full"] * 36), key=lambda moment: moment.total)  # doctest: +SKIP
     """
@@ -44,7 +44,7 @@ class MicroBatchMoments:
     measures: tuple[Measure, ...]
 
     def all(self) -> Iterator[Bytes]:
-        """All moments."""
+        """Yield all moments."""
         yield from self._forward()
         yield from self._loss()
         if self.peak.settings.backward:
@@ -104,7 +104,7 @@ class MicroBatchMoments:
         )
 
     def _whole_forward(self, i: int) -> float:
-        """Whole weights while layer i runs forward."""
+        """Return whole weights while layer i runs forward."""
         if self.peak.stays_whole:
             return self._root + sum(self._whole)
         laid_out = sum(self._whole[: i + 1]) if self.peak.settings.gathered_once else self._whole[i]
@@ -176,7 +176,7 @@ class MicroBatchMoments:
             summed += 0.0 if self.load.later else peak.gradient_bytes(numbers)
 
     def _other_weights_backward(self, i: int) -> float:
-        """Whole weights and gradients in the backward pass of layer i, but the layer's own."""
+        """Return whole weights and gradients in the backward pass of layer i, but the layer's own."""
         peak = self.peak
         of_root = peak.numbers.head.trained * peak.stage.predicts
         if peak.settings.depths and not peak.numbers.tied:  # depths read the embedding: it has a gradient by now
@@ -189,7 +189,7 @@ class MicroBatchMoments:
         return whole + (self._arrival * self._whole[i - 1] if i else 0.0)
 
     def _end(self) -> Iterator[Bytes]:
-        """The root's gradients are summed, after all layers'; then those of images."""
+        """Yield the root's gradients are summed, after all layers'; then those of images."""
         peak, root = self.peak, self.peak.root
         every = peak.gradient_bytes(peak.all_numbers)
         before = self._shards if self.load.later else every - peak.gradient_bytes(root)

@@ -111,18 +111,18 @@ class ModelNumbers:
         )
 
     def begins_depth(self, layer: int) -> bool:
-        """Whether a layer is the first of a depth."""
+        """Return whether a layer is the first of a depth."""
         behind = layer - self.decoder_layers
         return behind >= 0 and behind % len(kinds_of_depth(self.read)) == 0
 
     def root(self, stage: Stage) -> Numbers:
-        """Embedding and head on a stage; a tied one once."""
+        """Return embedding and head on a stage; a tied one once."""
         parts = [self.embedding] * stage.embeds + [self.head] * stage.predicts
         return sum(parts[: 1 if self.tied else None], Numbers())
 
 
 def reason_uncounted(config: object) -> str:
-    """What of a model is not counted; "" for a model whose memory can be planned.
+    """Return what of a model is not counted; "" for a model whose memory can be planned.
 
     >>> reason_uncounted({"model_type": "zamba2"})
     'shared blocks'
@@ -163,7 +163,7 @@ def _layer_numbers(
 
 
 def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
-    """The linears of a layer that adapters go into: name, and numbers of a row before and behind."""
+    """Return the linears of a layer that adapters go into: name, and numbers of a row before and behind."""
     hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
     if kind.attention:
         query, key = widths_of(read)
@@ -186,7 +186,7 @@ def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) ->
 
 
 def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
-    """The tower and projector of a model that sees, over all slots; nothing without images."""
+    """Return the tower and projector of a model that sees, over all slots; nothing without images."""
     if not settings.encoder_rows:
         return Numbers(), None
     shape = EncoderShape.of(config)
@@ -196,7 +196,8 @@ def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, E
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
-    """Consecutive layers for each pipeline stage, as `prepare` cuts a model: embedding and head count as a layer each.
+    """Return consecutive layers for each pipeline stage, as `prepare` cuts a model: embedding and head count as a layer
+    each.
 
     >>> [len(part) for part in layers_of_stages(36, 4)]
     [8, 9, 10, 9]
@@ -219,7 +220,7 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
 
 
 def stages_of(layers: int, home: Layout, settings: MemorySettings, *, of_depths: int = 0) -> tuple[Stage, ...]:
-    """What each pipeline position holds of `layers`; those `of_depths` behind them stand with the last stage."""
+    """Return what each pipeline position holds of `layers`; those `of_depths` behind them stand with the last stage."""
     stages = home.pp * (settings.vpp if home.pp > 1 else 1)
     parts: Sequence[Sequence[int]] = layers_of_stages(layers, stages)
     parts = [tuple(part) for part in parts]

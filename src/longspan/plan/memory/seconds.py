@@ -24,7 +24,7 @@ SHOWN_SHARE = 0.1  # of copies to the host that a layer's work could hide
 
 
 def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> float:
-    """Seconds that the largest micro-batch takes longer than if everything were kept on the device.
+    """Return seconds that the largest micro-batch takes longer than if everything were kept on the device.
 
     >>> added_seconds("Qwen3-8B/config.json", needs.under("full"), needs, Machine.known("H200"))  # doctest: +SKIP
     """
@@ -34,7 +34,8 @@ def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: 
 def step_seconds(
     config: Any, plans: Sequence[Plan], memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, cost: Cost
 ) -> float:
-    """The mean seconds of the steps of some plans, by a cost with `MemoryPlan.cost_settings` and what that leaves out.
+    """Return the mean seconds of the steps of some plans, by a cost with `MemoryPlan.cost_settings` and what that
+    leaves out.
 
     >>> step_seconds("Qwen3-8B/config.json", plans, memory, needs, machine, cost)  # doctest: +SKIP
 
@@ -46,7 +47,8 @@ def step_seconds(
 
 
 def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
-    """What a cost with `MemoryPlan.cost_settings` leaves out: seconds of the largest micro-batch, and those of a step.
+    """Return what a cost with `MemoryPlan.cost_settings` leaves out: seconds of the largest micro-batch, and those of a
+    step.
 
     The first are of copies to the host, and of layers that keep something else than most: less than 0 where these do
     less. The others are of the optimizer's states on the host.
@@ -70,7 +72,7 @@ class MemoryPrices:
     load: SlotLoad
 
     def seconds(self, memory: MemoryPlan) -> float:
-        """What a plan adds: its layers', and that of gathers and states."""
+        """Return what a plan adds: its layers', and that of gathers and states."""
         layers = sum(self._layer_seconds(index, word) for index, word in enumerate(memory.measures))
         gather = 0.0 if memory.gathered_once else self._gather_seconds
         states = memory.host.states if memory.offload_states else 0
@@ -86,7 +88,7 @@ class MemoryPrices:
         return seconds + (self._host_seconds(index, word) if host else 0.0)
 
     def _cost(self, kind: Recomputation) -> float:
-        """Seconds of the load in the whole model, whose layers recompute so."""
+        """Return seconds of the load in the whole model, whose layers recompute so."""
         settings = self.place.settings
         costs = CostSettings(recomputation=kind, depths=settings.depths, frozen=not settings.trains_all)
         cost: Cost = self.machine.cost(self.config, costs).shared_by(self.place.home.tp)
@@ -130,7 +132,7 @@ class MemoryPrices:
         return {kind: number * width for kind, width in widths.items()}
 
     def _host_seconds(self, index: int, word: str) -> float:
-        """Copies there and back: what a layer's passes do not hide, and a share of what they do."""
+        """Return copies there and back: what a layer's passes do not hide, and a share of what they do."""
         size = self.place.layer_bytes(index, self.load, word).host  # pyright: ignore[reportArgumentType]
         copied = size / self.machine.host_copy_bytes_per_second
         forward = self._plain_seconds / 3

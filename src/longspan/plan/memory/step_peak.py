@@ -66,7 +66,7 @@ class StepPeak:
         return self.read.count("hidden_size") * self.settings.compute_bytes
 
     def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
-        """What one layer keeps and holds of a load."""
+        """Return what one layer keeps and holds of a load."""
         is_depth = self.numbers.begins_depth(layer)
         key = self.numbers.kinds[layer], load, measure, is_depth
         if key not in self.layers_so_far:
@@ -122,7 +122,7 @@ class StepPeak:
         return CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)
 
     def gradient_bytes(self, numbers: Numbers) -> float:
-        """Bytes of this rank's shard of the gradients of these parameters."""
+        """Return bytes of this rank's shard of the gradients of these parameters."""
         if not numbers.trained or not self.settings.backward:
             return 0.0
         size = self.settings.weight_bytes
@@ -131,11 +131,12 @@ class StepPeak:
         return numbers.trained / numbers.whole * numbers.share * size / self.shards
 
     def whole(self, numbers: Numbers) -> float:
-        """Bytes of these parameters as a layer computes with them, where FSDP2 makes them."""
+        """Return bytes of these parameters as a layer computes with them, where FSDP2 makes them."""
         return numbers.whole * self.settings.compute_bytes if self.settings.shard_parameters else 0.0
 
     def summing(self, numbers: Numbers) -> float:
-        """Gradients of a layer while they are summed over slots: as they were, laid out to be sent, and the result.
+        """Return gradients of a layer while they are summed over slots: as they were, laid out to be sent, and the
+        result.
 
         Over one slot FSDP2 divides what would be sent by 1 first, into another tensor.
         """
@@ -146,14 +147,14 @@ class StepPeak:
         return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
-        """What waits on the host: activations of the largest load, and states."""
+        """Return what waits on the host: activations of the largest load, and states."""
         activations = max(sum(self.layer_bytes(i, load, measures[i]).host for i in self.stage.layers) for load in loads)
         states = self._state_bytes() if self.settings.offload_states else 0
         return Bytes(kept=int(activations * self.in_flight) if self.settings.backward else 0, states=states)
 
 
 def _layer_bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
-    """What a layer keeps under a measure, and its peaks above that."""
+    """Return what a layer keeps under a measure, and its peaks above that."""
     kind, _, host = measure.partition("+")
     size = bytes_kept(tape, kind)
     if kind == "none":
@@ -164,7 +165,7 @@ def _layer_bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
 
 
 def bytes_kept(tape: Tape, kind: str) -> float:
-    """Bytes that a layer keeps under "none", "exchanged", "selective" or "full", wherever they wait."""
+    """Return bytes that a layer keeps under "none", "exchanged", "selective" or "full", wherever they wait."""
     if kind == "none":
         return tape.bytes_saved(("x",)) + tape.sizes["x"]
     return sum(tape.sizes[name] for name in _names_to_keep(tape, kind))

@@ -69,7 +69,10 @@ def plan_fixed(
 
 
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
-    """The smallest degree that slots and heads allow and that holds the longest document; all slots if none does."""
+    """Return the smallest degree that slots and heads allow and that holds the longest document.
+
+    All slots if none does.
+    """
     cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
     fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
     return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
@@ -92,7 +95,7 @@ class Packer:
 
     @classmethod
     def of(cls, request: Request, cp: int) -> "Packer":
-        """The documents and groups of a request at degree cp, which divides its slots."""
+        """Return the documents and groups of a request at degree cp, which divides its slots."""
         in_plan_order = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-in_plan_order, kind="stable")
         lengths = in_plan_order[order]
@@ -125,7 +128,7 @@ class Packer:
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
     def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
-        """Groups of the documents that share a place, ids rising; a place without documents has no group."""
+        """Return groups of the documents that share a place, ids rising; a place without documents has no group."""
         documents_of: dict[int, list[int]] = {}
         for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
             documents_of.setdefault(place, []).append(document)
@@ -136,7 +139,7 @@ class Packer:
         return [MicroBatch(tuple(groups)) for groups in batches]
 
     def _sort_bins(self, bins: Sequence[int]) -> Ints:
-        """Number bins by falling time, so that those of one micro-batch are alike."""
+        """Return number bins by falling time, so that those of one micro-batch are alike."""
         places = np.array(bins, dtype=np.int64)
         rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
@@ -185,7 +188,7 @@ class Packer:
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
 
     def _bin_seconds(self, bins: Ints, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
-        """Seconds of each bin (count,); an empty one takes none."""
+        """Return seconds of each bin (count,); an empty one takes none."""
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
         np.add.at(tokens, bins, rows)

@@ -91,7 +91,10 @@ def shows_options(planner: Planner) -> Planner:
 
 
 def options_of(planner: Callable[..., Any], options: PlanOptions | None, keywords: PlanKeywords) -> PlanOptions:
-    """The options of one call. Raises TypeError for a keyword that the planner does not have, with the nearest one."""
+    """Return the options of one call.
+
+    Raises TypeError for a keyword that the planner does not have, with the nearest one.
+    """
     names = [*inspect.signature(planner).parameters]
     for name in keywords:
         if name not in names:

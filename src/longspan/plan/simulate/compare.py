@@ -50,7 +50,7 @@ class PlannerComparison:
     max_cp: int = 0
 
     def simulations(self) -> Iterator[NamedSimulation]:
-        """Every plan with its name, those of one degree in order, the dynamic plan last."""
+        """Yield every plan with its name, those of one degree in order, the dynamic plan last."""
         lengths, home = self.lengths, self.home
         degrees = self.degrees()
         padded = partial(plan_padded, lengths, home, degrees[0])
@@ -61,7 +61,10 @@ class PlannerComparison:
         yield "dynamic", self._fastest_simulation(dynamic, None)
 
     def sensitivity(self) -> Iterator[Sensitivity]:
-        """What of the dynamic plan changes if a constant of the cost is wrong. Each group has its fastest type."""
+        """Return what of the dynamic plan changes if a constant of the cost is wrong.
+
+        Each group has its fastest type.
+        """
 
         def make(cost: Cost) -> Plan:
             degrees: dict[str, Any] = {"min_cp": self.min_cp, "max_cp": self.max_cp or None}
@@ -73,8 +76,8 @@ class PlannerComparison:
         return plan_sensitivity(make, self.options.cost, seconds)
 
     def degrees(self) -> list[int]:
-        """The degree that is given, or the lowest powers of two that divide the slots, hold the longest document and
-        suit the query heads; all slots if there is no such degree.
+        """Return the degree that is given, or the lowest powers of two that divide the slots, hold the longest document
+        and suit the query heads; all slots if there is no such degree.
         """
         if self.cp:
             return [self.cp]
@@ -85,7 +88,10 @@ class PlannerComparison:
         return [cp for cp in allowed if not cap or max(self.lengths) <= cap * cp][:MOST_DEGREES] or [slots]
 
     def _fastest_simulation(self, planner: Callable[..., Plan], cp: int | None) -> Simulation | str:
-        """The fastest over communication types, at a degree or (None) of dynamic degrees; or why there is no plan."""
+        """Return the fastest over communication types, at a degree or (None) of dynamic degrees.
+
+        Or why there is no plan.
+        """
         hybrid = self.options.cost.states is not None  # whose types are compared with their partitions
         choices = [self.options] if hybrid else options_of_types(self.options, self.home, cp)
         if cp is None and len(choices) > 1:

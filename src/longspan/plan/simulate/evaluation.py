@@ -32,7 +32,8 @@ MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline 
 def plan_evaluation(
     make: Callable[[PlanOptions], Plan], lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int
 ) -> Plan:
-    """The plan of `make` that is fastest through the home's stages, of those at the limit of rows and at lower ones.
+    """Plan the plan of `make` that is fastest through the home's stages, of those at the limit of rows and at lower
+    ones.
 
     >>> options = PlanOptions(max_tokens_per_slot=8192)
     >>> make = lambda options: plan_fixed([8192] * 8, Layout(8, pp=4), 2, options=options)
@@ -56,19 +57,21 @@ def plan_evaluation(
 
 
 def evaluation_options(options: PlanOptions) -> PlanOptions:
-    """The options priced for forward passes."""
+    """Return the options priced for forward passes."""
     return replace(options, cost=options.cost.forward_only())
 
 
 def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
-    """The highest degree that a group of a dynamic plan may have, at most `most` (0: all slots)."""
+    """Return the highest degree that a group of a dynamic plan may have, at most `most` (0: all slots)."""
     types = check_comm_types(options.cp_comm_type)
     degrees = range(min(most or home.slots, home.slots), 1, -1)
     return next((degree for degree in degrees if heads_allow(degree, options.heads, types, home.tp)), 1)
 
 
 def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int) -> Iterator[int]:
-    """Limits of rows below the own one, half as many each time, down to those that just hold the longest document."""
+    """Yield limits of rows below the own one, half as many each time, down to those that just hold the longest
+    document.
+    """
     multiple, share = options.row_multiple, sum(lengths) / home.slots
     least = -(-max(lengths) // (widest * multiple)) * multiple
     most = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
@@ -120,7 +123,7 @@ class DegreeComparison:
         return min(self.choices, key=lambda choice: choice.planned.seconds)
 
     def reason(self, name: str = "") -> str:
-        """Why the best degree is the best, of the evaluation set of this name, in one line of numbers.
+        """Return why the best degree is the best, of the evaluation set of this name, in one line of numbers.
 
         >>> print(which_degree([8192] * 1024, Layout(8192, tp=2, pp=4)).reason())  # doctest: +SKIP
         evaluation at cp 4, p2p: 1,024 documents in 0.173 s predicted; cp 1 0.366 s, cp 2 0.234 s, cp 8 0.211 s; ...
@@ -162,7 +165,7 @@ class _Evaluation:
         return self.options.max_tokens_per_slot or self.least_cap(1)
 
     def least_cap(self, cp: int) -> int:
-        """Rows of a slot below which the longest document does not fit a group."""
+        """Return rows of a slot below which the longest document does not fit a group."""
         return -(-max(self.lengths) // (cp * self.options.row_multiple)) * self.options.row_multiple
 
     def simulation(self, plan: Plan) -> Simulation:
@@ -215,7 +218,7 @@ def which_degree(
 
 
 def _refusal(evaluation: _Evaluation, cp: int) -> str:
-    """Why an evaluation cannot run at a degree; "" where it can."""
+    """Return why an evaluation cannot run at a degree; "" where it can."""
     options, longest = evaluation.options, max(evaluation.lengths)
     if longest > cp * (evaluation.cap // options.row_multiple * options.row_multiple):
         return f"cp {cp} holds {plural(cp * evaluation.cap, 'row')}, the longest document has {longest:,}"
@@ -255,7 +258,10 @@ def _fill_passes(
 
 
 def _fastest_plan(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
-    """The plan under the fastest type, and its options. The limit of rows that suits the pipeline suits every type."""
+    """Return the plan under the fastest type, and its options.
+
+    The limit of rows that suits the pipeline suits every type.
+    """
     lengths, home = evaluation.lengths, evaluation.home
     first, *others = options_of_types(evaluation.options, home, cp)
     plan = plan_evaluation(lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first, cp)
@@ -269,7 +275,7 @@ def _fastest_plan(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOpt
 def _dynamic_plan(
     evaluation: _Evaluation, options: PlanOptions, min_cp: int, max_cp: int
 ) -> tuple[Simulation | None, tuple[str, ...]]:
-    """The dynamic plan of these degrees under these options; or none, and why."""
+    """Return the dynamic plan of these degrees under these options; or none, and why."""
     lengths, home = evaluation.lengths, evaluation.home
 
     def make(options: PlanOptions) -> Plan:

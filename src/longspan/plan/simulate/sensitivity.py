@@ -63,7 +63,7 @@ def plan_sensitivity(
 
 
 def rows_by_way(plan: Plan) -> Counter[tuple[int, str]]:
-    """Rows of a plan by the degree of their group, and its type if it has several slots."""
+    """Return rows of a plan by the degree of their group, and its type if it has several slots."""
     rows = Counter[tuple[int, str]]()
     for group in (group for batch in plan.micro_batches for group in batch.groups):
         kind = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(group.cp_comm_type)
@@ -72,7 +72,10 @@ def rows_by_way(plan: Plan) -> Counter[tuple[int, str]]:
 
 
 def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, Cost]]:
-    """Each constant's name, the factor that is put on it, and the cost with it; constants that are 0 are left out."""
+    """Yield each constant's name, the factor that is put on it, and the cost with it.
+
+    Constants that are 0 are left out.
+    """
     for factor in (1 - share, 1 + share):
         for constant, name in OF_COST.items():
             if value := getattr(cost, name):

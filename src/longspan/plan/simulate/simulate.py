@@ -202,7 +202,7 @@ def simulate(
 
 
 def simulate_run(plans: Sequence[Plan], **how: int | bool | Cost | RowBytes | None) -> tuple[Simulation, ...]:
-    """Every step of a run through `simulate`, with the same keywords.
+    """Simulate every step of a run through `simulate`, with the same keywords.
 
     >>> sum(step.seconds for step in simulate_run(plans, pp=2))
     """
@@ -210,7 +210,7 @@ def simulate_run(plans: Sequence[Plan], **how: int | bool | Cost | RowBytes | No
 
 
 def _cost_of_passes(cost: Cost, backward: bool) -> Cost:
-    """The cost of what is run. Raises PlanError where backward passes are asked of a cost that has none."""
+    """Return the cost of what is run. Raises PlanError where backward passes are asked of a cost that has none."""
     if backward and cost.passes == "forward":
         raise PlanError(
             f"backward passes cannot be priced by {cost.source or 'a cost'}, which is of forward passes alone; "
@@ -236,7 +236,7 @@ def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
 
 
 def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray[np.float64]:
-    """The most rows that each slot's first stage, which holds most, keeps for its backward passes (slots,)."""
+    """Return the most rows that each slot's first stage, which holds most, keeps for its backward passes (slots,)."""
     sign = np.array([1 if action.kind == "forward" else -1 for action in run.actions[0]], np.int64)
     rows_of_actions = rows[[action.micro_batch for action in run.actions[0]]]
     if not (sign < 0).any():  # nothing is kept: one micro-batch passes at a time
@@ -245,7 +245,7 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
 
 
 def _bytes_on_links(plan: Plan, cost: Cost) -> tuple[float, float]:
-    """Bytes that all groups put on links inside and between nodes, by their own communication types."""
+    """Return bytes that all groups put on links inside and between nodes, by their own communication types."""
     inside = across = 0.0
     for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):
         kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type

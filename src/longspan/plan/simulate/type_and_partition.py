@@ -21,7 +21,7 @@ from longspan.plan.planners.options import PlanOptions
 
 
 def options_of_types(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
-    """The options under each type that comes into question at a degree, rings first; None: in a dynamic plan.
+    """Return the options under each type that comes into question at a degree, rings first; None: in a dynamic plan.
 
     >>> [o.cp_comm_type for o in options_of_types(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
     ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
@@ -43,7 +43,7 @@ def options_of_types(options: PlanOptions, home: Layout, cp: int | None = None) 
 
 
 def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
-    """The options with the levels of a2a+p2p, where a layer has them, fitted to a degree."""
+    """Return the options with the levels of a2a+p2p, where a layer has them, fitted to a degree."""
     sizes = options.hierarchical_context_parallel_sizes
     if sizes is None or "a2a+p2p" not in check_comm_types(options.cp_comm_type):
         return options
@@ -52,7 +52,7 @@ def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
 
 
 def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
-    """A type, or those of a list, with its levels (a2a, p2p) where it has two; of several levels the widest a2a.
+    """Return a type, or those of a list, with its levels (a2a, p2p) where it has two; of several levels the widest a2a.
 
     >>> type_text("a2a+p2p", [(4, 2)]), type_text("a2a+p2p", [(2, 2), (4, 3)]), type_text(["p2p", "a2a", "p2p"])
     ('a2a+p2p (4, 2)', 'a2a+p2p, a2a of 4 at most', 'p2p/a2a')
@@ -65,7 +65,10 @@ def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | 
 
 
 def type_of(plan: Plan) -> str:
-    """The communication types of a plan's groups of several slots, in words; "" if no group has several slots."""
+    """Return the communication types of a plan's groups of several slots, in words.
+
+    "" if no group has several slots.
+    """
     groups = [g for g in chain.from_iterable(batch.groups for batch in plan.micro_batches) if g.degree > 1]
     kinds = (g.cp_comm_type if isinstance(g.cp_comm_type, str) else "/".join(g.cp_comm_type) for g in groups)
     names = list(dict.fromkeys(chain.from_iterable(kind.split("/") for kind in kinds)))
@@ -161,7 +164,7 @@ def which_partition(
 def plan_with_partition(
     make: Callable[[PlanOptions], Plan], options: PlanOptions, partition: Literal["auto"] | PartitionKind = "auto"
 ) -> tuple[Plan, str]:
-    """The plan of these options, priced under their type; of a hybrid also why its rows are dealt out so, else "".
+    """Plan the plan of these options, priced under their type; of a hybrid also why its rows are dealt out so, else "".
 
     A `partition` "auto" is zigzag unless the model is a hybrid.
     """
@@ -172,7 +175,7 @@ def plan_with_partition(
 
 
 def way_text(options: PlanOptions) -> str:
-    """A way in words."""
+    """Return a way in words."""
     types: str | Sequence[str] = options.cp_comm_type
     kind = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
     return f"{options.partition} under {kind}"

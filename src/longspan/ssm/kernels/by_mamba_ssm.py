@@ -27,7 +27,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def mamba_lacks(recurrence: Recurrence) -> str:
-    """What a recurrence would need for these kernels; "" if nothing."""
+    """Return what a recurrence would need for these kernels; "" if nothing."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     if recurrence.dtype not in _DTYPES:
@@ -56,7 +56,7 @@ class _Chunks:
         return rows.contiguous().unsqueeze(0)
 
     def back(self, x: Tensor) -> Tensor:
-        """(1, L, …) as rows (T, …)."""
+        """Return (1, L, …) as rows (T, …)."""
         rows = x.squeeze(0)
         return rows if self.runs.padded_rows is None else rows.index_select(0, self.runs.padded_places)
 
@@ -67,12 +67,12 @@ class _Chunks:
         return h
 
     def additions(self) -> Tensor:
-        """What each chunk adds to the state: (N, H, V, K) float32."""
+        """Return what each chunk adds to the state: (N, H, V, K) float32."""
         arguments = (self.b, self.x, self.steps, self.sums)
         return _function("ssd_chunk_state", "_chunk_state_fwd")(*arguments, states_in_fp32=True).squeeze(0)
 
     def products(self) -> Tensor:
-        """c_i · b_j of the pairs of rows of each chunk: (1, N, G, C, C) float32."""
+        """Return c_i · b_j of the pairs of rows of each chunk: (1, N, G, C, C) float32."""
         return _function("ssd_bmm", "_bmm_chunk_fwd")(self.c, self.b, _CHUNK, output_dtype=torch.float32)
 
 
@@ -145,7 +145,7 @@ class MambaBackward:
         return (dq if self._scale == 1.0 else dq * self._scale), dk, dv, dg.unsqueeze(-1)
 
     def _whole_decay_gradients(self, dh: Tensor) -> Tensor:
-        """Gradients of the decays of whole chunks, by the states that went through them: (1, H, N)."""
+        """Return gradients of the decays of whole chunks, by the states that went through them: (1, H, N)."""
         passed = torch.linalg.vecdot(self._h.float().flatten(3), dh.float().flatten(3))
         return (passed * self._chunks.whole.exp()).transpose(1, 2)
 
@@ -156,5 +156,5 @@ class MambaBackward:
 
 @cache
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """`mamba_ssm.ops.triton.MODULE.NAME`."""
+    """Return `mamba_ssm.ops.triton.MODULE.NAME`."""
     return getattr(import_module(f"mamba_ssm.ops.triton.{module}"), name)

@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     beta: Tensor | None
 
     def rows(self, start: int, stop: int) -> "Inputs":
-        """These rows of all of them."""
+        """Return these rows of all of them."""
         return Inputs(*(None if x is None else x[start:stop] for x in self))  # pyright: ignore[reportArgumentType]
 
     @property

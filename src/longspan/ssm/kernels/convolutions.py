@@ -223,7 +223,7 @@ _CHANNELS = 8  # their number is a multiple of it
 
 
 def _package_lacks(x: Tensor, weight: Tensor) -> str:
-    """What causal_conv1d needs that is not there; "" if nothing."""
+    """Return what causal_conv1d needs that is not there; "" if nothing."""
     channels, width = weight.shape
     if x.dtype not in _DTYPES:
         return f"bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')}"
@@ -270,7 +270,7 @@ def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before)
 
 
 def _channels_last(rows: Tensor) -> Tensor:
-    """(L, C) as (1, C, L), channels next to each other."""
+    """Return (L, C) as (1, C, L), channels next to each other."""
     return rows.t().unsqueeze(0)
 
 
@@ -284,7 +284,7 @@ PACKAGE_CONVOLUTION = ConvolutionKernel(
 
 
 def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
-    """The kernel for rows x (T, C) and weight (C, W). Raises LayoutError if a named one is unknown or cannot."""
+    """Choose the kernel for rows x (T, C) and weight (C, W). Raises LayoutError if a named one is unknown or cannot."""
     check_names(kernel_names)
     if TORCH_ONLY in kernel_names:
         return TORCH_CONVOLUTION

@@ -28,7 +28,7 @@ def scan_chunks(
     into: Tensor | None = None,
     backwards: bool = False,
 ) -> Tensor:
-    """The final state (R, H, K, V) of each run, from `states` (R, H, K, V), float32.
+    """Return the final state (R, H, K, V) of each run, from `states` (R, H, K, V), float32.
 
     added (N, G, K, H / G · V) float32 and decays (N, H) in base 2 of each chunk. `into` (1, N, H, K, V) gets the state
     before each chunk. `backwards`: chunks in reverse, for gradients: what is kept for a chunk is its final state's.
@@ -62,7 +62,7 @@ def _chunks_kernel() -> Any:
 
 
 def decay_lacks(recurrence: Recurrence) -> str:
-    """What a recurrence would need for these kernels; "" if nothing."""
+    """Return what a recurrence would need for these kernels; "" if nothing."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
@@ -77,11 +77,11 @@ class _Decays:
         self._of_row = runs.chunk_of_row
 
     def decay_to_end(self) -> Tensor:
-        """What is left of each row at its chunk's end: (T, H, 1)."""
+        """Return what is left of each row at its chunk's end: (T, H, 1)."""
         return torch.exp2(self.whole.index_select(0, self._of_row) - self.g.squeeze(0)).unsqueeze(-1)
 
     def decay_from_start(self) -> Tensor:
-        """What is left at each row of the state that entered its chunk: (T, H, 1)."""
+        """Return what is left at each row of the state that entered its chunk: (T, H, 1)."""
         return torch.exp2(self.g.squeeze(0)).unsqueeze(-1)
 
 

@@ -100,7 +100,7 @@ class DeltaStates:
 
 
 def states_of_chunks(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
-    """The state that enters each chunk, and the values that its rows add to it."""
+    """Return the state that enters each chunk, and the values that its rows add to it."""
     scanning = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
     h, new_values, _ = scanning(
         **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_indices(runs)
@@ -120,7 +120,7 @@ class DeltaGradients:
         return self._pieces.run_entry_gradients(self._map_gradients(), self._transitions, runs)
 
     def leaving_gradients(self, leaving: Tensor) -> Tensor:
-        """The gradient at each piece's final state."""
+        """Return the gradient at each piece's final state."""
         entry_gradients = self._map_gradients() if self._pieces.cut else None
         return self._pieces.leaving_gradients(leaving, entry_gradients, self._transitions)
 

@@ -22,25 +22,25 @@ from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
 
 def batch_of_one(inputs: Inputs) -> tuple[Tensor, ...]:
-    """All of them (1, T, ·, ·)."""
+    """Return all of them (1, T, ·, ·)."""
     return tuple(x.unsqueeze(0) for x in inputs if x is not None)
 
 
 def match_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-    """Gradients (1, T, ·, ·) as those of the inputs, in their dtypes."""
+    """Return gradients (1, T, ·, ·) as those of the inputs, in their dtypes."""
     tensors = (x for x in inputs if x is not None)
     return tuple(gradient.squeeze(0).to(x.dtype) for gradient, x in zip(gradients, tensors, strict=True))
 
 
 def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor:
-    """(1, T, H, …) of (T, H, …): sums inside chunks, in base 2; `reverse`: gradients of such sums."""
+    """Return (1, T, H, …) of (T, H, …): sums inside chunks, in base 2; `reverse`: gradients of such sums."""
     sums = fla_function("ops.utils", "chunk_local_cumsum")
     base = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
     return sums(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **base, **run_indices(runs))
 
 
 def run_indices(runs: LocalRuns) -> dict[str, Tensor]:
-    """Where runs and their chunks lie, as the kernels' arguments."""
+    """Return where runs and their chunks lie, as the kernels' arguments."""
     return {"cu_seqlens": runs.ends, "chunk_indices": runs.chunk_indices}
 
 
@@ -52,7 +52,7 @@ _HOPPER, _WRONG_TRITON = 9, ((3, 4, 0), (3, 7, 1))
 
 @cache
 def fla_missing(device: torch.device) -> str:
-    """What this installation or device lacks for the kernels; "" where nothing."""
+    """Return what this installation or device lacks for the kernels; "" where nothing."""
     try:
         installed = version("fla-core")
     except PackageNotFoundError:
@@ -72,7 +72,7 @@ def fla_missing(device: torch.device) -> str:
 
 
 def fla_lacks(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
-    """What a recurrence would need for the kernels; "" if nothing. The default sizes suit every kernel."""
+    """Return what a recurrence would need for the kernels; "" if nothing. The default sizes suit every kernel."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     if dtype not in _HALF:
@@ -84,14 +84,14 @@ def fla_lacks(dtype: torch.dtype, device: torch.device, key_size: int = 2, value
 
 @cache
 def fla_function(module: str, name: str) -> Any:
-    """`fla.MODULE.NAME`."""
+    """Return `fla.MODULE.NAME`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportWarning)  # it names other packages that it could use
         return getattr(import_module(f"fla.{module}"), name)
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a version, at most three."""
+    """Return the numbers of a version, at most three."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
 
 
@@ -104,7 +104,7 @@ PACKAGES = {
 
 
 def lacks_package(name: str, needed: tuple[int, int], device: torch.device) -> str:
-    """What is missing for a package's kernels: CUDA, the package, or that version of it; "" for nothing."""
+    """Return what is missing for a package's kernels: CUDA, the package, or that version of it; "" for nothing."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     return _version_lack(name, needed)

@@ -50,7 +50,7 @@ class Pieces:
         return bool((self._counts > 1).any())
 
     def maps_of_runs(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
-        """B and M of some shared runs from those of pieces. May be views of these."""
+        """Return B and M of some shared runs from those of pieces. May be views of these."""
         first = self._starts[runs] - self.first
         b, m = take_runs(states, first), take_runs(transitions, first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
@@ -62,7 +62,7 @@ class Pieces:
         return b, m
 
     def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
-        """The state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
+        """Return the state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
         if not self.cut:
             return of_runs
         result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
@@ -78,7 +78,9 @@ class Pieces:
         return result
 
     def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
-        """Gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of pieces."""
+        """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of
+        pieces.
+        """
         last = self._starts[runs] + self._counts[runs] - 1
         result = take_runs(entry_gradients, last - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
@@ -91,7 +93,7 @@ class Pieces:
         return result
 
     def leaving_gradients(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
-        """The gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
+        """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
         if entry_gradients is None or not self.cut:
             return leaving
         last = self._starts + self._counts - 1
@@ -109,7 +111,7 @@ class Pieces:
 
 
 def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
-    """x with these rows replaced; x may be a view of something else."""
+    """Return x with these rows replaced; x may be a view of something else."""
     if len(rows) == len(x):
         return values
     x = x.clone()
@@ -118,7 +120,7 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
 
 
 def _piece_sizes(rows: int, most: int) -> list[int]:
-    """Rows of the pieces of a run: whole chunks except for the last, nearly equal, at most so many."""
+    """Return rows of the pieces of a run: whole chunks except for the last, nearly equal, at most so many."""
     chunks = -(-rows // CHUNK)
     count = max(1, min(most, rows // _SHORTEST))
     ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
@@ -126,7 +128,7 @@ def _piece_sizes(rows: int, most: int) -> list[int]:
 
 
 def pieces_of(runs: LocalRuns, heads: int) -> Pieces:
-    """The pieces of these runs, worked out once."""
+    """Return the pieces of these runs, worked out once."""
     if heads not in runs.pieces:
         runs.pieces[heads] = Pieces(runs, heads)
     return runs.pieces[heads]

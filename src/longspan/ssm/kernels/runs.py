@@ -12,7 +12,7 @@ from longspan.layout.segments import Flags, Integers
 
 
 def apply_maps(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
-    """M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, 1, 1)."""
+    """Return M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, 1, 1)."""
     if transition.shape[2:] == (1, 1):
         return torch.addcmul(added, transition, state)
     shape = added.shape
@@ -39,7 +39,7 @@ class LocalRuns:
         self._chunks = -(-lengths // chunk)
 
     def with_chunks(self, chunk: int) -> "LocalRuns":
-        """The same runs in chunks of so many rows, worked out once."""
+        """Return the same runs in chunks of so many rows, worked out once."""
         if chunk not in self._of_chunks:
             self._of_chunks[chunk] = LocalRuns(self.lengths, self.device, self.shared, chunk=chunk)
         return self._of_chunks[chunk]
@@ -119,7 +119,7 @@ class LocalRuns:
 
 
 def take_runs(x: Tensor, rows: Integers) -> Tensor:
-    """These rows of x, a view where they are consecutive."""
+    """Return these rows of x, a view where they are consecutive."""
     if _consecutive(rows):
         return x[int(rows[0]) : int(rows[-1]) + 1]
     return x.index_select(0, index_on_device(rows, x.device))
@@ -138,7 +138,7 @@ def _consecutive(rows: Integers) -> bool:
 
 
 def index_on_device(rows: Integers, device: torch.device) -> Tensor:
-    """Row numbers as an index; every layer uses the same few, which are copied once."""
+    """Return row numbers as an index; every layer uses the same few, which are copied once."""
     return _upload_index(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import to_device
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 from longspan.ssm.kernels.call import Inputs, SavedScan, state_dtype
 from longspan.ssm.kernels.runs import LocalRuns, take_runs
 
@@ -42,7 +42,7 @@ def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device)
     size, total = np.array(lengths, dtype=np.int64), sum(lengths)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
-    run, place = np.repeat(order, counts[order]), expand(np.zeros_like(order), counts[order])
+    run, place = np.repeat(order, counts[order]), expand_runs(np.zeros_like(order), counts[order])
     by_place = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
     run, place = run[by_place, None], place[by_place]
     row_of_run = place[:, None] * chunk + np.arange(chunk)
@@ -127,14 +127,14 @@ def _products_with_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
 def summaries(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Integers, leaving: Integers, carrying: Integers
 ) -> tuple[Tensor, Tensor]:
-    """B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
+    """Return B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
 
     The columns [v | 0] from the state [0 | I] are [B | M] of the delta rule, M (m, H, K, K); without one (m, H, 1, 1).
     """
     heads, size, width = k.shape[1], k.shape[2], v.shape[2]
     either = np.union1d(leaving, carrying)
     starts = (np.cumsum(lengths) - lengths)[either]
-    rows = to_device(expand(starts, starts + lengths[either]), k.device)
+    rows = to_device(expand_runs(starts, starts + lengths[either]), k.device)
     k, v, g = (x.index_select(0, rows) for x in (k, v, g))
     beta = None if beta is None else beta.index_select(0, rows)
     at = [to_device(np.searchsorted(either, runs), k.device) for runs in (leaving, carrying)]

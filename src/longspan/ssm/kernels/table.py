@@ -23,7 +23,8 @@ _KERNELS = (
 
 
 def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> ScanKernel:
-    """The first kernel that can do this recurrence, or the one named: `mamba_ssm` for those without a delta term.
+    """Choose the first kernel that can do this recurrence, or the one named: `mamba_ssm` for those without a delta
+    term.
 
     Raises LayoutError if the named one cannot, or is unknown.
     """
@@ -47,7 +48,10 @@ def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: 
 
 
 def kernels_here(dtype: torch.dtype, device: torch.device, kernel_names: Sequence[str] = ()) -> str:
-    """The kernels of recurrences in this dtype on this device, in words; and what a GPU needs for faster ones."""
+    """Return the kernels of recurrences in this dtype on this device, in words.
+
+    And what a GPU needs for faster ones.
+    """
     if TORCH_ONLY in kernel_names:
         return "torch's operations, as asked for"
     named = " and ".join(f"{name} ({tried})" for name, tried in PACKAGES.items() if name in kernel_names)

@@ -73,7 +73,10 @@ def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
 
 
 def unused_bytes(device: torch.device, ranks: int) -> int:
-    """Bytes that a rank could still take of its GPU, or of the host's memory, which so many ranks share; 0: unknown."""
+    """Return bytes that a rank could still take of its GPU, or of the host's memory, which so many ranks share.
+
+    0: unknown.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return (
@@ -88,13 +91,13 @@ def unused_bytes(device: torch.device, ranks: int) -> int:
 
 
 def _allocator_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
-    """One figure of a GPU's allocator. Functions as torch.cuda.memory_allocated sort all two hundred of them."""
+    """Return one figure of a GPU's allocator. Functions as torch.cuda.memory_allocated sort all two hundred of them."""
     figures = torch.cuda.memory_stats_as_nested_dict(device)
     return figures[name]["all"][which] if figures else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held: of its GPU, or resident on a CPU."""
+    """Return the most memory that this process has held: of its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return max(_allocator_figure(device, "allocated_bytes", "peak"), _highest.get(device, 0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

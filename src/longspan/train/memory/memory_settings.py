@@ -13,7 +13,7 @@ from longspan.plan.memory.settings import MOMENTS
 def memory_settings_of(
     config: RunConfig, *, gpu: bool = True, target_share: float = 1.0, encoder_rows: int = 0
 ) -> MemorySettings:
-    """The settings of a run's plan of memory, with what the keys say of that which the plan may choose.
+    """Return the settings of a run's plan of memory, with what the keys say of that which the plan may choose.
 
     >>> memory_settings_of(RunConfig()).state_numbers
     2.0
@@ -46,7 +46,10 @@ def memory_settings_of(
 
 
 def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
-    """Numbers of state that the optimizer keeps of each weight; those of a class are counted on a small matrix."""
+    """Return numbers of state that the optimizer keeps of each weight.
+
+    Those of a class are counted on a small matrix.
+    """
     if train.optimizer == "sgd" and any(words.startswith("momentum") for words in train.optimizer_arguments):
         return 1.0
     if train.optimizer in MOMENTS:
@@ -59,7 +62,7 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
 
 
 def fixed_keys(config: RunConfig) -> FixedMemory:
-    """The keys of memory that are given by hand; with train.memory "none" all of them are.
+    """Return the keys of memory that are given by hand; with train.memory "none" all of them are.
 
     Only states of known optimizers are moved to the host without a key.
     """

@@ -41,7 +41,7 @@ class NeededBytes:
         return self.weights + self.gradients + self.states + self.gathered
 
     def shards_that_fit(self, room: int) -> int:
-        """How many shards of the parameters leave each small enough; 0 where no number does."""
+        """Return how many shards of the parameters leave each small enough; 0 where no number does."""
         room_left = room - self.gathered
         return 0 if room_left <= 0 else math.ceil((self.total - self.gathered) * self.shards / room_left)
 
@@ -74,7 +74,10 @@ class Room:
 
 
 def free_room(world: World) -> Room | None:
-    """The free memory of this rank's GPU, or its part of the host's; None on hosts without the figure (macOS)."""
+    """Return the free memory of this rank's GPU, or its part of the host's.
+
+    None on hosts without the figure (macOS).
+    """
     if world.device.type == "cuda":
         return Room(torch.cuda.mem_get_info(world.device)[0], f"the GPU of rank {world.rank}", of_gpu=True)
     ranks_here, free = ranks_on_host(world), free_host_bytes(swap=True)
@@ -86,14 +89,14 @@ def free_room(world: World) -> Room | None:
 
 
 def ranks_on_host(world: World) -> int:
-    """How many ranks share a host."""
+    """Return how many ranks share a host."""
     return min(len(world.home.ranks), world.node_size * world.home.tp)
 
 
 def needed_bytes(
     config: RunConfig, model: PreTrainedModel, home: Layout, compute_dtype: torch.dtype, *, training: bool
 ) -> NeededBytes:
-    """The least bytes of this model on the rank of a home that needs most, from the shapes of its parameters.
+    """Return the least bytes of this model on the rank of a home that needs most, from the shapes of its parameters.
 
     Everything is taken as split over tensor-parallel ranks: more is needed, never less. What is frozen has neither
     gradients nor states. What several stages share has a copy on each, and a state on each rank.
@@ -119,7 +122,7 @@ def needed_bytes(
 
 
 def _models_of_ranks(config: RunConfig, model: PreTrainedModel, home: Layout) -> list[list[PreTrainedModel]]:
-    """The stages of each pipeline rank; the whole model without a pipeline, or if it cannot be cut yet."""
+    """Return the stages of each pipeline rank; the whole model without a pipeline, or if it cannot be cut yet."""
     if home.pp == 1:
         return [[model]]
     settings = PipelineSettings(config.parallel.pipeline_schedule, home.pp, config.parallel.vpp)
@@ -136,12 +139,14 @@ def _parameter_bytes(x: Tensor) -> int:
 
 
 def _parameter_numbers(model: nn.Module, home: Layout) -> dict[str, float]:
-    """Numbers of each parameter on a tensor-parallel rank, before FSDP2 shards them."""
+    """Return numbers of each parameter on a tensor-parallel rank, before FSDP2 shards them."""
     return {name: parameter.numel() / home.tp for name, parameter in model.named_parameters()}
 
 
 def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
-    """How many numbers a rank gathers at one time: the root's and the largest layer's, or all if none is freed."""
+    """Return how many numbers a rank gathers at one time: the root's and the largest layer's, or all if none is
+    freed.
+    """
     layers = (*decoder_layers(model), *mtp_blocks(model))
     by_layer, root = dict.fromkeys(layers, 0.0), 0.0
     for name, numel in _parameter_numbers(model, home).items():

@@ -40,8 +40,9 @@ CPU_BUDGET = 1 << 30
 
 
 def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
-    """Bytes for gradients and activations: those that a run may fill, without weights and moments, and what a GPU's
-    context takes."""
+    """Return bytes for gradients and activations: those that a run may fill, without weights and moments, and what a
+    GPU's context takes.
+    """
     train, on_host = config.train, isinstance(optimizer, OffloadedStates)
     states = 0 if optimizer.state or on_host else measure_state_bytes(OptimizerChoice.of(train), model)
     if device.type == "cuda":
@@ -106,7 +107,7 @@ class RowsThatFit:
 
 
 def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> RowsThatFit:
-    """The rows that a budget holds, from two measurements (rows, most bytes). Raises ConfigError where none fit.
+    """Return the rows that a budget holds, from two measurements (rows, most bytes). Raises ConfigError where none fit.
 
     >>> fit_rows([(100, 3000), (300, 7000)], 10_000, ranks=1).rows
     450
@@ -123,7 +124,10 @@ def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Ro
 
 
 def use_rows_of_run(config: RunConfig, world: World, log: LogLine) -> RunConfig:
-    """The configuration with the number that the run measured before in place of "auto"; entered by all ranks."""
+    """Return the configuration with the number that the run measured before in place of "auto".
+
+    Entered by all ranks.
+    """
     if config.context.max_tokens_per_slot != AUTO:
         return config
     file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
@@ -143,7 +147,7 @@ def measure_rows(
     image_rows: float = 0.0,
     first_guess: int | None = None,
 ) -> RunConfig:
-    """The configuration with a number in place of "auto", measured now; entered by all ranks.
+    """Measure the configuration with a number in place of "auto", measured now; entered by all ranks.
 
     `image_rows` are the rows of images in a step, on all slots together, of a model that has an encoder; `first_guess`
     is how many rows of a slot a plan of memory has room for.
@@ -187,7 +191,9 @@ def read_rows_of_run(config: RunConfig) -> RunConfig:
 
 
 def _set_rows(config: RunConfig, rows: int) -> RunConfig:
-    """The configuration with so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
+    """Return the configuration with so many rows where evaluation, of the held-out documents or of a set, takes
+    "auto".
+    """
     if config.context.evaluation.max_tokens_per_slot == AUTO:
         config = replace(config, context=config.context.with_evaluation(max_tokens_per_slot=rows))
     sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
@@ -259,22 +265,22 @@ class _Probes:
         return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
 
     def rows_of_guess(self, guess: int) -> int:
-        """The rows of a probe of a guess, below what did not fit before."""
+        """Return the rows of a probe of a guess, below what did not fit before."""
         return self._round(min(guess, self._limit / 2))
 
     def second_rows(self) -> int:
-        """The rows of the second probe: more than the first had if they surely fit, otherwise half as many."""
+        """Return the rows of the second probe: more than the first had if they surely fit, otherwise half as many."""
         rows, bytes_of_ranks = self._probed[0]
         room = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
         larger = self._round(min(self._sizes[1], rows * room, self._limit / 2))
         return larger if larger >= rows + rows // 4 else self._round(rows / 2)
 
     def third_rows(self) -> int:
-        """Half of the rows that fit by now."""
+        """Return half of the rows that fit by now."""
         return self._round(min(self.fit_rows().rows / 2, FARTHEST * self.most, self._limit / 2))
 
     def fit_rows(self) -> RowsThatFit:
-        """The fit of the two largest probes, on the rank where the fewest rows fit."""
+        """Return the fit of the two largest probes, on the rank where the fewest rows fit."""
         smaller, larger = sorted(self._probed)[-2:]
         by_rank = [
             ([(smaller[0], fewer_bytes), (larger[0], more_bytes)], budget)
@@ -297,7 +303,7 @@ def _largest_rows(probes: Sequence[tuple[int, int]], budget: float) -> float:
 
 
 def _fit_line(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """The bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
+    """Return the bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
     (fewer_rows, fewer_bytes), (more_rows, more_bytes) = probes
     row_bytes = max((more_bytes - fewer_bytes) / (more_rows - fewer_rows), 1.0)
     return row_bytes, max(fewer_bytes - row_bytes * fewer_rows, 0.0)

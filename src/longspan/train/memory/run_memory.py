@@ -65,7 +65,7 @@ class RunMemory:
         return machine if isinstance(machine, Machine) else Machine.known("H200") if self.gpu else Machine.cpus()
 
     def plan_of(self, chosen: MemoryPlan | None) -> MemoryPlan:
-        """The memory of the run with measures that were chosen; None: with those of the keys."""
+        """Plan the memory of the run with measures that were chosen; None: with those of the keys."""
         settings = self.settings
         if chosen is not None:
             settings = replace(settings, gathered_once=chosen.gathered_once, offload_states=chosen.offload_states)
@@ -74,7 +74,7 @@ class RunMemory:
         return needs.under(measures_by_hand(self.config, needs) if chosen is None else chosen.measures)
 
     def choose(self, budget: MemoryBudget) -> MemoryPlan:
-        """The fastest measures that fit, and the rows of a slot with which they do where these are "auto".
+        """Return the fastest measures that fit, and the rows of a slot with which they do where these are "auto".
 
         Raises PlanError, with the bytes, where nothing fits.
         """
@@ -92,7 +92,7 @@ class RunMemory:
         return min(choices, key=lambda choice: choice[0])[1]
 
     def _choose_with_rows(self, rows: int, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
-        """The seconds of the heaviest steps under a limit of rows, and the plan of memory."""
+        """Choose the seconds of the heaviest steps under a limit of rows, and the plan of memory."""
         config = replace(self.config, context=replace(self.config.context, max_tokens_per_slot=rows))
         ahead = replace(self.ahead, few=True)
         steps = ahead.fullest_plans(config, self._cost())
@@ -106,7 +106,7 @@ class RunMemory:
         return [*steps, *self.ahead.limit_plans(config, steps)]
 
     def _cost(self, memory: MemoryPlan | None = None) -> Cost:
-        """The cost of plans, without the lines about it."""
+        """Return the cost of plans, without the lines about it."""
         slots = self.ahead.home.slots
         share = self.target_share
         return cost_of_run(
@@ -119,7 +119,7 @@ class RunMemory:
 
 
 def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | None:
-    """The measures that a run's layers have, by a plan of memory; entered by all ranks, before `prepare`.
+    """Choose the measures that a run's layers have, by a plan of memory; entered by all ranks, before `prepare`.
 
     None where the keys say what layers keep, or where the model's bytes cannot be counted. Raises ConfigError, on every
     rank, for keys that contradict each other, and with the bytes where nothing fits.
@@ -134,7 +134,7 @@ def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | 
 
 
 def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
-    """The plan of memory, or why the model's bytes cannot be counted."""
+    """Return the plan of memory, or why the model's bytes cannot be counted."""
     try:
         ModelNumbers.of(run.model, run.ahead.home, run.settings)
     except PlanError as error:
@@ -146,7 +146,7 @@ def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan |
 
 
 def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> MemoryPlan | None:
-    """The plan of memory of a run whose rows of a slot are known; entered by all ranks.
+    """Plan the plan of memory of a run whose rows of a slot are known; entered by all ranks.
 
     None on CPUs without `memory_bytes`, and where the model's bytes cannot be counted.
     """
@@ -164,7 +164,9 @@ HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading document
 
 
 def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
-    """The bytes that a rank may fill of its device and of its host: the least of all ranks, which call it together."""
+    """Return the bytes that a rank may fill of its device and of its host: the least of all ranks, which call it
+    together.
+    """
     device, host = _rank_budget(config, world)
     least = world.control.largest_of([-float(device), -float(host)], "the least free memory")
     return MemoryBudget(device=int(-least[0]), host=int(-least[1]))
@@ -179,7 +181,7 @@ def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
 
 
 def measures_by_hand(config: RunConfig, needs: MemoryNeeds) -> tuple[str, ...]:
-    """What each layer keeps by the keys: the first `recompute_layers` of a stage (0: each) are recomputed."""
+    """Return what each layer keeps by the keys: the first `recompute_layers` of a stage (0: each) are recomputed."""
     train, kind = config.train, checkpointing_by_hand(config.train) or "none"
     word = f"{kind}+host" if train.offload_activations and kind != "none" else kind
     return needs.words(word, train.recompute_layers)

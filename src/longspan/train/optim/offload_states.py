@@ -36,7 +36,7 @@ from longspan.train.optim.state_parts import (
 
 
 def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> "OffloadedStates":
-    """The optimizer with its moments in the host's memory; call it once, after `prepare`, on all ranks together.
+    """Return the optimizer with its moments in the host's memory; call it once, after `prepare`, on all ranks together.
 
     >>> optimizer = offload_states(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), world)
     >>> result = run_step(model, plan, documents, world, optimizer=optimizer)
@@ -99,7 +99,7 @@ class OffloadedStates(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every parameter that has a gradient; returns what `closure` does."""
+        """Return one update of every parameter that has a gradient; returns what `closure` does."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         buckets = [*cut_into_buckets(self.inner, self._sizes, self._bucket_bytes)]
@@ -194,7 +194,7 @@ class OffloadedStates(Optimizer):
     # ---- the host's memory
 
     def _on_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's state with its numbers in the host's memory."""
+        """Return a parameter's state with its numbers in the host's memory."""
         values = dict(state)
         for name, value in state.items():
             if _has_numbers(value):
@@ -203,7 +203,7 @@ class OffloadedStates(Optimizer):
         return values
 
     def _place(self, parameter: nn.Parameter, name: str, value: Tensor, *, whole: bool) -> Tensor:
-        """The tensor of the host for a state of this parameter: made once, and the same in later steps.
+        """Return the tensor of the host for a state of this parameter: made once, and the same in later steps.
 
         It is like `value`; where that is a part's, like the parameter, with the type of `value`.
         """
@@ -283,10 +283,10 @@ class _Copies:
 
 
 def _has_numbers(value: Any) -> bool:
-    """Whether a state is more than a count: it waits on the host."""
+    """Return whether a state is more than a count: it waits on the host."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _cast(value: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """A loaded state in the type that torch's `load_state_dict` gives it."""
+    """Return a loaded state in the type that torch's `load_state_dict` gives it."""
     return value.to(parameter.dtype) if parameter.is_floating_point() and name != "step" else value

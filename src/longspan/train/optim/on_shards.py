@@ -44,7 +44,7 @@ def check_on_shards(choice: OptimizerChoice, model: nn.Module, world: World) -> 
 
 
 def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """A sharded and a whole parameter for each kind of the model's: mesh, placements and dims."""
+    """Yield a sharded and a whole parameter for each kind of the model's: mesh, placements and dims."""
     kinds = dict[Any, nn.Parameter]()
     for parameter in model.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):

@@ -41,7 +41,7 @@ class OptimizerChoice:
 
     @classmethod
     def of(cls, train: TrainConfig) -> "OptimizerChoice":
-        """The choice of [train]. Raises ConfigError for a class that cannot train, or for its arguments."""
+        """Return the choice of [train]. Raises ConfigError for a class that cannot train, or for its arguments."""
         arguments = parse_arguments(train.optimizer, train.optimizer_arguments)
         if train.optimizer == "adamw":
             arguments = {"betas": train.betas, "eps": train.eps} | arguments
@@ -53,7 +53,7 @@ class OptimizerChoice:
         return optimizer_class(self.name)
 
     def build(self, parameters: Iterable[Any]) -> Optimizer:
-        """The optimizer over parameters, or groups of them. Raises ConfigError where its class refuses these."""
+        """Return the optimizer over parameters, or groups of them. Raises ConfigError where its class refuses these."""
         settings: dict[str, Any] = {"lr": self.lr, **dict(self.arguments)}
         if self.name == "adamw":
             settings = {"fused": True} | settings
@@ -74,7 +74,7 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     **arguments: Any,
 ) -> Optimizer:
-    """An optimizer over the model's trainable parameters; call it after `prepare`, which may replace them.
+    """Build an optimizer over the model's trainable parameters; call it after `prepare`, which may replace them.
 
     >>> optimizer = build_optimizer(model, lr={"encoders.image": 1e-4, "language_model": 1e-5})
 
@@ -96,7 +96,7 @@ def build_optimizer(
 def parameter_groups(
     model: nn.Module, name: str, weight_decay: float, rates: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """The model's trainable parameters in groups of one learning rate and weight decay; what decays comes first.
+    """Return the model's trainable parameters in groups of one learning rate and weight decay; what decays comes first.
 
     DTensors and plain tensors are apart, for no kernel of an optimizer takes both at once. `rates` are learning rates
     by the names of modules (None: the optimizer's own). Raises ConfigError where weights are to decay under an
@@ -133,7 +133,7 @@ def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
 
 
 def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
-    """The longest of these names that the parameter is in. Raises ConfigError where it is in none."""
+    """Return the longest of these names that the parameter is in. Raises ConfigError where it is in none."""
     around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
     if not around:
         raise ConfigError(
@@ -144,7 +144,7 @@ def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices, one for each expert too, and to kernels of convolutions.
+    """Return whether weight decay applies: to matrices, one for each expert too, and to kernels of convolutions.
 
     Shapes do not decide it: the biases of experts (E, D) and norms of single heads (N, H) have two dims as well.
 
@@ -158,7 +158,10 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """The class of "adamw", "sgd" or a dotted name. Raises ConfigError for one that cannot train here, or is none."""
+    """Return the class of "adamw", "sgd" or a dotted name.
+
+    Raises ConfigError for one that cannot train here, or is none.
+    """
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     module, _, attribute = name.rpartition(".")
@@ -191,7 +194,7 @@ def _class_fault(kind: type[Optimizer]) -> str:
 
 
 def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Arguments written as "momentum=0.9", with values as in JSON; a value that is none is a string.
+    """Parse arguments written as "momentum=0.9", with values as in JSON; a value that is none is a string.
 
     >>> parse_arguments("sgd", ("momentum=0.9", "nesterov=true"))
     {'momentum': 0.9, 'nesterov': True}

@@ -44,11 +44,11 @@ class Part:
     plain: bool
 
     def numbers(self, local: Tensor) -> Tensor:
-        """This part of the parameter's local tensor, its gradient's, or that of a state; a view."""
+        """Return this part of the parameter's local tensor, its gradient's, or that of a state; a view."""
         return local if self.whole else local.view(-1)[self.start : self.stop]
 
     def stand_in(self) -> nn.Parameter:
-        """A parameter with the same memory, and gradient, which an optimizer updates in place of the part."""
+        """Return a parameter with the same memory, and gradient, which an optimizer updates in place of the part."""
         if self.whole:
             return self.parameter
         assert self.parameter.grad is not None
@@ -57,7 +57,9 @@ class Part:
         return stand_in
 
     def state_on_device(self, value: Tensor, local: Tensor) -> Tensor:
-        """The state of the stand-in, from that of the parameter on the host and this part of it on the device."""
+        """Return the state of the stand-in, from that of the parameter on the host and this part of it on the
+        device.
+        """
         return with_local(value, local) if self.whole else self._view_like(value, local)
 
     def _view_like(self, like: Tensor, local: Tensor) -> Tensor:
@@ -65,13 +67,15 @@ class Part:
 
 
 def local_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor on the same mesh that claims to be whole here: what is done with it number by number stays here."""
+    """Return a DTensor on the same mesh that claims to be whole here: what is done with it number by number stays
+    here.
+    """
     mesh = like.device_mesh
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def with_local(value: Tensor, local: Tensor) -> Tensor:
-    """A tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
+    """Return a tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
     if not isinstance(value, DTensor):
         return local
     spec = value._spec
@@ -82,7 +86,7 @@ def with_local(value: Tensor, local: Tensor) -> Tensor:
 
 
 def can_split(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-    """Whether the optimizer may update any part of the parameter by itself."""
+    """Return whether the optimizer may update any part of the parameter by itself."""
     local = local_tensor(parameter.detach())
     gradient = local if parameter.grad is None else local_tensor(parameter.grad)
     is_flat = local.ndim > 0 and local.is_contiguous() and gradient.is_contiguous() and local.shape == gradient.shape
@@ -156,7 +160,7 @@ class StateSizes:
         self._bytes = dict[Any, tuple[int, ...]]()
 
     def bytes_of(self, group: int, parameter: nn.Parameter) -> int:
-        """Bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
+        """Return bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
         local = local_tensor(parameter.detach())
         shape = (1,) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
         key = group, local.dtype, shape
@@ -166,7 +170,7 @@ class StateSizes:
         return sum(-(-max(size * scale, 1) // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
 
     def total(self) -> int:
-        """Bytes of all states of the parameters that are here."""
+        """Return bytes of all states of the parameters that are here."""
         groups = enumerate(self._optimizer.param_groups)
         return sum(self.bytes_of(index, p) for index, group in groups for p in group["params"] if p.requires_grad)
 
@@ -191,19 +195,19 @@ class StateSizes:
         return tuple(value.nbytes for value in state.values() if waits_on_host(value, parameter))
 
     def _first_state(self, group: int) -> dict[str, Any]:
-        """The states, with plain tensors, of the first parameter of a group that has any; empty if none has."""
+        """Return the states, with plain tensors, of the first parameter of a group that has any; empty if none has."""
         states = (self._optimizer.state.get(p) for p in self._optimizer.param_groups[group]["params"])
         first: Mapping[str, Any] = next((state for state in states if state), {})
         return {name: local_tensor(value) if isinstance(value, Tensor) else value for name, value in first.items()}
 
 
 def waits_on_host(value: Any, parameter: Tensor) -> bool:
-    """Whether a state waits on the host: numbers for those of the parameter, not a count of steps."""
+    """Return whether a state waits on the host: numbers for those of the parameter, not a count of steps."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.device == parameter.device
 
 
 def make_shadow(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The optimizer with other parameters, and no states, in a group with these settings; it stays as it is."""
+    """Make the optimizer with other parameters, and no states, in a group with these settings; it stays as it is."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     shadow.__dict__.pop("step", None)  # a scheduler of torch puts there a step of the optimizer itself

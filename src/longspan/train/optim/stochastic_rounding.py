@@ -108,5 +108,5 @@ def _is_wide(value: Any) -> bool:
 
 
 def _parameter_blocks(model: nn.Module) -> dict[nn.Parameter, tuple[str, Any]]:
-    """The name and the block of every parameter here; copies on several pipeline stages have one name."""
+    """Return the name and the block of every parameter here; copies on several pipeline stages have one name."""
     return {parameter: (name, LocalPart.of(parameter).block) for name, parameter in model.named_parameters()}

@@ -29,17 +29,22 @@ from longspan.train.plans.run_cost import cost_of
 
 
 def row_multiple_of(parallel: ParallelConfig) -> int:
-    """What the rows of a slot are a multiple of: under sequence parallelism its tp ranks take equal parts of them."""
+    """Return what the rows of a slot are a multiple of: under sequence parallelism its tp ranks take equal parts of
+    them.
+    """
     return parallel.tp if parallel.sequence_parallel else 1
 
 
 def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
-    """The home of a run on so many ranks. Raises LayoutError if the degrees do not divide them."""
+    """Return the home of a run on so many ranks. Raises LayoutError if the degrees do not divide them."""
     return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
 
 
 def query_heads(model_config: Any) -> int | None:
-    """The number of query heads of a transformers configuration, of each layer that attends; None if none does."""
+    """Return the number of query heads of a transformers configuration, of each layer that attends.
+
+    None if none does.
+    """
     return getattr(model_config.get_text_config(), "num_attention_heads", None)
 
 
@@ -62,7 +67,7 @@ class PlanChoice:
 
     @classmethod
     def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlanChoice":
-        """Plans of one degree; `options` are those of `plan_fixed`.
+        """Return plans of one degree; `options` are those of `plan_fixed`.
 
         >>> PlanChoice.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
         4
@@ -71,7 +76,7 @@ class PlanChoice:
 
     @classmethod
     def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlanChoice":
-        """Plans of a degree for each document, from `min_degree` to `max_degree` (0: no limit).
+        """Return plans of a degree for each document, from `min_degree` to `max_degree` (0: no limit).
 
         `options` are those of `plan_dynamic`.
         """
@@ -126,7 +131,7 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """The planner and degree of a plan section, with these options; 0 for a degree "auto"."""
+        """Return the planner and degree of a plan section, with these options; 0 for a degree "auto"."""
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
@@ -143,7 +148,10 @@ class PlanChoice:
         return self.prefix + "planner"
 
     def widest(self, home: Layout) -> int:
-        """The highest degree that a group may have; of fixed and padded plans their degree, 0 if it is "auto"."""
+        """Return the highest degree that a group may have.
+
+        Of fixed and padded plans their degree, 0 if it is "auto".
+        """
         if self.has_one_degree:
             return self.degree
         limit = self.max_degree if self.planner == "dynamic" else 0
@@ -166,11 +174,11 @@ class PlanChoice:
         return (types,) if isinstance(types, str) else tuple(types)
 
     def allows(self, degree: int, home: Layout) -> bool:
-        """Whether a2a, where a layer uses it, can deal the query heads to groups of this degree."""
+        """Return whether a2a, where a layer uses it, can deal the query heads to groups of this degree."""
         return heads_allow(degree, self.options.heads, self.comm_types, home.tp)
 
     def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
-        """The same documents at another fixed degree, under a cap that holds the longest of them.
+        """Return the same documents at another fixed degree, under a cap that holds the longest of them.
 
         Of hierarchical sizes, the a2a level keeps what divides the degree.
         """
@@ -184,8 +192,8 @@ class PlanChoice:
         return replace(self, planner="fixed", degree=degree, options=options)
 
     def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
-        """The plan of these documents. `targets` is how many tokens they predict (None: those of the options, or every
-        token except a document's first).
+        """Return the plan of these documents. `targets` is how many tokens they predict (None: those of the options, or
+        every token except a document's first).
 
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
@@ -210,11 +218,11 @@ class PlanChoice:
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
     def apply_correction(self, correction: Correction) -> "PlanChoice":
-        """The same documents, priced by a cost that is corrected."""
+        """Return the same documents, priced by a cost that is corrected."""
         return replace(self, options=replace(self.options, cost=correction.apply(self.options.cost)))
 
     def options_on(self, home: Layout) -> PlanOptions:
-        """The planners' options on a home: the cost of its slots, and micro-batches for its stages."""
+        """Return the planners' options on a home: the cost of its slots, and micro-batches for its stages."""
         return replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
 
     def check(self, longest: int, home: Layout, title: str) -> None:
@@ -228,7 +236,7 @@ class PlanChoice:
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
 
     def _cost(self, home: Layout) -> Cost:
-        """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
+        """Return the cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
         cost = self.options.cost.shared_by(home.tp)
         if self.options.mode == "lockstep" or not self.weights:
             return cost
@@ -238,20 +246,23 @@ class PlanChoice:
 
 
 def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:
-    """Degrees 1, 2, 4, … that divide the slots, and the number of slots itself; those that a choice's heads allow."""
+    """Return degrees 1, 2, 4, … that divide the slots, and the number of slots itself.
+
+    Those that a choice's heads allow.
+    """
     powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
     divisors = sorted(degree for degree in powers if home.slots % degree == 0)
     return tuple(degree for degree in divisors if choice is None or choice.allows(degree, home))
 
 
 def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
-    """Options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
+    """Return options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
     values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in keywords.items()}
     return PlanOptions(**values)
 
 
 def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
-    """The planners' options that a plan section gives.
+    """Return the planners' options that a plan section gives.
 
     Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
     A limit of rows "auto" is none yet. Until a world is open (`with_node_size`), hosts of size "auto" have the usual 8
@@ -279,13 +290,13 @@ class StepPlanner:
     home: Layout
 
     def __call__(self, step: int, correction: Correction = NO_CORRECTION) -> Plan:
-        """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
+        """Return the plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
         return self.choice.apply_correction(correction).plan(lengths, self.home, targets=targets)
 
 
 def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
-    """The planner of any training step of a run."""
+    """Return the planner of any training step of a run."""
     return StepPlanner(choice, order, home)
 
 
@@ -297,7 +308,7 @@ def plans_of_steps(
     ahead: int,
     refinement: Refinement | None = None,
 ) -> PlanAhead:
-    """The plans of a run's training steps, priced with the corrections of a refinement; a context manager.
+    """Return the plans of a run's training steps, priced with the corrections of a refinement; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
     plans take a millisecond and are made when their step begins.

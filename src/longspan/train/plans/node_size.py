@@ -9,7 +9,7 @@ from longspan.errors import ConfigError, plural
 
 
 def with_node_size(config: RunConfig, world: World) -> RunConfig:
-    """The configuration with the world's slots of a host in place of "auto".
+    """Return the configuration with the world's slots of a host in place of "auto".
 
     >>> with_node_size(config, world).context.node_size == world.node_size  # doctest: +SKIP
     True

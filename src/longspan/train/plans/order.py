@@ -21,8 +21,9 @@ HELD_OUT, ONE_IN = 32, 10  # documents held out by default: one in so many, at m
 
 
 def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
-    """The configuration with the number of steps that `train.epochs` takes. Raises ConfigError for a schedule that does
-    not fit them."""
+    """Return the configuration with the number of steps that `train.epochs` takes. Raises ConfigError for a schedule
+    that does not fit them.
+    """
     if not config.train.epochs:
         return config
     steps = order.steps_of_epochs(config.train.epochs)
@@ -39,7 +40,7 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: L
 
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
-    """Advice that makes more steps of the same documents; a step takes at least one document."""
+    """Return advice that makes more steps of the same documents; a step takes at least one document."""
     tokens, tokens_per_step = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
     least = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     fewer = max(tokens // FEW_STEPS, least)
@@ -50,7 +51,8 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
 
 
 def count_held_out(setting: int | str, documents: int) -> int:
-    """How many of so many documents are held out: the setting, or one in ten (at least one, of several), at most 32.
+    """Count how many of so many documents are held out: the setting, or one in ten (at least one, of several), at most
+    32.
 
     >>> [held_out_count("auto", documents) for documents in (1, 7, 153, 5000)]
     [0, 1, 15, 32]
@@ -61,7 +63,7 @@ def count_held_out(setting: int | str, documents: int) -> int:
 
 
 def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
-    """The order of a run's documents."""
+    """Return the order of a run's documents."""
     data = config.data
     mixture = Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None
     uncut = _uncut_spans(config, corpus) if data.pack_to else None
@@ -76,7 +78,7 @@ def order_of_lengths(
     mixture: Mixture | None = None,
     uncut: UncutSpans | None = None,
 ) -> StepOrder | PackOrder:
-    """The order of documents of these lengths, as `StepOrder` and `PackOrder` take the rest."""
+    """Return the order of documents of these lengths, as `StepOrder` and `PackOrder` take the rest."""
     data, tokens = config.data, config.train.tokens_per_step
     order = StepOrder(
         lengths,
@@ -108,7 +110,9 @@ def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
 
 
 def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
-    """How many documents are trained on, how often the run's steps read them, and how many are held out of that."""
+    """Return how many documents are trained on, how often the run's steps read them, and how many are held out of
+    that.
+    """
     steps, tokens = config.train.steps, order.stream.tokens
     line = f"{plural(order.stream.documents, 'document')} to train on, of {plural(tokens, 'token')}"
     if not config.train.epochs:  # their number of steps has a line of its own

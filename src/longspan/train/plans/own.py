@@ -51,7 +51,7 @@ def _import_planner(name: str, key: str) -> OwnPlanner:
 
 
 def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
-    """The plan of a planner of one's own, checked, and completed by the options.
+    """Return the plan of a planner of one's own, checked, and completed by the options.
 
     Raises PlanError, with the key that names the planner, if it fails, returns no Plan, or a plan of other documents or
     slots, and for a plan that is not sound, exceeds the limit of rows or shares heads that its groups cannot share.
@@ -129,7 +129,8 @@ def _import_cost(name: str) -> Any:
 
 
 def own_cost(name: str, model_config: Any) -> Cost:
-    """The cost with a dotted name, for a model. Raises ConfigError for what is no cost, and one that prices no group.
+    """Return the cost with a dotted name, for a model. Raises ConfigError for what is no cost, and one that prices no
+    group.
 
     >>> own_cost("my_costs.measured", model.config)  # doctest: +SKIP
     """

@@ -25,7 +25,8 @@ STEPS = 4  # whose documents are planned for
 def choose_partition_on_ranks(
     config: RunConfig, order: StepOrder | PackOrder, world: World, log: LogLine, *, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
-    """The configuration with a partition and a type in place of "auto", and why; "" if there is nothing to choose.
+    """Choose the configuration with a partition and a type in place of "auto", and why; "" if there is nothing to
+    choose.
 
     The first rank chooses, so that hosts which round times differently do not disagree; all ranks call it together.
     """
@@ -58,7 +59,9 @@ def choose_partition(
 
 
 def with_usual_partition(config: RunConfig) -> RunConfig:
-    """The configuration with contiguous rows in place of "auto", whose attention each group shares as suits it."""
+    """Return the configuration with contiguous rows in place of "auto", whose attention each group shares as suits
+    it.
+    """
     if config.context.partition == AUTO:
         config = replace(config, context=replace(config.context, partition="contiguous"))
     return _with_evaluations(config, None, None)
@@ -79,7 +82,9 @@ def _choose_way(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layo
 
 
 def _with_evaluations(config: RunConfig, home: Layout | None, heads: int | None) -> RunConfig:
-    """The configuration whose evaluations have training's partition in place of "auto", and its type if it can."""
+    """Return the configuration whose evaluations have training's partition in place of "auto", and its type if it
+    can.
+    """
 
     def as_training(entry: EvalConfig) -> EvalConfig:
         """Return an evaluation's section with training's partition, and its type if the degree allows it."""
@@ -93,7 +98,7 @@ def _with_evaluations(config: RunConfig, home: Layout | None, heads: int | None)
 
 
 def _shares_alike(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:
-    """Whether an evaluation of type "auto" can have training's type at its degree."""
+    """Return whether an evaluation of type "auto" can have training's type at its degree."""
     choice = PlanChoice.evaluation(config, entry, heads=heads)
     if home is None or choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
         return False

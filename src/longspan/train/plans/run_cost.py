@@ -22,7 +22,8 @@ KEY = "run.machine"
 
 
 def cost_of(config: RunConfig) -> Cost:
-    """The cost that `run.machine` names, or the default; on a machine that of a Qwen3-8B, until the model is known.
+    """Return the cost that `run.machine` names, or the default; on a machine that of a Qwen3-8B, until the model is
+    known.
 
     Raises ConfigError for a file that holds none.
     """
@@ -31,7 +32,7 @@ def cost_of(config: RunConfig) -> Cost:
 
 
 def machine_of(config: RunConfig) -> Machine | Cost | None:
-    """What `run.machine` names: a machine, the cost of one model in an older file, or None if it is empty.
+    """Return what `run.machine` names: a machine, the cost of one model in an older file, or None if it is empty.
 
     A file is read once: a run keeps its prices, whatever becomes of the file before the next evaluation. Raises
     ConfigError for a file that holds neither.
@@ -49,7 +50,7 @@ def cost_of_run(
     target_share: float = 1.0,
     memory: MemoryPlan | None = None,
 ) -> Cost:
-    """What plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
+    """Return what plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
 
     >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
@@ -75,7 +76,7 @@ def cost_of_run(
 def cost_settings_of(
     config: RunConfig, *, slots: int, gpu: bool = True, target_share: float = 1.0, memory: MemoryPlan | None = None
 ) -> CostSettings:
-    """What of a run over so many slots changes its model's time; arguments as of `cost_of_run`.
+    """Return what of a run over so many slots changes its model's time; arguments as of `cost_of_run`.
 
     >>> cost_settings_of(RunConfig(), slots=4).shards
     4

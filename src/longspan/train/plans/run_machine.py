@@ -43,5 +43,5 @@ def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> 
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a device in a machine's file: that of a GPU as its driver gives it, "cpu" for all others."""
+    """Return the name of a device in a machine's file: that of a GPU as its driver gives it, "cpu" for all others."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -19,14 +19,14 @@ from longspan.comm.all_ranks import on_all_ranks, result_or_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued
 from longspan.errors import DataError, short_text
 from longspan.layout import Integers
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.train.reading.gathered import IDS, LABELS, Facts, GatheredDocuments, Rows, number_column
 from longspan.train.reading.local_batch import prefix_rows, reading_error
 from longspan.train.reading.read_rows import WEIGHTS, NamesOfValues, check_integers
 
 
 def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
-    """The documents of a step that each rank brings a share of; all ranks call it together, each with its own.
+    """Gather the documents of a step that each rank brings a share of; all ranks call it together, each with its own.
 
     >>> documents = gather_documents([Document(ids, labels=labels) for ids, labels in next(batches)], world)
     >>> plan = plan_dynamic(documents.lengths, world.home, max_tokens_per_slot=8192, targets=documents.targets)
@@ -45,7 +45,8 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 
 
 def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocuments":
-    """Documents that every rank can read, of which each reads a share and the other ranks get their rows from it.
+    """Return documents that every rank can read, of which each reads a share and the other ranks get their rows from
+    it.
 
     >>> documents = share_documents(corpus.select([3, 7, 1]), world)
 
@@ -138,7 +139,7 @@ class _Local:
         self._read.append(columns | bits)
 
     def share(self) -> _Share:
-        """What the other ranks learn of it."""
+        """Return what the other ranks learn of it."""
         digests = [hashlib.blake2b(repr(sorted(read)).encode(), digest_size=16) for read in self._read]
         for digest, read in zip(digests, self._read, strict=True):
             for name in sorted(read):
@@ -150,7 +151,7 @@ class _Local:
         return _Share(facts, tuple(sorted(name[1:] for name in names)), self._labelled, digest)
 
     def table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-        """All rows, (n, columns); weights are 1 in documents that give none."""
+        """Return all rows, (n, columns); weights are 1 in documents that give none."""
         one = np.float64(1).view(np.int64)
         rows = [
             np.stack([read.get(name, np.broadcast_to(one, len(read[IDS]))) for name in columns], axis=1)
@@ -160,7 +161,7 @@ class _Local:
 
 
 def _iterate_documents(local: Any) -> Iterable[Any]:
-    """The documents of a rank, one by one. Raises DataError for what is none, and for documents with items."""
+    """Return the documents of a rank, one by one. Raises DataError for what is none, and for documents with items."""
     for name in ("items", "positions"):
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
             raise DataError(
@@ -177,7 +178,7 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
 
 
 def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
-    """The token ids of a whole document as `run_step` would read them; a tensor may be on any device."""
+    """Return the token ids of a whole document as `run_step` would read them; a tensor may be on any device."""
     if isinstance(document, torch.Tensor):
         return document.detach().cpu().numpy()
     return np.asarray(document) if isinstance(document, list | tuple) else np.asarray(document[positions])
@@ -187,7 +188,7 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 
 
 def _gather(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
-    """All ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
+    """Return all ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
     shares = world.control.gather_objects(local.share(), "lengths of documents")
     _check_names(shares, world.home.ranks)
     if numbers is None:
@@ -218,8 +219,8 @@ def _check_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
             lacking = [rank for rank, share in having if name not in share.names]
             raise on_all_ranks(
                 DataError(
-                    f"documents of ranks {short(brings)} have {name!r} and those of ranks {short(lacking)} have not; "
-                    "give the documents of a step the same values, 0 where they do not matter"
+                    f"documents of ranks {excerpt(brings)} have {name!r} and those of ranks {excerpt(lacking)} have "
+                    "not; give the documents of a step the same values, 0 where they do not matter"
                 )
             )
 
@@ -232,7 +233,7 @@ def _refuse_copies(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
             raise on_all_ranks(
                 DataError(
                     f"ranks {first} and {rank} bring the same {len(share.facts)} documents of "
-                    f"{short(share.facts[:, 0].tolist())} tokens, which would count twice; let each rank load "
+                    f"{excerpt(share.facts[:, 0].tolist())} tokens, which would count twice; let each rank load "
                     "documents of its own (DistributedSampler), or give [] on ranks that load what another does, as "
                     "ranks of one slot may. Documents that all ranks have go to run_step as they are"
                 )

@@ -47,7 +47,10 @@ def read_local_batches(inputs: StepInputs, depths: int = 0) -> list[LocalBatch]:
 
 
 def with_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
-    """What a step runs over, after rows of documents have moved to this rank, if they move; entered by all ranks."""
+    """Return what a step runs over, after rows of documents have moved to this rank, if they move.
+
+    Entered by all ranks.
+    """
     return replace(inputs, documents=inputs.documents.with_rows(inputs.plan, inputs.world, depths))
 
 
@@ -67,7 +70,7 @@ def read_agreed(read: Callable[[], T], digest: str, world: World, **names: str) 
 
 
 def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0) -> list[LocalBatch]:
-    """Some micro-batches of a plan with this rank's rows, read without the other ranks."""
+    """Read some micro-batches of a plan with this rank's rows, read without the other ranks."""
     model, plan, world, documents = inputs.language_model, inputs.plan, inputs.world, inputs.documents.documents
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
     batches, vocabulary, names = list[LocalBatch](), vocabulary_size(model), NamesOfValues()
@@ -87,13 +90,13 @@ def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], 
 
 
 def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
-    """A micro-batch without documents, for all slots to enter together."""
+    """Return a micro-batch without documents, for all slots to enter together."""
     batch = _padding_rows(_bind_padded(MicroBatch(), plan, world))
     return batch._replace(deeper=(batch,) * depths)
 
 
 def reading_error(error: Exception, world: World) -> DataError:
-    """The error that all ranks raise where this one cannot read its rows."""
+    """Return the error that all ranks raise where this one cannot read its rows."""
     message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     named = DataError(f"rank {world.rank} could not read its rows: {message}")
     named.__cause__ = error
@@ -105,7 +108,7 @@ def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceS
 
 
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
-    """The batch of a rank that reads nothing: padding, or rows that come from another stage."""
+    """Return the batch of a rank that reads nothing: padding, or rows that come from another stage."""
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
 
@@ -114,7 +117,7 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
 
 
 def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None) -> SequenceShard:
-    """The shard with the rows that see each other, for a model whose rules have a prefix or items in spans.
+    """Return the shard with the rows that see each other, for a model whose rules have a prefix or items in spans.
 
     Raises DataError for a prefix that the model's window would cut, and for packs, whose pieces have a prefix each.
     """
@@ -127,7 +130,7 @@ def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: It
 def _document_prefixes(
     shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """The number and the prefix of each document whose rows this rank may hold."""
+    """Yield the number and the prefix of each document whose rows this rank may hold."""
     groups = [part.group for part in shard.parts if part.index >= 0]
     for group in groups:
         for number, length in zip(group.documents, group.lengths, strict=True):
@@ -147,7 +150,7 @@ def _document_prefixes(
 
 
 def prefix_rows(document: Any, number: int, length: int, items: ItemTable | None = None) -> int:
-    """How many rows of a document stand before its first target; all of them if it has no target.
+    """Return how many rows of a document stand before its first target; all of them if it has no target.
 
     The first token is no target, but one of a document without labels may follow it.
     """
@@ -169,7 +172,8 @@ def prefix_rows(document: Any, number: int, length: int, items: ItemTable | None
 
 
 def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
-    """The positions (n, T) of a shard's local rows; None if no document of the micro-batch has positions of its own.
+    """Return the positions (n, T) of a shard's local rows; None if no document of the micro-batch has positions of its
+    own.
 
     `positions_of(d)` gives those of document d (n, tokens of d), or None if they are plain: then all parts of them are
     the place in the document, as in padding. It is called once a micro-batch, for the whole document: where an image
@@ -194,7 +198,7 @@ def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) 
 
 
 def _check_positions(positions: Any, document: int, length: int) -> Integers | None:
-    """Positions as int64, None if there are none. Raises DataError for another shape or type."""
+    """Return positions as int64, None if there are none. Raises DataError for another shape or type."""
     if positions is None:
         return None
     positions = np.asarray(positions)

@@ -33,7 +33,7 @@ class MovingDocuments(Protocol):
         ...
 
     def rows_under(self, plan: Plan, depths: int = 0) -> Any:
-        """These documents with the rows of this rank under a plan; entered by all ranks."""
+        """Return these documents with the rows of this rank under a plan; entered by all ranks."""
         ...
 
 
@@ -87,7 +87,7 @@ class StepDocuments:
         )
 
     def with_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
-        """The same documents; of those whose rows move, with the rows of this rank. Entered by all ranks.
+        """Return the same documents; of those whose rows move, with the rows of this rank. Entered by all ranks.
 
         Raises DataError for documents of another world.
         """
@@ -102,7 +102,7 @@ class StepDocuments:
         return moved
 
     def _count_targets(self, document: int, length: int) -> int:
-        """The targets of one document, which is checked."""
+        """Count the targets of one document, which is checked."""
         try:
             value = self.documents[document]
         except (IndexError, KeyError) as error:
@@ -136,7 +136,8 @@ class StepInputs:
 
 
 def with_targets_of(documents: Any, plan: Plan) -> Plan:
-    """The plan with the targets of packs that have labels, which no planner reads; of other documents it has them.
+    """Return the plan with the targets of packs that have labels, which no planner reads; of other documents it has
+    them.
 
     Labels on placeholders of items are none.
     """

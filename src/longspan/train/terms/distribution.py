@@ -35,7 +35,7 @@ def agree_on_names(names: tuple[str, ...], world: World) -> None:
 
 @torch.no_grad()
 def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Tensor:
-    """Numbers (k, t) by k names of the distributions p = softmax(logits), of logits (t, V) and target ids (t,).
+    """Return numbers (k, t) by k names of the distributions p = softmax(logits), of logits (t, V) and target ids (t,).
 
     `entropy` is −Σ p log p in nats, `top1` 1 where the target is the likeliest token (of equal ones the first) and 0
     elsewhere, `mean_logits` the mean of the logits, `log_sum_sq_probs` log Σ p². All in float32, in float64 for float64
@@ -50,7 +50,7 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
 
 
 def _one_value(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """A number (t,) of rows' distributions."""
+    """Return a number (t,) of rows' distributions."""
     if name == "top1":
         return (logits.argmax(-1) == ids).to(dtype)
     if name == "mean_logits":
@@ -70,7 +70,7 @@ class Distributions:
         self._values = dict[str, Tensor]()
 
     def value(self, name: str) -> Tensor:
-        """A number (t,) by its name. Raises LossError after `release`, if it was not read before."""
+        """Return a number (t,) by its name. Raises LossError after `release`, if it was not read before."""
         if name not in self._values:
             if self._rows is None:
                 raise LossError(

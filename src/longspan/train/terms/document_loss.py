@@ -44,7 +44,10 @@ class DocumentLoss:
     sets: Sequence[Sequence[int]] | None = None
 
     def sets_of(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
-        """The sets, checked against a plan. Raises LossError for documents that it has not, and for empty sets."""
+        """Return the sets, checked against a plan.
+
+        Raises LossError for documents that it has not, and for empty sets.
+        """
         count = len(plan.lengths)
         if not callable(self.function):
             raise LossError(
@@ -77,7 +80,7 @@ def _list_of_sets(sets: Any) -> list[Any]:
 
 
 def _check_numbers(index: int, documents: Any) -> tuple[int, ...]:
-    """The numbers of a set's documents. Raises LossError for what is no integer."""
+    """Return the numbers of a set's documents. Raises LossError for what is no integer."""
     try:
         if any(isinstance(document, bool) for document in documents):
             raise TypeError("a bool is no number of a document")
@@ -90,7 +93,7 @@ def _check_numbers(index: int, documents: Any) -> tuple[int, ...]:
 
 
 def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
-    """The sum of the losses of some sets, and its derivative by the sum of each of all documents (D,).
+    """Return the sum of the losses of some sets, and its derivative by the sum of each of all documents (D,).
 
     Raises LossError where the function gives no scalar.
     """
@@ -136,7 +139,7 @@ class SameOnRanks:
         self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
 
     def differs(self, world: World) -> bool:
-        """Whether a rank that has sums has others than the rest; what is not finite is not compared."""
+        """Return whether a rank that has sums has others than the rest; what is not finite is not compared."""
         finite = np.isfinite(self._sums)
         low = np.where(finite, -self._sums, -np.inf)
         values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
@@ -202,11 +205,11 @@ class DocumentPasses:
         self.forward_twice = len(indices)
 
     def loss_ahead(self) -> float:
-        """This rank's part of the loss of the sets of `look_ahead`, which one rank counts."""
+        """Return this rank's part of the loss of the sets of `look_ahead`, which one rank counts."""
         return self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """This rank's part of the losses of sets that the micro-batch holds; gradients of all its documents."""
+        """Return this rank's part of the losses of sets that the micro-batch holds; gradients of all its documents."""
         targets, coefficients, loss = BatchTargets(batch, hidden.device), self._coefficients, 0.0
         if sets := self._sets_inside(batch):
             log_probs = chunked_log_probs(hidden, targets.targets, head, self._chunk_rows).double().cpu().numpy()
@@ -227,7 +230,7 @@ class DocumentPasses:
         return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)
 
     def difference(self) -> bool:
-        """Whether the function gave other losses or derivatives on some ranks; entered by all."""
+        """Return whether the function gave other losses or derivatives on some ranks; entered by all."""
         return self._check.differs(self._world)
 
     def _sets_inside(self, batch: LocalBatch) -> list[tuple[int, ...]]:

@@ -65,11 +65,11 @@ class EncodersTerm(Term):
         return self._encoding.around(self._micro_batches, batches)
 
     def not_finite(self) -> list[str]:
-        """The items for which this rank read something that is not finite."""
+        """Return the items for which this rank read something that is not finite."""
         return [] if self._encoding is None else self._encoding.not_finite()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """What the encoders took of a step with a backward pass."""
+        """Return what the encoders took of a step with a backward pass."""
         assert self._encoding is not None
         return {"encoders": self._encoding.times()} if self._inputs.backward else {}
 
@@ -118,7 +118,7 @@ class Encoding:
             part.read(documents)
 
     def not_finite(self) -> list[str]:
-        """The items for which this rank read something that is not finite."""
+        """Return the items for which this rank read something that is not finite."""
         return [name for part in self._parts for name in part.not_finite()]
 
     @contextmanager
@@ -140,7 +140,7 @@ class Encoding:
                     part.backward()
 
     def times(self) -> EncoderTimes:
-        """The times of all parts, read after the step has waited for the device; all ranks enter together."""
+        """Return the times of all parts, read after the step has waited for the device; all ranks enter together."""
         plans = [part.plan for part in self._parts]
         seconds = sum(plan.plan.predicted_seconds for plan in plans)
         balance = max((plan.balance for plan in plans), default=1.0)
@@ -157,12 +157,12 @@ class Encoding:
 
 
 def _last_stage(language_model: nn.Module) -> int:
-    """The place in a pipeline of the rank that holds its last stage."""
+    """Return the place in a pipeline of the rank that holds its last stage."""
     return language_model.pipeline_settings.loss_place if isinstance(language_model, PipelineModel) else 0
 
 
 def _items_in(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:
-    """The items of the documents of these micro-batches, under their numbers among all."""
+    """Return the items of the documents of these micro-batches, under their numbers among all."""
     documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
     index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
     if len(index) == len(table):
@@ -213,7 +213,7 @@ def plan_waves_ahead(
 
 
 def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0) -> Encoding:
-    """The waves of a step: those planned ahead, which it waits for, or planned now."""
+    """Return the waves of a step: those planned ahead, which it waits for, or planned now."""
     ahead = _planned.get(model, OrderedDict()).pop(_encoding_key(model, plan, table, (backward, depths)), None)
     if ahead is not None:
         return ahead.result()
@@ -231,6 +231,6 @@ def _plan_on(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], doc
 
 
 def _encoding_key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
-    """The key of what an encoding depends on; which encoders are frozen may change until its step."""
+    """Return the key of what an encoding depends on; which encoders are frozen may change until its step."""
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen

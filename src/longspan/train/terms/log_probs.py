@@ -37,7 +37,7 @@ class TokenLogProbs:
         return self._document_values(self.values, document)
 
     def value(self, name: str, document: int) -> Floats:
-        """Another number of each token (length,), in its place as by `of`.
+        """Return another number of each token (length,), in its place as by `of`.
 
         Raises LossError for a name that `also=` of token_log_probs did not have.
         """
@@ -58,7 +58,10 @@ class TokenLogProbs:
 
 
 def log_probs_of_passes(passes: Passes, batches: Sequence[LocalBatch], chunk_rows: int) -> TokenLogProbs:
-    """Log-probabilities from forward passes over some micro-batches of a step; 0 elsewhere. Entered by all ranks."""
+    """Return log-probabilities from forward passes over some micro-batches of a step; 0 elsewhere.
+
+    Entered by all ranks.
+    """
     collected = CollectedLogProbs(passes.plan.lengths, chunk_rows)
     run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0, terms=()), batches)
     return collected.sum_over_ranks(passes.world)
@@ -82,7 +85,7 @@ class CollectedLogProbs:
         return hidden.new_zeros((), dtype=torch.float64)
 
     def _values(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Log-probabilities and other numbers (1 + k, t) of rows with logits (t, V)."""
+        """Return log-probabilities and other numbers (1 + k, t) of rows with logits (t, V)."""
         log_probs = log_probs_of_rows(logits, ids).unsqueeze(0)
         return torch.cat([log_probs, distribution_values(logits, ids, self._also)]) if self._also else log_probs
 

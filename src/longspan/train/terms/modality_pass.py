@@ -33,7 +33,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> "RandomState":
-        """The state now."""
+        """Return the state now."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
 
@@ -68,7 +68,7 @@ class _LocalWave:
 
 
 def _smallest_item(wave: MicroBatch, slot: int) -> MicroBatch:
-    """A micro-batch of the wave's smallest item on this slot, for a slot that has no item of the wave."""
+    """Return a micro-batch of the wave's smallest item on this slot, for a slot that has no item of the wave."""
     rows, item = min(
         (rows, item) for group in wave.groups for item, rows in zip(group.documents, group.lengths, strict=True)
     )
@@ -105,7 +105,7 @@ class ModalityPass:
             return documents.read(self.items.numbers[item])
 
     def not_finite(self) -> list[str]:
-        """The items whose inputs, as read here, hold tensors that are not finite."""
+        """Return the items whose inputs, as read here, hold tensors that are not finite."""
         read = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
         return [self.items.name(item) for item in sorted(read) if not all(map(_is_finite, tensors_in(read[item])))]
 
@@ -150,7 +150,7 @@ class ModalityPass:
         return ", ".join(map(self.items.name, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
-        """The error of an encoder that returned other rows than the wave's items take; None if it is right."""
+        """Return the error of an encoder that returned other rows than the wave's items take; None if it is right."""
         names = self._names(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
             returned = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
@@ -199,7 +199,7 @@ class ModalityPass:
             shard.derived.add_items(leaf, spliced, added)
 
     def _rows_by_layer(self, rows: Tensor) -> Sequence[Tensor]:
-        """What enters at the embedding, and what is added after each of the first layers."""
+        """Return what enters at the embedding, and what is added after each of the first layers."""
         with torch.set_grad_enabled(self.trains):
             return rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
 
@@ -255,7 +255,7 @@ def _add_note(doing: Callable[[], str]) -> Iterator[None]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in lists, dicts and dataclasses (`ImageInput`), however deep."""
+    """Yield the tensors in lists, dicts and dataclasses (`ImageInput`), however deep."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -268,7 +268,7 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _gradient_of_rows(wave: _LocalWave, output: Tensor) -> Tensor:
-    """The gradient of the rows that a wave delivered here, in the order in which they arrived."""
+    """Return the gradient of the rows that a wave delivered here, in the order in which they arrived."""
     parts = [output.new_zeros((0, *output.shape[1:]))]
     for leaf, places in wave.deliveries:
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -47,7 +47,7 @@ class LossTerm(Term):
             self.measure.refuse_dropout(inputs.language_model)
 
     def extend(self, passes: Passes) -> Passes:
-        """The passes with this loss and divisor."""
+        """Return the passes with this loss and divisor."""
         return replace(passes, measure=self.measure, divisor=self.divisor)
 
     def ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
@@ -76,7 +76,7 @@ class LossTerm(Term):
             )
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """How many micro-batches ran forward once more."""
+        """Return how many micro-batches ran forward once more."""
         return {"forward_twice": self.measure.forward_twice if isinstance(self.measure, DocumentPasses) else 0}
 
 
@@ -91,7 +91,7 @@ def _digest(text: str) -> str:
 def _read_loss(
     loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int
 ) -> tuple[CrossEntropy | TokenLoss | DocumentPasses, float, str]:
-    """The measure and the divisor of a step, and in words what must be the same on every rank."""
+    """Read the measure and the divisor of a step, and in words what must be the same on every rank."""
     if loss is not None and not isinstance(loss, DocumentLoss) and not callable(loss):
         raise LossError(f"loss is {short_text(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
     if isinstance(loss, DocumentLoss):
@@ -105,7 +105,7 @@ def _read_loss(
 
 
 def check_divisor(divisor: Any) -> float:
-    """The divisor of a loss: a number, or an array or a tensor of one. Raises LossError for anything else."""
+    """Return the divisor of a loss: a number, or an array or a tensor of one. Raises LossError for anything else."""
     number = divisor
     if isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1:
         number = divisor.item()

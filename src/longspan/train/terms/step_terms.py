@@ -36,20 +36,20 @@ class RoutersTerm(Term):
         self._statistics = statistics
 
     def extend(self, passes: Passes) -> Passes:
-        """The passes, whose calls of the model collect what routers do."""
+        """Return the passes, whose calls of the model collect what routers do."""
         return replace(passes, routing=self._statistics)
 
     def sums(self) -> list[float]:
-        """This rank's loads, probabilities and z."""
+        """Return this rank's loads, probabilities and z."""
         return self._statistics.sums()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """The routers' losses, without their coefficients."""
+        """Return the routers' losses, without their coefficients."""
         return {"router": self._statistics.losses(sums)}
 
 
 def input_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
-    """The terms that make inputs of the language model: its encoders. Evaluations have no others."""
+    """Return the terms that make inputs of the language model: its encoders. Evaluations have no others."""
     model, items = inputs.model, inputs.documents.items
     if not isinstance(model, MultimodalModel):
         return ()
@@ -66,7 +66,7 @@ def step_terms(
     mtp: MtpLoss | None = None,
     chunk_rows: int = 0,
 ) -> tuple[Term, ...]:
-    """All terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
+    """Return all terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
 
     Raises what the terms raise for a model or arguments that they cannot take.
     """

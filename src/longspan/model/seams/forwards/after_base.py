@@ -58,7 +58,7 @@ class _BaseStandIn:
 
 
 def _with_stand_in(value: Any, hidden: Tensor, calls: list[ModelCall]) -> Any:
-    """What a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
+    """Return what a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
     return _BaseStandIn(value, hidden, calls) if isinstance(value, PreTrainedModel) else value
 
 
@@ -126,7 +126,9 @@ def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iter
 
 
 def _is_another(name: str, value: Any, expected: Any) -> bool:
-    """Whether an argument of the base model is another than the one that the base model is run with by itself."""
+    """Return whether an argument of the base model is another than the one that the base model is run with by
+    itself.
+    """
     if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
         return False
     if isinstance(value, Tensor) or isinstance(expected, Tensor):
@@ -144,7 +146,7 @@ def _parameter_reasons(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> 
 
 
 def _leaves_of_graph(result: Tensor) -> list[Tensor]:
-    """The tensors that a result was made of and that get its gradients."""
+    """Return the tensors that a result was made of and that get its gradients."""
     leaves, nodes, seen = list[Tensor](), [result.grad_fn], set[Any]()
     while nodes:
         node: Any = nodes.pop()
@@ -164,7 +166,7 @@ class _Watched(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
-        """The tensor, which from now on notes how it is read."""
+        """Return the tensor, which from now on notes how it is read."""
         watched = value.detach().as_subclass(cls)
         watched._name, watched._reads = name, reads
         return watched

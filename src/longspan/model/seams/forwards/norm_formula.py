@@ -32,7 +32,7 @@ class NormFormula:
     activation: Literal["silu", "sigmoid"] = "silu"
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor:
-        """Features (…, n) to their norm (…, n), in torch's operations."""
+        """Return features (…, n) to their norm (…, n), in torch's operations."""
         gates = self._apply_activation(gate) if gate is not None else 1.0
         y = x * gates if self.gate == "first" else x
         in_groups = y.unflatten(-1, (self.groups, -1))
@@ -55,7 +55,7 @@ class NormFormula:
 
 
 def are_on_gpus(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels can read them."""
+    """Return whether kernels can read them."""
     return all(x.is_cuda for x in tensors)
 
 
@@ -115,7 +115,7 @@ def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
 
 
 def _rows_of(x: Tensor) -> Tensor:
-    """(rows, features), a view where rows lie at equal distances, features one after another."""
+    """Return (rows, features), a view where rows lie at equal distances, features one after another."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

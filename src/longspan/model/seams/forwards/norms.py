@@ -27,7 +27,7 @@ MOST = 2**31 - 1  # elements of a call
 
 
 def norm_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """norm(x) of rows x (…, n), by calls of at most MOST elements each.
+    """Return norm(x) of rows x (…, n), by calls of at most MOST elements each.
 
     >>> y = norm_in_pieces(lambda rows: rms_norm(rows, (4096,), weight, 1e-6), x)
     """
@@ -87,12 +87,12 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
 
 
 def runs_in_one_pass(module: nn.Module) -> bool:
-    """Whether a module is a norm that runs by our kernel where this can take its inputs."""
+    """Return whether a module is a norm that runs by our kernel where this can take its inputs."""
     return getattr(vars(module).get("forward"), "func", None) is _norm_in_one_pass
 
 
 def _norm_in_one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
-    """The norm (…, n) of x (…, n), by torch's kernel."""
+    """Return the norm (…, n) of x (…, n), by torch's kernel."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
@@ -101,7 +101,7 @@ def _norm_in_one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Ten
 
 
 def _norm_in_one_pass(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """The norm (…, n) of x (…, n) and its gate, by our kernel."""
+    """Return the norm (…, n) of x (…, n) and its gate, by our kernel."""
     weight, eps = norm.weight, _eps_of(norm)
     assert isinstance(weight, Tensor) and eps is not None
     out = formula.run_kernel(x, weight, eps, gate)
@@ -125,12 +125,12 @@ def _groups_of(norm: nn.Module) -> int:
 
 
 def _kind(norm: nn.Module) -> Hashable:
-    """Norms with one formula, by what may tell formulas of a class apart."""
+    """Return norms with one formula, by what may tell formulas of a class apart."""
     return type(norm), norm.weight.shape, _groups_of(norm), getattr(norm, "norm_before_gate", None)  # pyright: ignore
 
 
 def _formula_of(norm: nn.Module) -> NormFormula | None:
-    """What a norm computes; None for anything else."""
+    """Return what a norm computes; None for anything else."""
     if not type(norm).__name__.endswith("Gated"):
         return next((f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)), None)
     kinds = product(("first", "last"), ("silu", "sigmoid"))
@@ -140,7 +140,7 @@ def _formula_of(norm: nn.Module) -> NormFormula | None:
 
 @torch.no_grad()
 def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
-    """Whether a norm computes a formula, on rows of large, usual and tiny numbers."""
+    """Return whether a norm computes a formula, on rows of large, usual and tiny numbers."""
     weight, eps = norm.weight, _eps_of(norm)
     assert isinstance(weight, Tensor) and eps is not None
     generator = torch.Generator().manual_seed(0)

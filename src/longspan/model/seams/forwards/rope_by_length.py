@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.layer_arguments import shard_of_layer
 
@@ -43,14 +43,14 @@ def choose_frequencies_by_document(model: nn.Module) -> None:
 
 
 def kinds_by_length(rotary: nn.Module) -> set[str]:
-    """The rope types of a rotary module that choose frequencies by a length; none for other modules."""
+    """Return the rope types of a rotary module that choose frequencies by a length; none for other modules."""
     kind = getattr(rotary, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else [kind]
     return {name for name in kinds if isinstance(name, str) and is_by_length(name)}
 
 
 def is_by_length(kind: str) -> bool:
-    """Whether frequencies of this rope type depend on the longest position of a call."""
+    """Return whether frequencies of this rope type depend on the longest position of a call."""
     return "dynamic" in kind or kind == "longrope"
 
 
@@ -66,7 +66,7 @@ def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
 
 
 def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-    """What the rotary module's class returns for position_ids (1, T), each row by its own document's length."""
+    """Return what the rotary module's class returns for position_ids (1, T), each row by its own document's length."""
     shard = rotary.__dict__.get(_CALL) or shard_of_layer()  # a layer may keep keyword arguments to itself
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     if isinstance(shard, Probe) or not is_by_length(kind):
@@ -92,7 +92,7 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
 
 
 def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
-    """The local rows of the documents of each length; lengths that give the same frequencies count as one."""
+    """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
     rows: dict[int, list[Integers]] = {}
     for part in shard.parts:
         segments = part.segments()
@@ -102,7 +102,7 @@ def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_ty
         for length in np.unique(lengths).tolist():
             is_length = lengths == length
             rows.setdefault(length, []).append(
-                expand(first[is_length], (first + segments.stop - segments.start)[is_length])
+                expand_runs(first[is_length], (first + segments.stop - segments.start)[is_length])
             )
     return {length: np.concatenate(of_length) for length, of_length in rows.items()}
 
@@ -131,7 +131,7 @@ def _frequencies_of_length(
 
 
 def _copy_as_made(rotary: nn.Module) -> nn.Module:
-    """A copy with the frequencies that the module was made with, which changes nothing of the module."""
+    """Copy a copy with the frequencies that the module was made with, which changes nothing of the module."""
     fresh_rotary: Any = copy.copy(rotary)
     del fresh_rotary.__dict__["forward"]
     buffers = {name: None if x is None else x.clone() for name, x in rotary.named_buffers(recurse=False)}
