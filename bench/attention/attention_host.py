@@ -38,7 +38,7 @@ from longspan.attention import rows
 from longspan.attention.kernels import table
 from longspan.attention.members import Members
 from longspan.attention.tiles_between import Mask
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 from longspan.comm.shard_part import ShardPart
 from longspan.run.result import versions
 
@@ -93,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not flags.cpu else torch.device("cpu")
     record: dict[str, Any] = {"bench": "attention host", "ranks": flags.ranks, "device": device.type}
-    record |= {"machine": machine(), "versions": versions(), "rows": [], "geometry": []}
+    record |= {"machine": machine_facts(), "versions": versions(), "rows": [], "geometry": []}
     record["geometry"] = [_show(row) for row in geometries()]
     counts: Counter[str] = Counter()
     world = OneRank(Layout(flags.ranks), device)

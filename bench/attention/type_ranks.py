@@ -20,8 +20,8 @@ from bench.attention.type_cases import (
 from torch import Tensor
 
 from longspan.attention import AttendCall, Mask, choose_kernel
-from longspan.bench.record import missing_because, write_unfinished
-from longspan.cli.machine import machine
+from longspan.bench.record import missing_row, write_unfinished
+from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.run.result import versions
@@ -56,7 +56,7 @@ def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
         "kernel": _kernel(settings, world),
         "backend": world.backend,
         "check_length": CHECK_ROWS * settings.ranks,
-        "machine": machine(),
+        "machine": machine_facts(),
         "versions": versions(),
         "checks": [],
         "rows": [],
@@ -87,7 +87,7 @@ def _or_missing(case: AttentionCase, measure: Callable[..., dict[str, Any]], *ar
     except Exception as error:
         if not case.peer:
             raise
-        return missing_because(error)
+        return missing_row(error)
 
 
 def _check(settings: AttentionSettings, case: AttentionCase, world: World) -> dict[str, Any]:

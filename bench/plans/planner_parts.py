@@ -21,7 +21,7 @@ import numpy as np
 from planner import NAMES, lengths_of
 
 from longspan import Layout, Plan, plan_dynamic
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 from longspan.plan.dynamic import planner
 
 SEEDS = 10
@@ -110,7 +110,7 @@ def main() -> None:
     plan([5000, 300], 8, 1024)
     record = {
         "bench": "planner-parts",
-        "machine": machine(),
+        "machine": machine_facts(),
         "command": "python bench/plans/planner_parts.py",
         "note": f"{SEEDS} batches a row; lockstep.",
         "distributions": few_of_distributions(),

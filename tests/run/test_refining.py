@@ -24,7 +24,7 @@ from longspan.run.result import TrainResult
 from longspan.run.run_data import TrainingRun
 from longspan.run.slow_slots import STEPS, SlowSlots
 from longspan.testing import backend, run_ranks
-from longspan.train.plans import cost_of
+from longspan.train.plans import read_cost
 from longspan.train.terms import slot_pace
 from tests.train.small import small_config, without_times
 
@@ -130,7 +130,7 @@ def test_off_plans_are_those_of_the_prices_as_they_are(straight: tuple[RunConfig
 
 def test_a_correction_of_other_prices_is_left_out(straight: tuple[RunConfig, TrainResult]) -> None:
     config, said = straight[0], list[str]()
-    cost = cost_of(config)
+    cost = read_cost(config)
     state = json.loads((Path(config.run.dir) / "checkpoints" / f"step-{BREAK:06d}" / "state.json").read_text())
     world: Any = mock.Mock()
     same = refining.refinement_of_run(config, cost, state, world, said.append)

@@ -288,13 +288,13 @@ class HeadSplit:
         """
         return next(n for n in range(min(at_most, self.member_heads), 0, -1) if self._cuts_evenly(n))
 
-    def slices_per_kv_head(self, slice_count: int) -> int:
+    def slices_per_kv_head(self, slices: int) -> int:
         """Return how many of so many slices use the same key/value head."""
-        return max(1, slice_count // self.member_kv_heads)
+        return max(1, slices // self.member_kv_heads)
 
-    def _cuts_evenly(self, slice_count: int) -> bool:
-        return self.member_kv_heads % slice_count == 0 or (
-            slice_count % self.member_kv_heads == 0 and self.member_heads % slice_count == 0
+    def _cuts_evenly(self, slices: int) -> bool:
+        return self.member_kv_heads % slices == 0 or (
+            slices % self.member_kv_heads == 0 and self.member_heads % slices == 0
         )
 
 

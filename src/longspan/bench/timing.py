@@ -25,7 +25,7 @@ _NAMES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 )
 
 
-def kind_of(name: str) -> Kind:
+def event_part(name: str) -> Kind:
     """Return the part of a step that a kernel or operator belongs to, by its name."""
     low = name.lower()
     for kind, words in _NAMES:
@@ -34,8 +34,8 @@ def kind_of(name: str) -> Kind:
     return "other layers"
 
 
-def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
-    """Return seconds by part of events (name, start, end) of a step that took so long.
+def sum_seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
+    """Sum the seconds by part of events (name, start, end) of a step that took so long.
 
     >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
     >>> seconds_by_part(events, 2.5)["exposed communication"]
@@ -43,7 +43,7 @@ def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) 
     """
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
     for name, start, end in events:
-        by_kind[kind_of(name)].append((start, end))
+        by_kind[event_part(name)].append((start, end))
     seconds_by_kind, seen, covered = dict[str, float](), list[Interval](), 0.0
     for kind in ORDER:
         seen = merge_intervals([*seen, *by_kind[kind]])
@@ -53,7 +53,7 @@ def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) 
 
 
 def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16) -> list[dict[str, Any]]:
-    """Return name, part, calls and seconds (the sum) of the kernels that take most, among events (name, start, end).
+    """List name, part, calls and seconds (the sum) of the kernels that take most, among events (name, start, end).
 
     >>> longest_kernels([("gemm", 0.0, 1.0), ("gemm", 2.0, 3.0), ("adam", 3.0, 3.5)], 1)
     [{'name': 'gemm', 'part': 'other layers', 'calls': 2, 'seconds': 2.0}]
@@ -62,7 +62,7 @@ def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16)
     for name, start, end in events:
         spent.setdefault(name, []).append(end - start)
     kernels = [
-        {"name": name[:_NAME_LENGTH], "part": kind_of(name), "calls": len(times), "seconds": sum(times)}
+        {"name": name[:_NAME_LENGTH], "part": event_part(name), "calls": len(times), "seconds": sum(times)}
         for name, times in spent.items()
     ]
     return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:count]
@@ -80,9 +80,7 @@ def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
-    """Return (name, start, end) in seconds of what ran: kernels and copies of the GPU, else operators without inner
-    ones.
-    """
+    """Read (name, start, end) in seconds of what ran: kernels and copies of the GPU, else innermost operators."""
     from torch.autograd import DeviceType
 
     events: list[tuple[str, float, float]] = []
@@ -90,19 +88,19 @@ def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
         on_gpu = event.device_type == DeviceType.CUDA
         if on_gpu is not cuda or getattr(event, "is_user_annotation", False):
             continue
-        if not cuda and (event.name.startswith("autograd::") or not _is_work(event)):
+        if not cuda and (event.name.startswith("autograd::") or not _is_computation(event)):
             continue
         events.append((event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6))
     return events
 
 
-def _is_work(event: Any) -> bool:
-    """Return operators of a CPU that compute: those without inner ones, and those of a known kind by name."""
-    return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")
+def _is_computation(event: Any) -> bool:
+    """Return whether an operator of a CPU computes: it has no inner ones, or its name is of a known kind."""
+    return not event.cpu_children or (event.name.startswith("aten::") and event_part(event.name) != "other layers")
 
 
 def time_run(run: Callable[[], object], world: World) -> float:
-    """Return time one run, from a moment at which all ranks have come and their GPUs are idle."""
+    """Time one run, from a moment at which all ranks have come and their GPUs are idle."""
     _wait_for_gpu(world)
     world.control.barrier("start of a timed run")
     started = time.perf_counter()
@@ -119,7 +117,7 @@ def profile_run(run: Callable[[], object], world: World) -> tuple[dict[str, floa
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as recorded:
         seconds = time_run(run, world)
     events = read_events(recorded, cuda=cuda)
-    return seconds_by_part(events, seconds), longest_kernels(events), seconds
+    return sum_seconds_by_part(events, seconds), longest_kernels(events), seconds
 
 
 def _wait_for_gpu(world: World) -> None:

@@ -51,7 +51,7 @@ class ItemDocuments:
     @cached_property
     def targets(self) -> int:
         """How many tokens the documents predict, for the planners' `targets=`."""
-        return sum(count_targets_of_text(self.tokens, self.item_table))
+        return sum(count_text_targets(self.tokens, self.item_table))
 
     def read(self, item: int) -> Any:
         """Return the encoder's input for an item."""
@@ -71,7 +71,7 @@ class ItemDocuments:
 def items_at_placeholders(
     tokens: Sequence[Any], placeholder: int, rows: Sequence[Sequence[int]], modality: str = "image"
 ) -> list[Item]:
-    """Return the items whose rows stand, one after another, where documents have the id of a placeholder.
+    """Make the items whose rows stand, one after another, where documents have the id of a placeholder.
 
     `rows[d]` are the rows of each item of document d, in order; a run of placeholders may hold several items, and other
     tokens may stand between the rows of one. Raises DataError, naming document and modality, for other counts.
@@ -99,9 +99,10 @@ def items_at_placeholders(
     return items
 
 
-def count_targets_of_text(documents: Any, items: ItemTable) -> tuple[int, ...]:
-    """Count how many tokens each document predicts: all but the first and placeholders, those with a label where it has
-    some.
+def count_text_targets(documents: Any, items: ItemTable) -> tuple[int, ...]:
+    """Count the tokens that each document predicts.
+
+    These are all but the first and placeholders, or those with a label where a document has labels.
 
     A document with labels has `targets`, their number beyond position 0, and `labels(positions)`, −100 where none is,
     which are read only for placeholders.
@@ -121,8 +122,8 @@ def _count_targets(document: Any, number: int, items: ItemTable) -> int:
     return int(document.targets) - int((labels != NO_TARGET).sum())
 
 
-def item_table_of(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
-    """Return the items of any object with `items`; None where it has none to speak of."""
+def find_item_table(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
+    """Find the items of any object with `items`; None where it has none to speak of."""
     items = getattr(documents, "items", None)
     if items is None or callable(items):  # a mapping's
         return None

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.cli.flags import Switch, parse_flags
-from longspan.cli.machine import machine, machine_text
-from longspan.cli.processes import Device, processes_of, reports_here, usable_gpus
+from longspan.cli.machine import machine_facts, machine_text
+from longspan.cli.processes import Device, choose_processes, is_reporting, usable_gpus
 from longspan.errors import LongspanError, plural
 from longspan.report.plain_text import bytes_text, seconds_text, text_table
 from longspan.run.result import versions
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     except LongspanError as error:
         checks.append(Check("parity", "comparison", str(error), False))
     good = all(check.good is not False for check in checks)
-    if reports_here():
+    if is_reporting():
         seconds = time.perf_counter() - began
         if flags.json:
             rows = [asdict(check) for check in checks]
@@ -116,7 +116,7 @@ def device_checks() -> Iterator[Check]:
     import torch
     import torch.distributed as dist
 
-    facts = machine()
+    facts = machine_facts()
     yield Check("device", "host", machine_text({k: v for k, v in facts.items() if k != "gpus"}), None)
     for index, name in enumerate(facts.get("gpus", ())):
         memory = bytes_text(torch.cuda.get_device_properties(index).total_memory)
@@ -134,7 +134,7 @@ def kernel_checks() -> Iterator[Check]:
 
     from longspan.attention import KERNELS, AttendCall
 
-    for device in _devices():
+    for device in _present_devices():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             call = AttendCall(1, 1, 128, 128, dtype, torch.device(device), one_document=True)
             able = [kernel.name for kernel in KERNELS if kernel.suits(call)]
@@ -146,7 +146,7 @@ def kernel_checks() -> Iterator[Check]:
             yield Check("kernel", kernel.name, f"not here: {lack}", None)
 
 
-def _devices() -> list[str]:
+def _present_devices() -> list[str]:
     import torch
 
     return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -159,13 +159,13 @@ def _kernel_lack(kernel: "Kernel") -> str:
     from longspan.attention import AttendCall
 
     dtype = kernel.dtypes[0]
-    calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _devices()]
-    lack_for = [kernel.lack_for(call) for call in calls]
-    return "" if "" in lack_for else lack_for[-1]
+    calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _present_devices()]
+    lacks = [kernel.lack_for(call) for call in calls]
+    return "" if "" in lacks else lacks[-1]
 
 
 def kernel_report(*, as_json: bool) -> str:
-    """Return the tables of docs/attention.md, with a further column: whether a kernel runs here, or what it lacks."""
+    """Write the tables of docs/attention.md, and whether each kernel runs here, or what it lacks."""
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
@@ -179,7 +179,7 @@ def kernel_report(*, as_json: bool) -> str:
 
 
 def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """List a table as a list with one line for each cell, because the cells are long."""
+    """Write a table as a list with one line for each cell, because the cells are long."""
     lines = [name]
     for first, *cells in rows:
         lines += [
@@ -211,7 +211,7 @@ def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
 
 
 def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
-    """Return the comparison of a small Qwen3 with the stock model, as a JSON object.
+    """Compare a small Qwen3 with the stock model; returns a JSON object.
 
     Raises CommError if ranks failed.
     """
@@ -221,11 +221,11 @@ def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
     device: Device = "cpu" if flags.backend == "gloo" else "cuda" if flags.backend == "nccl" else "auto"
     if device == "auto" and gpus == 1 and not flags.world:  # one GPU has no degrees to compare
         device = "cpu"
-    processes = processes_of(
+    processes = choose_processes(
         flags.world, device, on_gpus=min(gpus, LOCAL_RANKS), on_cpus=LOCAL_RANKS, for_cpus="--backend gloo"
     )
     ranks, backend = processes.ranks, processes.backend
-    if reports_here() and sys.stderr.isatty():
+    if is_reporting() and sys.stderr.isatty():
         print(f"comparing a small model with the stock one on {plural(ranks, 'rank')} ({backend}) …", file=sys.stderr)
     return compare_preset(processes, flags.timeout_seconds)
 
@@ -241,7 +241,7 @@ def _prove_named_model(flags: DoctorFlags) -> int:
 
 
 def _checks_text(checks: Sequence[Check], good: bool, seconds: float) -> str:
-    """Return the checks as a table with a verdict below it."""
+    """Write the checks as a table with a verdict below it."""
     marks = {True: "✓", False: "✗", None: "·"}
     table = text_table(
         ("", "area", "check", "found"), [(marks[c.good], c.area, c.name, c.found) for c in checks], left=4

@@ -59,7 +59,7 @@ def _driver_gpus() -> Gpus:
     return Gpus(count.value, (capability[0].value, capability[1].value))
 
 
-def gpu_here() -> tuple[str, int] | None:
+def find_first_gpu() -> tuple[str, int] | None:
     """Return the name and the bytes of this machine's first GPU that torch can use, by CUDA's driver.
 
     None without one.
@@ -90,7 +90,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 and l
 
 
 def set_gpu_environment(compile_cache: str = "") -> None:
-    """Have kernels kept in a folder across runs ("": the user's cache) and segments of memory grow; nothing on CPUs.
+    """Keep kernels in a folder across runs ("": the user's cache), and let segments of memory grow; nothing on CPUs.
 
     Growing segments hold micro-batches of different sizes without gaps, for which the allocator would otherwise free
     and ask again. Raises ConfigError if the folder cannot be written.
@@ -127,20 +127,20 @@ def _make_writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
     except OSError as error:
-        raise ConfigError(f"{_cannot(folder)}: {error.strerror}; {_INSTEAD}") from error
+        raise ConfigError(f"{_cannot_text(folder)}: {error.strerror}; {_INSTEAD}") from error
     if not writable:
-        raise ConfigError(f"{_cannot(folder)}: it is not writable for this user; {_INSTEAD}")
+        raise ConfigError(f"{_cannot_text(folder)}: it is not writable for this user; {_INSTEAD}")
     return folder
 
 
 _INSTEAD = "name another folder with run.compile_cache, or set XDG_CACHE_HOME"
 
 
-def _cannot(folder: Path) -> str:
+def _cannot_text(folder: Path) -> str:
     return f"compiled kernels cannot be kept in {folder}"
 
 
-def machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Return processor, memory and GPUs, as a JSON object."""
     import torch
     from torch.cuda import nccl
@@ -161,7 +161,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_text(facts: dict[str, Any]) -> str:
-    """Return one line about a machine."""
+    """Write one line about a machine."""
     gpus = facts.get("gpus", [])
     memory = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
     host = f"{facts['cores']} cores of {facts['processor']}, {memory}"

@@ -18,7 +18,7 @@ from longspan.config.keys import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    values_of,
+    key_values,
 )
 from longspan.config.model_sections import EncoderSection, LoraSection, ModelConfig, MtpSection, ParallelConfig
 from longspan.config.plan_section import ContextConfig, EvalConfig
@@ -38,7 +38,7 @@ __all__ = [
     "TrainConfig",
     "held_out_set",
     "section_kinds",
-    "with_evaluations",
+    "set_evaluations",
 ]
 
 
@@ -189,8 +189,8 @@ class RunConfig:
 
     def tables(self) -> dict[str, Any]:
         """Return the values of all keys by section, as TOML and JSON keep them; of `eval` a list of tables."""
-        sections = {name: values_of(getattr(self, name)) for name in section_kinds()}
-        return sections | {"eval": tuple(values_of(entry) for entry in self.eval)}
+        sections = {name: key_values(getattr(self, name)) for name in section_kinds()}
+        return sections | {"eval": tuple(key_values(entry) for entry in self.eval)}
 
 
 def section_kinds() -> dict[str, type[Any]]:
@@ -211,9 +211,7 @@ def held_out_set(config: RunConfig) -> EvalConfig:
     )
 
 
-def with_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
-    """Return the configuration with other plans of evaluation: the first entry's are those of the held-out
-    documents.
-    """
+def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
+    """Set other plans of evaluation: the first entry's are those of the held-out documents."""
     held_out, *sets = entries
-    return replace(config, context=config.context.with_evaluation(**held_out.plan_keys), eval=tuple(sets))
+    return replace(config, context=config.context.set_evaluation(**held_out.plan_keys), eval=tuple(sets))

@@ -45,8 +45,8 @@ def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
     """Return the default configuration of a model class. Raises ConfigError if it is no language model."""
     config: PreTrainedConfig = architecture.config_class()
     if "." in name:
-        register(config, architecture)
-    classes = _classes(_check_model(config, name))
+        register_class(config, architecture)
+    classes = _model_classes(_check_model(config, name))
     if architecture in classes:
         return config
     raise ConfigError(
@@ -55,7 +55,7 @@ def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
     )
 
 
-def _classes(config: PreTrainedConfig) -> list[Any]:
+def _model_classes(config: PreTrainedConfig) -> list[Any]:
     """Return the causal language model of a configuration, and that from images and text to text, those that there
     are.
     """
@@ -68,7 +68,7 @@ def reads_images(config: PreTrainedConfig) -> bool:
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def register(config: PreTrainedConfig, architecture: type | None) -> None:
+def register_class(config: PreTrainedConfig, architecture: type | None) -> None:
     """Let transformers make this class for its configuration, of a class without one in transformers."""
     if architecture is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         AutoModelForCausalLM.register(type(config), architecture)  # pyright: ignore[reportArgumentType]
@@ -85,7 +85,7 @@ def _import_dotted(name: str) -> object:
 
 def _check_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     """Return a configuration that transformers has a model for. Raises ConfigError for others."""
-    if not _classes(config):
+    if not _model_classes(config):
         raise ConfigError(
             f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "
             f"text to text; {_similar_names(name)}"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from longspan.config.keys import object_named
+from longspan.config.keys import import_object
 from longspan.errors import ConfigError, EvaluationError, plural
 
 
@@ -156,15 +156,15 @@ class _Copier(pickle.Pickler):
             return NotImplemented
         around = [cell.cell_contents for cell in obj.__closure__ or ()]
         settings = {name: getattr(obj, name) for name in ("__defaults__", "__kwdefaults__")}
-        return _function, (obj.__code__, obj.__module__, around), (vars(obj), settings)
+        return _make_function, (obj.__code__, obj.__module__, around), (vars(obj), settings)
 
 
-def _function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionType:
+def _make_function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionType:
     return FunctionType(code, vars(sys.modules[module]), None, None, tuple(map(CellType, around)))
 
 
 def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a copy of a metric, so that what it keeps of made rows is not kept.
+    """Copy a metric, so that what it keeps of made rows is not kept.
 
     Raises the error with which copying fails.
     """
@@ -227,7 +227,7 @@ def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
         module, _, name = dotted.rpartition(".")
         if not module:
             raise ConfigError(f"{key} has {dotted!r}; give a function with its module, as in package.module.function")
-        function = object_named(dotted, f"{key} has {dotted!r}")
+        function = import_object(dotted, f"{key} has {dotted!r}")
         if not callable(function):
             raise ConfigError(
                 f"{key} has {dotted!r}, and {module} has no function {name}; give one of TargetRows to (sum, count)"

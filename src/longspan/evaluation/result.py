@@ -43,7 +43,7 @@ class PasskeyGrid:
         return sum(self.retrieved[index]) / (len(self.depths) * self.samples)
 
     def table(self) -> str:
-        """Return the shares as text: a line for each depth, a column for each length.
+        """Write the shares as text: a line for each depth, a column for each length.
 
         >>> print(PasskeyGrid((512, 1024), (0.0, 1.0), 4, ((4, 4), (1, 3)), ((0.1, 0.1), (2.0, 0.7))).table())
         keys retrieved: 12 of 16, 4 for each length and depth (1: the key stands at the end)
@@ -150,9 +150,7 @@ class Evaluation:
 
 
 def comparison_table(evaluations: Sequence[Evaluation]) -> str:
-    """Return the losses of one set of weights at several degrees, with their relative difference to the first, as
-    text.
-    """
+    """Write the losses of one set of weights at several degrees, and their relative difference to the first."""
     first = evaluations[0]
     lines = [
         f"evaluation loss of the weights after step {first.step}: {plural(first.documents, 'document')}, "
@@ -169,7 +167,7 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def sets_table(evaluations: Sequence[Evaluation]) -> str:
-    """Return loss and built-in metrics of named sets next to each other, as text; a dash where nothing was counted."""
+    """Write loss and built-in metrics of named sets next to each other, as text; a dash where nothing was counted."""
     width = max(len("evaluation set"), *(len(evaluation.name) for evaluation in evaluations))
     names = f"{'loss':>12}  {'perplexity':>12}  {'accuracy':>8}  {'bits/byte':>9}  {'documents':>9}  {'cp':>4}"
     lines = [f"{'evaluation set':<{width}}  {names}"]

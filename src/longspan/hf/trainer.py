@@ -21,7 +21,7 @@ from longspan.hf.one_process import OneAccelerator, OneProcess
 from longspan.hf.preferences import PreferencesPart, load_on_one_device
 from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
-from longspan.model.adapters import model_inside
+from longspan.model.adapters import unwrap_model
 
 
 class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, FilesPart):
@@ -80,7 +80,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         """Prepare the model, and a reference model of TRL, before the first pass or optimizer."""
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
-        inside = model_inside(self.model)
+        inside = unwrap_model(self.model)
         self._facade.head = take_fused_head(inside)
         self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)

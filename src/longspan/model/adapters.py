@@ -53,8 +53,8 @@ def base_module(module: nn.Module) -> nn.Module:
     return module.base_layer if is_adapted(module) else module  # pyright: ignore[reportReturnType]
 
 
-def model_inside(model: nn.Module) -> nn.Module:
-    """Return the transformers model inside a PeftModel; another model as it is.
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Take the transformers model out of a PeftModel; another model is returned as it is.
 
     Raises ModelError, before anything is changed, for a PeftModel that is not a LoRA adapter around one.
     """
@@ -69,8 +69,8 @@ def model_inside(model: nn.Module) -> nn.Module:
     return inside
 
 
-def adapter_in(model: nn.Module) -> Adapter | None:
-    """Return the adapter in a model, or None if peft has changed nothing in it. Raises ModelError for several."""
+def find_adapter(model: nn.Module) -> Adapter | None:
+    """Find the adapter in a model; None if peft has changed nothing in it. Raises ModelError for several."""
     if not peft_modules(model):
         return None
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
@@ -83,14 +83,13 @@ def adapter_in(model: nn.Module) -> Adapter | None:
     return Adapter(name, config)
 
 
-def adapter_of(model: nn.Module) -> Adapter | None:
+def model_adapter(model: nn.Module) -> Adapter | None:
     """Return the adapter of a prepared model; None if it has none."""
     return getattr(model, "adapter", None)
 
 
 def belongs_to_adapter(name: str) -> bool:
-    """Return whether a parameter of this name is an adapter's: its matrices, or a module's copy that is trained and
-    saved.
+    """Return whether a parameter of this name is an adapter's: a matrix of it, or a module's copy that is trained.
 
     >>> belongs_to_adapter("layers.0.q_proj.lora_A.default.weight"), belongs_to_adapter("q_proj.base_layer.weight")
     (True, False)
@@ -99,8 +98,7 @@ def belongs_to_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name in the model without an adapter; a module's copy that is trained has that of the
-    original.
+    """Return a parameter's name in the model without an adapter; a trained copy of a module has the original's.
 
     >>> plain_name("layers.0.q_proj.base_layer.weight"), plain_name("lm_head.modules_to_save.default.weight")
     ('layers.0.q_proj.weight', 'lm_head.weight')
@@ -113,12 +111,12 @@ def adapter_entries(model: nn.Module, entries: Mapping[str, Value]) -> dict[str,
 
     An encoder that is trained with the adapter counts as part of it.
     """
-    if adapter_of(model) is None:
+    if model_adapter(model) is None:
         return dict(entries)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name: value for name, value in entries.items() if belongs_to_adapter(name) or name in trained}
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return the adapter's parameters by name."""
+    """Yield the adapter's parameters by name."""
     return ((name, p) for name, p in model.named_parameters() if belongs_to_adapter(name))

@@ -43,14 +43,14 @@ class Execution:
             by_words.setdefault(self._kernel_words(call), []).append(call)
         if len(by_words) < 2:
             return tuple(by_words)
-        return tuple(f"{words} ({_layers(calls)})" for words, calls in by_words.items())
+        return tuple(f"{words} ({_layers_text(calls)})" for words, calls in by_words.items())
 
     def slow_reason(self) -> str:
         """Return why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
         for call in self.calls:
             if call.device.type == "cuda" and choose_kernel(call, self.kernel).name == "reference":
                 kind = f"{str(call.dtype).removeprefix('torch.')}, heads of {call.head_size}"
-                return f"the slow reference kernel is all that can do {kind}{_features(call)} here"
+                return f"the slow reference kernel is all that can do {kind}{_features_text(call)} here"
         return ""
 
     def _kernel_words(self, call: AttendCall) -> str:
@@ -64,7 +64,7 @@ class Execution:
         )
 
 
-def execution_of(model: nn.Module) -> Execution:
+def model_execution(model: nn.Module) -> Execution:
     """Return what a prepared model computes with."""
     prepared: Any = model
     return prepared.execution
@@ -101,14 +101,14 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _layers(calls: Sequence[AttendCall]) -> str:
-    return "layers with " + " and ".join(dict.fromkeys(_span(call) for call in calls))
+def _layers_text(calls: Sequence[AttendCall]) -> str:
+    return "layers with " + " and ".join(dict.fromkeys(_limits_text(call) for call in calls))
 
 
-def _span(call: AttendCall) -> str:
+def _limits_text(call: AttendCall) -> str:
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"
 
 
-def _features(call: AttendCall) -> str:
+def _features_text(call: AttendCall) -> str:
     return "".join(f", {feature}" for feature in sorted(call.features))

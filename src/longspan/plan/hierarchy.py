@@ -29,7 +29,7 @@ class Levels:
         return f"level one, a2a: {inner}; level two, p2p: {outer}"
 
 
-def levels_of(group: Group) -> Levels:
+def group_levels(group: Group) -> Levels:
     """Return the levels of a group. Raises PlanError if it has no sizes, or sizes whose product is not its degree."""
     sizes, slots = group.hierarchical_context_parallel_sizes, group.slots
     if sizes is None or sizes[0] * sizes[1] != len(slots):
@@ -43,9 +43,8 @@ def levels_of(group: Group) -> Levels:
     )
 
 
-def levels_at(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
-    """Return sizes (a2a, p2p) whose product is a degree: a2a is the greatest common divisor of it and the size, or
-    first size.
+def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
+    """Return sizes (a2a, p2p) whose product is a degree, for the sizes or the first size that is configured.
 
     >>> levels_at((4, 2), 6), levels_at(2, 8)
     ((2, 3), (2, 4))

@@ -67,10 +67,10 @@ class Refinement:
         self._steps = [*self._steps[1 - WINDOW :], measured]
 
     def fit(self) -> Correction:
-        """Return the correction that suits the last steps; the newest one until there are enough of them."""
+        """Fit a correction to the last steps; it is the newest one until there are enough of them."""
         if len(self._steps) < LEAST_STEPS:
             return self._corrections[max(self._corrections)]
-        return fit_correction(*self._columns())
+        return fit_correction(*self._step_columns())
 
     def lacks_correction(self, done: int) -> bool:
         """Return whether a correction is due after `done` steps: of the plans from the next multiple of `EVERY` on."""
@@ -81,7 +81,7 @@ class Refinement:
         block = done // EVERY
         self._corrections = {b: c for b, c in self._corrections.items() if b >= block} | {block + 1: correction}
 
-    def _columns(self) -> tuple[Sequence[Seconds], Sequence[float]]:
+    def _step_columns(self) -> tuple[Sequence[Seconds], Sequence[float]]:
         return [step.parts for step in self._steps], [step.seconds for step in self._steps]
 
     def ratios(self) -> dict[Part | str, float]:
@@ -91,7 +91,7 @@ class Refinement:
         """
         if len(self._steps) < LEAST_STEPS:
             return {}
-        parts, seconds = self._columns()
+        parts, seconds = self._step_columns()
         shares, factors = mean_shares(parts), fit_correction(parts, seconds).factors()
         whole: dict[Part | str, float] = {"whole": float(f"{median_ratio(parts, seconds):.4g}")}
         return whole | {name: factors[name] for name in PARTS if shares[name] >= SHOWN}
@@ -103,7 +103,7 @@ class Refinement:
 
     @classmethod
     def from_json(cls, values: Any, cost: Cost) -> "Refinement | None":
-        """Return the refinement that a checkpoint kept; None for one of another cost.
+        """Read the refinement that a checkpoint kept; None for one of another cost.
 
         Raises PlanError for what is none.
         """

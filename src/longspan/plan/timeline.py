@@ -37,17 +37,17 @@ class GroupTable:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
-        """Return the groups of these micro-batches."""
+        """Make the table of the groups of these micro-batches."""
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
-        degree = _ints([len(group.slots) for _, group in groups])
-        counts = _ints([len(group.lengths) for _, group in groups])
-        pad = np.repeat(_ints([group.pad_to or 0 for _, group in groups]), counts)
+        degree = _int_array([len(group.slots) for _, group in groups])
+        counts = _int_array([len(group.lengths) for _, group in groups])
+        pad = np.repeat(_int_array([group.pad_to or 0 for _, group in groups]), counts)
         lengths = np.fromiter(chain.from_iterable(group.lengths for _, group in groups), np.int64, len(pad))
         rows = np.where(pad > 0, pad, lengths)
         ways: dict[Way, int] = {}
-        way = _ints([ways.setdefault(_way_of(group), len(ways)) for _, group in groups])
+        way = _int_array([ways.setdefault(_group_way(group), len(ways)) for _, group in groups])
         return cls(
-            micro_batch=_ints([m for m, _ in groups]),
+            micro_batch=_int_array([m for m, _ in groups]),
             degree=degree,
             documents=counts,
             tokens=_segment_sums(rows, counts),
@@ -65,9 +65,7 @@ class GroupTable:
         return -(-self.tokens // self.degree)
 
     def seconds(self, cost: Cost, node_size: int) -> Floats:
-        """Return seconds that each group takes of each of its slots (G,), by its own communication type and
-        partition.
-        """
+        """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""
         together = self.together(node_size)
         seconds = np.zeros(len(self.degree))
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
@@ -79,7 +77,9 @@ class GroupTable:
         return seconds
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
-        """Return seconds of each group under the type of a cost, in place of its own.
+        """Return the seconds of each group under the type of a cost, in place of its own.
+
+        They are inf where heads or degree forbid it.
 
         Inf where heads or degree forbid it.
         """
@@ -108,7 +108,7 @@ class GroupTable:
         return self.together(node_size) == self.degree
 
 
-def _way_of(group: Group) -> Way:
+def _group_way(group: Group) -> Way:
     """Return the type that most layers of a group have, its a2a size, and its partition."""
     kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     sizes = group.hierarchical_context_parallel_sizes
@@ -139,8 +139,9 @@ class Timeline:
 
 
 def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Ints:
-    """Return rows that each slot holds in each micro-batch, padding included, rounded up to `row_multiple` (M,
-    slots).
+    """Return the rows that each slot holds in each micro-batch (M, slots).
+
+    Padding is included, and they are rounded up to `row_multiple`.
     """
     table = GroupTable.of(micro_batches)
     rows = _sum_by_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)
@@ -150,7 +151,7 @@ def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int
 def predicted_seconds(
     micro_batches: Sequence[MicroBatch], slots: int, cost: Cost, *, mode: Mode = "lockstep", node_size: int = 8
 ) -> float:
-    """Return seconds of a step of these micro-batches on so many slots."""
+    """Return the seconds of a step of these micro-batches on so many slots."""
     return timeline(micro_batches, slots, cost, mode=mode, node_size=node_size).step_seconds
 
 
@@ -163,7 +164,7 @@ def timeline(
     node_size: int = 8,
     row_multiple: int = 1,
 ) -> Timeline:
-    """When each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
+    """Return when each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
     table, count = GroupTable.of(micro_batches), len(micro_batches)
     seconds = table.seconds(cost, node_size)
     busy = _sum_by_slot(table, seconds, count, slots)
@@ -242,5 +243,5 @@ def _segment_sums(values: Ints, counts: Ints) -> Ints:
     return total[stop] - total[stop - counts]
 
 
-def _ints(values: Sequence[int]) -> Ints:
+def _int_array(values: Sequence[int]) -> Ints:
     return np.array(values, dtype=np.int64)

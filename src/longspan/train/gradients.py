@@ -29,13 +29,12 @@ def grad_norm(model: nn.Module, world: World) -> float:
     Every element of a gradient is counted once, on whatever meshes the parameters lie, in stages of a pipeline and in
     the homes of a MultimodalModel's encoders too. Parameters without a gradient are skipped: other ranks may have some.
     """
-    (squares,) = world.control.sum_over_ranks([square_sum_of_modules(model, world)], "gradient norm")
+    (squares,) = world.control.sum_over_ranks([model_square_sum(model, world)], "gradient norm")
     return math.sqrt(squares)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
-    """Return the 2-norm of all ranks' gradients together; where it exceeds `max_norm`, they are scaled down to that, in
-    place.
+    """Scale gradients down, in place, to a 2-norm of `max_norm` over all ranks; return the norm that they had.
 
     >>> loss.backward()                                 # of the step's last micro-batch
     >>> norm = clip_grad_norm(model, 1.0, world)        # the norm before clipping, the same bits on every rank
@@ -65,13 +64,13 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
     gradients = [p.grad for p in parameters if p.grad is not None]
     counted = _Counted(world)
     parts = [
-        torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_wide(dtype))).double().square().sum()
+        torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_accumulation_dtype(dtype))).double().square().sum()
         for dtype, of_dtype in _group_by_dtype(gradient for gradient in gradients if counted(gradient)).items()
     ]
     return torch.stack(parts).sum().item() if parts else 0.0
 
 
-def square_sum_of_modules(model: nn.Module, world: World) -> float:
+def model_square_sum(model: nn.Module, world: World) -> float:
     """Return this rank's part of the squared norm of a model's gradients, whose modules may lie in homes of their
     own.
     """
@@ -80,8 +79,9 @@ def square_sum_of_modules(model: nn.Module, world: World) -> float:
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that this rank counts in the gradient norm: what several stages have is counted with the
-    first.
+    """Return the parameters that this rank counts in the gradient norm.
+
+    What several stages have is counted with the first.
     """
     inside = model.language_model if isinstance(model, MultimodalModel) else model
     skipped = inside.copies.parameters_counted_elsewhere if isinstance(inside, PipelineModel) else ()
@@ -98,7 +98,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
     if factor < 1:
         for dtype, of_dtype in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
-            torch._foreach_mul_(of_dtype, torch.tensor(factor, dtype=_wide(dtype)))
+            torch._foreach_mul_(of_dtype, torch.tensor(factor, dtype=_accumulation_dtype(dtype)))
 
 
 class _Counted:
@@ -134,7 +134,7 @@ def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]
     return by_dtype
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -190,15 +190,15 @@ def _make_report(model: nn.Module, items: Sequence[str]) -> _Report:
     weights = {name: local_tensor(p) for name, p in model.named_parameters()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)
-    return _Report(_not_finite(weights), _not_finite(gradients), largest, tuple(items))
+    return _Report(_not_finite_names(weights), _not_finite_names(gradients), largest, tuple(items))
 
 
-def _not_finite(tensors: dict[str, Tensor]) -> tuple[str, ...]:
+def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
     return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
-    """Return what is not finite, and what to do about it: weights first, then what was read, then gradients."""
+    """Write what is not finite, and what to do about it: weights first, then what was read, then gradients."""
     if weights := _place_text({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longspan.errors import PlanError
 from longspan.plan import Cost, Machine, MicroBatch, Mode, Plan, lower_bound_seconds
 from longspan.plan.cost.state_cost import StateCost
-from longspan.plan.hierarchy import levels_at
+from longspan.plan.hierarchy import level_sizes
 from tests.plan.cases import bounded, plans
 from tests.plan.cost.test_model_shape import QWEN3_8B
 
@@ -70,7 +70,7 @@ def retype(plan: Plan, kind: str, inner: int) -> Plan:
     batches = [
         MicroBatch(
             tuple(
-                replace(g, cp_comm_type=kind, hierarchical_context_parallel_sizes=levels_at(inner, g.degree))
+                replace(g, cp_comm_type=kind, hierarchical_context_parallel_sizes=level_sizes(inner, g.degree))
                 for g in batch.groups
             )
         )

@@ -21,7 +21,7 @@ from longspan.plan import (
     Plan,
     plan_fixed,
 )
-from longspan.plan.memory.moments import moments_of
+from longspan.plan.memory.moments import step_moments
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 GIB = 2**30
@@ -160,7 +160,7 @@ def test_an_update_has_two_buckets_of_the_states() -> None:
         plan = plan_fixed([8], home, cp=1)
         needs = MemoryNeeds.of(config, home, plan, MemorySettings(offload_states=True, shard_parameters=False))
         (place,) = needs.places
-        update = next(moments_of(place, needs.loads, needs.under("none").measures))
+        update = next(step_moments(place, needs.loads, needs.under("none").measures))
         assert update.gradients == update.weights
         assert update.states == (states or needs.under("none").host.states) > place.resident.states == 0
 

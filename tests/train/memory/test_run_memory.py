@@ -13,7 +13,7 @@ from longspan.plan import Cost, FixedMemory, MemoryBudget
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.train.memory import run_memory
 from longspan.train.memory.coming_plans import ComingSteps, most_rows
-from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of, state_numbers
+from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings, state_numbers
 from longspan.train.memory.rows_that_fit import count_states
 from longspan.train.memory.run_memory import RunMemory
 from longspan.train.optim.optimizer import OptimizerChoice
@@ -76,10 +76,10 @@ def test_numbers_of_state_are_counted_on_the_optimizer_itself(train: TrainConfig
 
 
 def test_settings_follow_the_keys() -> None:
-    usual = memory_settings_of(config_of(), gpu=True)
+    usual = run_memory_settings(config_of(), gpu=True)
     assert (usual.parameter_bytes, usual.compute_bytes, usual.state_numbers) == (4, 2, 2.0)
-    assert usual.fused_norms and not memory_settings_of(config_of(), gpu=False).fused_norms
-    other = memory_settings_of(
+    assert usual.fused_norms and not run_memory_settings(config_of(), gpu=False).fused_norms
+    other = run_memory_settings(
         config_of(
             model__dtype="bfloat16", lora__rank=8, context__mode="free", train__loss_chunk_rows=64, mtp__depths=1
         ),

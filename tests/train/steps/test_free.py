@@ -149,7 +149,7 @@ def _after_an_error(rank: int) -> float:
                     return loss(*args)
 
                 run_step(model, lockstep, docs, world)  # gradients are in place
-                with patch.object(step_passes, "_loss_of_batch", stop), pytest.raises(_StopError):
+                with patch.object(step_passes, "_batch_loss", stop), pytest.raises(_StopError):
                     run_step(model, plans(2)["fixed"], docs, world)
                 model.zero_grad()
             run_step(model, lockstep, docs, world)

@@ -133,7 +133,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         weights = saved_weights(flags.target if base else flags.compare)
         base |= flags.without_adapter and weights.run_dir is not None  # a folder is a whole model
         second = _make_subject(argv, weights, flags, base=base)
-        subjects.append(replace(second, config=_with_layout_of(config, second.config)))
+        subjects.append(replace(second, config=_copy_layout(config, second.config)))
     return EvalRequest(
         subjects=tuple(subjects),
         sets=flags.set,
@@ -170,10 +170,8 @@ def _check_values(flags: EvalFlags) -> None:
         raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
 
 
-def _with_layout_of(config: RunConfig, other: RunConfig) -> RunConfig:
-    """Return the configuration of the weights that are compared with, evaluated in the home and on the sets of
-    `config`.
-    """
+def _copy_layout(config: RunConfig, other: RunConfig) -> RunConfig:
+    """Evaluate the weights that are compared with in the home and on the sets of `config`."""
     return replace(
         other,
         parallel=config.parallel,
@@ -215,8 +213,7 @@ def _refuse_training_keys(flag_keys: frozenset[str]) -> None:
 
 
 def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, base: bool) -> Subject:
-    """Make the weights, without their adapter for `base`, and the configuration that their run and the flags make
-    together.
+    """Make the weights, without their adapter for `base`, and the configuration that their run and flags make.
 
     Raises ConfigError where there is no adapter to leave out.
     """

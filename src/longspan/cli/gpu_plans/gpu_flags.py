@@ -73,7 +73,7 @@ class Question:
     config: RunConfig
     given: frozenset[str]
 
-    def gives(self, *keys: str) -> bool:
+    def gives_any(self, *keys: str) -> bool:
         """Return whether one of these keys is given."""
         return not self.given.isdisjoint(keys)
 
@@ -127,8 +127,8 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     return flags, Question(config, frozenset(key[2:] for key in flag_of))
 
 
-def with_model(question: Question, folder: str) -> Question:
-    """Return the question with the model of --model. Raises ConfigError where no model is named, or more than one."""
+def set_model(question: Question, folder: str) -> Question:
+    """Set the model of --model in the question. Raises ConfigError where no model is named, or more than one."""
     model = question.config.model
     named = [key for key in ("path", "config", "preset") if getattr(model, key)]
     if folder and named:
@@ -171,15 +171,14 @@ def _check_flag(name: str) -> None:
     )
 
 
-def source_of(flags: Any, question: Question) -> str:
-    """Return which documents are asked about: "longest", "data", or the flag of their lengths. Raises ConfigError for
-    several.
+def find_source(flags: Any, question: Question) -> str:
+    """Find which documents are asked about: "longest", "data", or the flag of their lengths.
 
     >>> source_of(PlanFlags(same="1x262144"), question)  # doctest: +SKIP
     'same'
     """
     named = [name for name in ("lengths", "same", "distribution") if getattr(flags, name)]
-    named += ["data"] * question.gives("data.path")
+    named += ["data"] * question.gives_any("data.path")
     if flags.longest and named:
         raise ConfigError(
             f"--longest asks for the longest document, and --{named[0]} names documents; leave one of them out"
@@ -197,5 +196,5 @@ def source_of(flags: Any, question: Question) -> str:
 
 def _check_data_flags(question: Question, named: Collection[str]) -> None:
     for key in ("data.tokenizer", "train.epochs", "train.tokens_per_step"):
-        if question.gives(key) and "data" not in named:
+        if question.gives_any(key) and "data" not in named:
             raise ConfigError(f"{key} is of a run, whose documents --data names; add --data PATH, or leave it out")

@@ -12,7 +12,7 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.plan import Machine
 from longspan.plan.cost.machine import is_known
 from longspan.plan.cost.model_cost import read_machine
-from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint, gib
+from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint, gib_text
 
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
 
@@ -34,7 +34,9 @@ class Gpus:
     @property
     def title(self) -> str:
         """What they are, in a line."""
-        words = f"{self.count} x {self.name}, {gib(self.bytes)} each, {gib(self.host_bytes)} of the host for each"
+        words = (
+            f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {gib_text(self.host_bytes)} of the host for each"
+        )
         return f"{words} (assumed: {', '.join(self.assumed)})" if self.assumed else words
 
     @property
@@ -92,7 +94,7 @@ def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[M
             (("its speed by data sheet",) if priced.assumed else ()),
         )
     if tflops:
-        return _with_speed(machine, tflops), name, ()
+        return _set_speed(machine, tflops), name, ()
     if not flags.gpu:
         return machine, name, ("the speed of an H200, --tflops N is another",)
     return machine, name, (("its speed by data sheet",) if machine.assumed else ())
@@ -111,8 +113,8 @@ def find_machine(name: str, key: str) -> Machine:
     return machine
 
 
-def _with_speed(machine: Machine, tflops: float) -> Machine:
-    """Return the machine whose products, attention and scans run at another speed."""
+def _set_speed(machine: Machine, tflops: float) -> Machine:
+    """Set another speed of a machine's products, attention and scans."""
     scale = tflops * 1e12 / machine.product_flops_per_second
     rates = {name: value * scale for name, value in machine.rates().items() if name.endswith("flops_per_second")}
     return replace(machine, **rates, source=f"the model on GPUs of {tflops:g} TFLOP/s")

@@ -22,7 +22,7 @@ def position_limit(model: Any) -> int | None:
     >>> position_limit({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
     163840
     """
-    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _rope(model)
+    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _rope_parameters(model)
     if not limit or _has_no_positions(model):
         return None
     kind, factor = _rope_type(rope), rope.get("factor") or 1.0
@@ -38,10 +38,12 @@ def can_scale(model: Any) -> bool:
     read = ConfigReader.read_whole(model)
     by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
     is_text = read.value("text_config") is None
-    return is_text and not by_layer and not _has_no_positions(model) and _rope_type(_rope(model)) == "default"
+    return (
+        is_text and not by_layer and not _has_no_positions(model) and _rope_type(_rope_parameters(model)) == "default"
+    )
 
 
-def _rope(model: Any) -> Mapping[str, Any]:
+def _rope_parameters(model: Any) -> Mapping[str, Any]:
     """Return the rotary parameters of all layers, of a text model."""
     read = ConfigReader.read_whole(model)
     for name in ("rope_parameters", "rope_scaling"):
@@ -68,10 +70,8 @@ def _has_no_positions(model: Any) -> bool:
     return named or read.family in WITHOUT_ROTARY or (read.family == "zamba2" and not read.value("use_mem_rope"))
 
 
-def with_positions(run: RunOnGpus, longest: int) -> RunOnGpus:
-    """Return the run with model.rope_scaling where a document needs it, the key is not given, and the model can be
-    scaled.
-    """
+def scale_positions(run: RunOnGpus, longest: int) -> RunOnGpus:
+    """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
     limit, model = position_limit(run.model), run.config.model
     if limit is None or longest <= limit or model.rope_scaling or not can_scale(run.model):
         return run

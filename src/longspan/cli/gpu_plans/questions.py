@@ -19,7 +19,7 @@ from longspan.cli.gpu_plans.fit import (
     leanest_way,
     one_measure,
 )
-from longspan.cli.gpu_plans.positions import position_notes, with_positions
+from longspan.cli.gpu_plans.positions import position_notes, scale_positions
 from longspan.cli.gpu_plans.run_documents import RunDocuments, sample_steps
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest_plans
 from longspan.config.defaults import encoder_default
@@ -32,20 +32,20 @@ PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of
 
 
 def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> Answer:
-    """Return the longest document on the GPUs, under each measure and under "auto"."""
+    """Answer how long a document may be on the GPUs, under each measure and under "auto"."""
     degree = _longest_degree(run, choices)
     tokens, way = find_longest(run, run.fixed, degree=degree)
     if not tokens:
         least = UNIT * run.home.slots
         return _make_refusal(f"a document of {least:,} tokens", run, [Documents((least,))], given, choices)
-    fit = _with_positions(fit_run(way, [Documents((tokens,))]), tokens)
+    fit = _scale_fit(fit_run(way, [Documents((tokens,))]), tokens)
     columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
     title = f"the longest document has {tokens:,} tokens"
     return replace(_make_answer(title, run, fit, given, columns), longest=tokens)
 
 
 def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
-    """Return the longest document if all layers have one measure."""
+    """Make the column of the longest document if all layers have one measure."""
     tokens, way = find_longest(run, one_measure(run, name), degree=degree)
     plan = way.plan((tokens,)) if tokens else None
     return Column(name, plan and next(leanest_plans(way, [plan], one_measure(way, name))), tokens, bool(tokens))
@@ -56,25 +56,23 @@ def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
     return int(run.config.context.context_parallel_size) if run.choice.has_one_degree and not choices.degree else 0
 
 
-def _with_positions(fit: Fit, longest: int) -> Fit:
-    return replace(fit, run=with_positions(fit.run, longest))
+def _scale_fit(fit: Fit, longest: int) -> Fit:
+    return replace(fit, run=scale_positions(fit.run, longest))
 
 
 def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: frozenset[str], choices: Choices) -> Answer:
-    """Return whether one step of these documents fits, and with which keys."""
+    """Answer whether one step of these documents fits, and with which keys."""
     steps = [Documents(tuple(lengths))]
     title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {source}"
     try:
         fit = find_fit(run, steps, choices)
     except PlanError as error:
         return _make_refusal(title, run, steps, given, choices, error)
-    return _with_longest(
-        _make_answer(title, run, _with_positions(fit, max(lengths)), given, _make_columns(fit)), choices
-    )
+    return _add_longest(_make_answer(title, run, _scale_fit(fit, max(lengths)), given, _make_columns(fit)), choices)
 
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
-    """Return whether a run of these documents fits, with which keys, and how long it takes."""
+    """Answer whether a run of these documents fits, with which keys, and how long it takes."""
     sampled = _sample_documents(documents, PRICED[False])
     longest = Documents((documents.longest,))
     searched = [max(sampled, key=lambda step: sum(n * n for n in step.lengths)), longest]
@@ -84,13 +82,13 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], c
         way = find_fit(run, searched, choices).run
         sampled = _sample_documents(documents, PRICED[way.choice.has_one_degree])
         plans = [way.plan(step.lengths, step.targets) for step in sampled]
-        memory = way.memory_of([*plans, way.plan(longest.lengths)])
+        memory = way.plan_memory([*plans, way.plan(longest.lengths)])
     except PlanError as error:
         return replace(_make_refusal(title, run, searched, names, choices, error), steps=documents.steps)
     encoding, note = _encoding_seconds(way, documents, plans)
     seconds = way.seconds(plans, memory) + encoding
-    fit = _with_positions(Fit(way, tuple(plans), memory, seconds), documents.longest)
-    answer = _with_longest(_make_answer(title, run, fit, names, _make_columns(fit)), choices)
+    fit = _scale_fit(Fit(way, tuple(plans), memory, seconds), documents.longest)
+    answer = _add_longest(_make_answer(title, run, fit, names, _make_columns(fit)), choices)
     return replace(answer, steps=documents.steps, sampled=len(sampled), notes=(*note, *answer.notes))
 
 
@@ -104,7 +102,7 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
     except PlanError as error:
         return 0.0, (f"{rows}, whose encoding is not in the seconds: {error}",)
     steps = sample_steps(documents.steps, len(plans))
-    images = [documents.images_of(step) for step in steps]
+    images = [documents.list_images(step) for step in steps]
     if not any(images):
         return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
     most = config.encoder.max_rows or None
@@ -141,8 +139,8 @@ def _make_answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], co
     )
 
 
-def _with_longest(answer: Answer, choices: Choices) -> Answer:
-    """Return the answer with the longest document that fits the GPUs in question."""
+def _add_longest(answer: Answer, choices: Choices) -> Answer:
+    """Add the longest document that fits the GPUs in question to the answer."""
     run = answer.run
     return replace(answer, longest=find_longest(run, run.fixed, degree=_longest_degree(run, choices))[0])
 
@@ -173,26 +171,26 @@ def _make_refusal(
     try:
         plans = [way.plan(step.lengths, step.targets) for step in steps]
     except PlanError:  # of a limit of rows that is given
-        without_limit = way.with_context(max_tokens_per_slot=0)
+        without_limit = way.set_context(max_tokens_per_slot=0)
         plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
     memory = next(leanest_plans(way, plans, run.fixed))
     longest = max(n for step in steps for n in step.lengths)
-    other = _fit_with_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
+    other = _fit_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
     answer = Answer(
         title=title,
         run=way,
         fits=False,
         memory=memory,
         columns=(Column("least", memory, longest, False),),
-        fit=other and _with_positions(other, longest),
+        fit=other and _scale_fit(other, longest),
         refusal=str(error or ""),
         given=given,
     )
-    return _with_longest(answer, choices)
+    return _add_longest(answer, choices)
 
 
-def _fit_with_free_measures(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
-    """Return the way on the same GPUs if no measure is given by hand; None where none is, or it does not fit either."""
+def _fit_free_measures(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
+    """Fit the same GPUs with no measure given by hand; None where none is, or it does not fit either."""
     usual, parallel = TrainConfig(), replace(run.config.parallel, reshard_after_forward=True)
     free = replace(run.config.train, **{key: getattr(usual, key) for key in BY_HAND})
     config = replace(run.config, train=free, parallel=parallel)

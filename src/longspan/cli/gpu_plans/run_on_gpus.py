@@ -30,9 +30,9 @@ from longspan.plan.memory.seconds import step_seconds
 from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
-from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
+from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.run_cost import cost_settings_of
+from longspan.train.plans.run_cost import run_cost_settings
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RunOnGpus:
 
     @classmethod
     def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
-        """Return the run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
+        """Make the run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
         check_model_keys(config, training=False)
         check_numbers(config, training=False)
         home = home_of(config.parallel, gpus.count)
@@ -62,14 +62,14 @@ class RunOnGpus:
         check_measures(config.train, gpu=True)
         check_parallel(config, home)
         check_plans(replace(config, eval=()), home, training=True)
-        return cls(config, gpus, home, model_of(config))
+        return cls(config, gpus, home, planner_model(config))
 
-    def with_count(self, count: int) -> "RunOnGpus":
+    def change_count(self, count: int) -> "RunOnGpus":
         """Return the same run on another number of these GPUs."""
         gpus = replace(self.gpus, count=count)
         return replace(self, gpus=gpus, home=home_of(self.config.parallel, count))
 
-    def with_context(self, **keys: Any) -> "RunOnGpus":
+    def set_context(self, **keys: Any) -> "RunOnGpus":
         """Return the same run with other keys of [context]."""
         return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
 
@@ -85,7 +85,7 @@ class RunOnGpus:
         """What of the keys decides the run's bytes."""
         rows, most = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
         rows = min(rows, most) if most else rows
-        return memory_settings_of(self.config, target_share=self.target_share, encoder_rows=rows)
+        return run_memory_settings(self.config, target_share=self.target_share, encoder_rows=rows)
 
     @cached_property
     def heads(self) -> int | None:
@@ -105,7 +105,7 @@ class RunOnGpus:
 
     def cost(self, memory: MemoryPlan | None = None) -> Cost:
         """Return the price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
-        settings = cost_settings_of(self.config, slots=self.home.slots, target_share=self.target_share, memory=memory)
+        settings = run_cost_settings(self.config, slots=self.home.slots, target_share=self.target_share, memory=memory)
         return self.gpus.machine.cost(self.model, settings)
 
     @cached_property
@@ -122,8 +122,8 @@ class RunOnGpus:
         """The keys of memory that are given by hand."""
         return fixed_keys(self.config)
 
-    def memory_of(self, plans: Sequence[Plan]) -> MemoryPlan:
-        """Return the fastest plan of memory of these plans, or that of the keys where train.memory chooses nothing.
+    def plan_memory(self, plans: Sequence[Plan]) -> MemoryPlan:
+        """Plan the memory of these plans: the fastest way, or that of the keys where train.memory chooses nothing.
 
         Raises PlanError, with the bytes, where it does not fit.
         """
@@ -148,7 +148,7 @@ class RunOnGpus:
         return step_seconds(self.model, plans, memory, needs, machine, cost)
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
-        """Return the plan of a step of documents of these lengths.
+        """Plan a step of documents of these lengths.
 
         Raises PlanError where they exceed its limit of rows.
         """
@@ -172,7 +172,7 @@ def leanest_plans(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> 
             yield needs.under(needs.words(word, fixed.layers))
 
 
-def model_of(config: RunConfig) -> Any:
+def planner_model(config: RunConfig) -> Any:
     """Return what names the model to planners: its folder or config.json, or the values of a preset."""
     if config.model.source:
         return config.model.source

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from longspan.cli.flags import Switch, check_least
 from longspan.cli.plans.lengths import SourceFlags
-from longspan.cli.processes import say
+from longspan.cli.processes import print_note
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
@@ -114,9 +114,9 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
             "layer depths are like, and a number from 0"
         )
     if flags.tflops:
-        return _price_at(flags, depths if training else 0)
+        return _price_model(flags, depths if training else 0)
     if isinstance(machine, Cost):
-        say(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
+        print_note(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
         return machine
     if machine or flags.model:
         shards = slots if mode == "lockstep" else 0
@@ -125,8 +125,8 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     return DEFAULT_COST
 
 
-def _price_at(flags: PlanningFlags, depths: int) -> Cost:
-    """Return the cost of a model on devices of so many TFLOP/s."""
+def _price_model(flags: PlanningFlags, depths: int) -> Cost:
+    """Price a model on devices of so many TFLOP/s."""
     if flags.machine or not 0 < flags.tflops < math.inf:
         reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed must be above 0"
         raise ConfigError(
@@ -149,7 +149,7 @@ def read_heads(flags: PlanningFlags) -> int | None:
 
 
 def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
-    """Plan the planners' options: those of these flags, and those that a verb adds or sets itself."""
+    """Make the planners' options: those of these flags, and those that a verb adds or sets itself."""
     hybrid = (options.get("cost") or DEFAULT_COST).states is not None
     of_flags: dict[str, Any] = {
         "max_tokens_per_slot": flags.max_tokens_per_slot or None,
@@ -161,7 +161,7 @@ def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
 
 
 def type_notes(flags: PlanningFlags, types: str | None = None) -> Sequence[str]:
-    """Return lines below a plan about its communication type.
+    """Write lines below a plan about its communication type.
 
     `types` are those of the plans if not those of the flags.
     """
@@ -187,8 +187,8 @@ def check_weights(flags: PlanningFlags, *, free: bool) -> None:
         )
 
 
-def with_weights(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
-    """Return the cost with the closing micro-batch of these weights, which `tp` ranks of a slot share."""
+def add_closing(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
+    """Add the closing micro-batch of these weights, which `tp` ranks of a slot share, to the cost."""
     if not flags.weights:
         return cost
     home = Layout(slots, dp_replicate=flags.dp_replicate)
@@ -198,14 +198,14 @@ def with_weights(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int
 def check_pictures(paths: Sequence[str], kinds: Sequence[str], subject: str) -> None:
     """Raise ConfigError for a file whose ending is none of these kinds, and for a missing folder."""
     for path in paths:
-        if kind_of_picture(path) not in kinds:
+        if picture_kind(path) not in kinds:
             endings = f"{', '.join(f'.{kind}' for kind in kinds[:-1])} or .{kinds[-1]}"
             raise ConfigError(f"--plot {path}: {subject} is drawn as {endings}; give a name that ends so")
         if not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 
-def kind_of_picture(path: str) -> str:
+def picture_kind(path: str) -> str:
     """Return the ending of a file's name, in small letters and without its dot."""
     return Path(path).suffix.lower().removeprefix(".")
 

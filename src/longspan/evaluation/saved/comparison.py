@@ -52,10 +52,10 @@ def set_differences(first: SubjectResult, other: SubjectResult) -> list[Differen
     """
     unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
     pairs = zip(first.sets, other.sets, strict=True)
-    return [_difference_on_set(*pair, unit) for pair in pairs if unit == "loss" or pair[0].evaluation.passkey is None]
+    return [_set_difference(*pair, unit) for pair in pairs if unit == "loss" or pair[0].evaluation.passkey is None]
 
 
-def _difference_on_set(first: SetResult, other: SetResult, unit: Unit) -> Difference:
+def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
     """Return the difference of two results, of all tokens and of documents, with standard errors by document."""
     sums, counts = (
         np.array(values).T for values in zip(*(_document_sums(result, unit) for result in (first, other)), strict=True)
@@ -71,9 +71,9 @@ def _difference_on_set(first: SetResult, other: SetResult, unit: Unit) -> Differ
         first=float(means[0]),
         other=float(means[1]),
         difference=float(means[1] - means[0]),
-        standard_error=_error(residuals[:, 1] - residuals[:, 0], scale=len(lengths)),
+        standard_error=_standard_error(residuals[:, 1] - residuals[:, 0], scale=len(lengths)),
         document_difference=float(differences.mean()),
-        document_standard_error=_error(differences - differences.mean(), scale=1),
+        document_standard_error=_standard_error(differences - differences.mean(), scale=1),
         documents=len(lengths),
         lower=int((differences < 0).sum()),
         by_length=tuple(_length_rows(first, lengths, sums, counts)),
@@ -93,10 +93,8 @@ def _document_sums(result: SetResult, unit: Unit) -> tuple[list[float], list[flo
     return [loss.sum / math.log(2) for loss in losses], list(result.text_bytes)
 
 
-def _error(residuals: np.ndarray, *, scale: float) -> float | None:
-    """Return the standard error of a mean (scale 1) or sum (scale n) of n values with these differences from their
-    mean.
-    """
+def _standard_error(residuals: np.ndarray, *, scale: float) -> float | None:
+    """Return the standard error of a mean (scale 1) or sum (scale n) of n values with these residuals."""
     n = len(residuals)
     return None if n < 2 else float(scale * math.sqrt((residuals**2).sum() / (n - 1) / n))
 
@@ -165,9 +163,7 @@ def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, Passkey
 
 
 def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
-    """Return one object for every document of every evaluation: target, set, cp, document, source, tokens, targets,
-    loss.
-    """
+    """Return one object for every document: target, set, cp, document, source, tokens, targets, loss."""
     return [
         {"target": result.weights.title, "set": of_set.evaluation.name, "cp": of_set.evaluation.cp, **row}
         for result in results

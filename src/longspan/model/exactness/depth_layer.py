@@ -18,8 +18,7 @@ from longspan.model.seams.meta_pass import run_on_meta
 
 
 def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
-    """Return the layer of a stock model that its depths copy; the last one if its forward does not run on the meta
-    device.
+    """Find the layer of a stock model that its depths copy; the last one if its forward does not run on meta tensors.
 
     Raises ModelError for a model whose layers take hidden states of another shape than rows of the hidden size.
     """

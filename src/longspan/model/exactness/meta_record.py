@@ -61,7 +61,7 @@ def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, p
     if not draws:
         return MetaRecord(calls, (), ())
     evaluation = evaluation or _run_mode(model, training=False, judged=False)
-    return MetaRecord(calls, draws, _words(evaluation.draws))
+    return MetaRecord(calls, draws, _draw_words(evaluation.draws))
 
 
 class _Pass(NamedTuple):
@@ -73,7 +73,7 @@ class _Pass(NamedTuple):
 
 
 def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
-    """Return one pass in a mode.
+    """Run one pass in a mode.
 
     If it is `judged`, raises ModelError for an error of the pass, and for its attention.
     """
@@ -82,7 +82,7 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
         with preserve_modes(model), names, _Draws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
-                if _is_of_adapter(name):
+                if _is_adapter_dropout(name):
                     module.eval()
             run_on_meta(model, probe)
     except Exception as error:  # whatever its forward raises there
@@ -116,7 +116,7 @@ def _cause_text(error: Exception) -> str:
 
 
 def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
-    """Return the keys of a configuration, and rates, by which layers are left out at random in training.
+    """Return the rates by which layers are left out at random in training, by the keys of a configuration.
 
     Ranks that leave out different ones would wait for each other for ever.
     """
@@ -126,10 +126,10 @@ def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
 
 def _training_draws(model: PreTrainedModel, training: _Pass) -> tuple[str, ...]:
     """Return the draws of a pass; with those of dropout modules, if it did not come to its end."""
-    return _words(training.draws if training.complete else training.draws | Counter(_dropout_reasons(model)))
+    return _draw_words(training.draws if training.complete else training.draws | Counter(_dropout_reasons(model)))
 
 
-def _words(calls: Mapping[str, int]) -> tuple[str, ...]:
+def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(calls.items()))
 
 
@@ -190,12 +190,12 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _dropout_reasons(model: nn.Module) -> Iterator[str]:
     """Yield a reason for each dropout outside attention and adapters."""
     for name, module in model.named_modules():
-        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not _is_of_adapter(name)
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not _is_adapter_dropout(name)
         if drops and "att" not in name.rpartition(".")[2]:
             yield f"dropout of {module.p:g}"
 
 
-def _is_of_adapter(name: str) -> bool:
+def _is_adapter_dropout(name: str) -> bool:
     """Return whether a module, by its name, is the dropout of an adapter."""
     return ".lora_dropout." in f".{name}."
 
@@ -208,7 +208,9 @@ def check_kernel(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[AttendCall, ...]:
-    """Return the different calls among `recorded`. Raises ModelError where this kernel (None: any) cannot do one.
+    """Check the different calls among `recorded`, and return them.
+
+    Raises ModelError where this kernel (None: any) cannot do one.
 
     Tensors will be of `dtype` on `device`; in training calls have the dropout of their layer. Raises AttentionError for
     an unknown kernel, and for one that cannot do a layer's call.

@@ -28,8 +28,9 @@ _LAYERS = ("depth", "num_hidden_layers", "n_layers")
 
 
 def least_layers(config: Any) -> int:
-    """Return how many layers a small copy needs: with rows for two deeper layers (DeepStack), two in each of two
-    stages.
+    """Return how many layers a small copy needs.
+
+    With rows for two deeper layers (DeepStack) it needs two in each of two stages.
     """
     return 4 if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) else 2
 
@@ -71,8 +72,8 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
 
 
 def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Return rotary positions in three parts of the small head, where the class has sections of its own for a large
-    one.
+    """Set rotary positions in three parts of the small head, where the class has sections of its own for a large
+    head.
     """
     rope = text.get("rope_parameters")
     of_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())

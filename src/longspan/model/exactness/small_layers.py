@@ -22,12 +22,12 @@ _MOST = 6
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The layers, of `count`, that a small copy has; `value_of` gives the values of a configuration for them."""
+    """The layers, of `count`, that a small copy has; `layer_value` gives the values of a configuration for them."""
 
     count: int
     layers: tuple[int, ...]
 
-    def value_of(self, name: str, value: Any) -> Any:
+    def layer_value(self, name: str, value: Any) -> Any:
         """Return the value of one attribute for the chosen layers; values that do not depend on layers stay."""
         if name in LAYER_COUNTS and value == self.count:
             return len(self.layers)
@@ -62,7 +62,7 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
         layers = _covering_layers(kinds, layers)
     others = [layer for layer in range(count) if layer not in layers]
     layers += others[: max(0, least - len(layers))]
-    return LayerChoice(count, _with_periods(values, tuple(sorted(layers)), count))
+    return LayerChoice(count, _cover_periods(values, tuple(sorted(layers)), count))
 
 
 def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
@@ -83,7 +83,7 @@ def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list
 
 
 def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]) -> list[int]:
-    """Return the candidates, in order, that show a property which those before them do not."""
+    """Select the candidates, in order, that show a property which those before them do not."""
     layers, properties = list[int](), set[str]()
     for layer in candidates:
         if not properties.issuperset(kinds[layer]):
@@ -92,10 +92,8 @@ def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]
     return layers
 
 
-def _with_periods(values: Mapping[str, Any], layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return these layers, or the first four if a period above one (which becomes two) would not show both its
-    kinds.
-    """
+def _cover_periods(values: Mapping[str, Any], layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return these layers, or the first four if a period above one (two, when small) would not show both its kinds."""
     periods = [name for name in _PERIODS if isinstance(values.get(name), int) and values[name] > 1]
     return tuple(range(min(4, count))) if periods and len(layers) < 4 else layers
 

@@ -82,9 +82,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
 
 
 def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return the initial values of a parameter of an adapter, float32, on the CPU: those of A uniform, those of B
-    zero.
-    """
+    """Draw the initial values of a parameter of an adapter, float32, on the CPU: of A uniform, of B zero."""
     if ".lora_A." not in name:
         return torch.zeros(tuple(shape))
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits

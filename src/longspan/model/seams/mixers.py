@@ -33,9 +33,7 @@ def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether its class's forward is that of a mixer recognised here: a causal convolution, and a scan or
-    none.
-    """
+    """Return whether the forward of a module's class is a mixer's: a causal convolution, and a scan or none."""
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
     if not convolutions:
         return False

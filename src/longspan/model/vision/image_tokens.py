@@ -33,8 +33,7 @@ def model_class(config: PreTrainedConfig | None) -> Any:
 def rope_index(
     model: Any, config: PreTrainedConfig | None, ids: Integers, kinds: Integers, **media: Tensor
 ) -> Integers:
-    """Return the positions (3, T) of a document, ids and kinds (T,), whose images and videos have these grids and
-    seconds.
+    """Compute positions (3, T) of a document, ids and kinds (T,), whose images and videos have these grids and seconds.
 
     `model` is the class below the head. Errors of the model's own code are not caught.
     """
@@ -45,8 +44,8 @@ def rope_index(
     return positions[0][:, 0].numpy()
 
 
-def placeholders_in_runs(ids: Integers, placeholder: int, rows: Sequence[int], media: str) -> Integers:
-    """Return 1 where a token (T,) is this placeholder, else 0.
+def mark_placeholders(ids: Integers, placeholder: int, rows: Sequence[int], media: str) -> Integers:
+    """Mark tokens (T,) that are this placeholder by 1, others by 0.
 
     Positions are counted by runs of placeholders. Raises DataError where these are not runs of so many `rows`, which
     `media` ("2 images") make.
@@ -124,7 +123,7 @@ class ImageTokens:
         return int(np.prod(grid)) // self.merge**2
 
     def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
-        """Return the positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
+        """Compute the positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
         They are plain in models without positions in three parts (M-RoPE), and in documents without images. Raises
         DataError for placeholders that are not those of the grids, and for images that no token stands between.
@@ -142,11 +141,11 @@ class ImageTokens:
         Raises DataError for runs that are not those of the images.
         """
         rows = [self.rows(tuple(grid)) for grid in grids.tolist()]
-        return IMAGE * placeholders_in_runs(ids, self.placeholder, rows, plural(len(rows), "image"))
+        return IMAGE * mark_placeholders(ids, self.placeholder, rows, plural(len(rows), "image"))
 
 
 def image_tokens(config: PreTrainedConfig) -> ImageTokens:
-    """Return what a model of this configuration takes for images. Raises ModelError for one that has no images.
+    """Read what a model of this configuration takes for images. Raises ModelError for one that has no images.
 
     >>> image_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((1, 4, 6))  # doctest: +SKIP
     6
@@ -164,7 +163,7 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
     if _takes_argument(config, "image_sizes", required=True):
         return ImageTokens(placeholder, config=config, unknown="they depend on its size")
     try:
-        return ImageTokens(placeholder, fixed_rows=_rows_of_one(config, vision), config=config)
+        return ImageTokens(placeholder, fixed_rows=_fixed_rows(config, vision), config=config)
     except ModelError as error:
         return ImageTokens(placeholder, config=config, unknown=str(error))
 
@@ -177,13 +176,13 @@ def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = Fal
 
 
 def _merge_size(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | None:
-    """Merge how many patches a side make one row."""
+    """Return how many patches a side make one row."""
     values = [getattr(part, name, None) for part in (vision, config) for name in _MERGES]
     merge = next((value for value in values if value is not None), None)
     return merge[0] if isinstance(merge, list | tuple) else merge
 
 
-def _rows_of_one(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
+def _fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
     """Return the rows of an image of the configuration's size, which the model's own code makes without memory."""
     size: Any = getattr(vision, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)

@@ -31,8 +31,7 @@ _WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL's hidden_size is the language
 
 
 def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
-    """Return the cost of an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole
-    image.
+    """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
 
     `encoder` is the whole tower and projector, before it is sharded; of what is frozen only forward is priced, and for
     the backward pass so many forward passes `again`. A tower that its configuration does not price is priced by its
@@ -41,7 +40,7 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, 
     try:
         return EncoderShape.of(config).cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
     except PlanError:
-        return _cost_by_parameters(config, encoder)
+        return _parameter_cost(config, encoder)
 
 
 def find_trained_part(encoder: nn.Module) -> Trained:
@@ -51,13 +50,13 @@ def find_trained_part(encoder: nn.Module) -> Trained:
     return "projector" if any(p.requires_grad for p in encoder.parameters()) else "none"
 
 
-def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
-    """Return the cost of a tower's rows by the parameters of its blocks, its width, and its layers with windows."""
+def _parameter_cost(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
+    """Price a tower's rows by the parameters of its blocks, its width, and its layers with windows."""
     vision: Any = getattr(config, "vision_config", None)
-    width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
+    width, layers = _first_value(vision, _WIDTHS), _first_value(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
-    windows, side = window_layers(ConfigReader.read_whole(config).inside("vision_config"), layers)
+    windows, side = window_layers(ConfigReader.read_whole(config).section("vision_config"), layers)
     return encoder_cost(
         in_blocks,
         width,
@@ -68,7 +67,7 @@ def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
     )
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int:
+def _first_value(config: Any, names: tuple[str, ...]) -> int:
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)
 
@@ -101,8 +100,8 @@ class EncoderHome:
 
     @classmethod
     def of(cls, encoder: "Layout | World | EncoderHome", **same: Any) -> "EncoderHome":
-        """Return the home that `prepare(encoder=…)` was given; of a bare one, the rest is the `same` as the language
-        model's.
+        """Return the home that `prepare(encoder=…)` was given; a bare one gets the rest, `same`, from the language
+        model.
 
         Raises ModelError for something else.
         """
@@ -123,7 +122,7 @@ def join_parts(
     settings: EncoderHome,
     weights: DeferredWeights | None,
 ) -> MultimodalModel:
-    """Return a prepared language model and the images' encoder, brought under its home, as one model.
+    """Join a prepared language model and the images' encoder, brought under its home, as one model.
 
     `weights` are what fills parameters of the meta device. All ranks call it together.
     """
@@ -155,8 +154,8 @@ def join_parts(
     return MultimodalModel({IMAGE: encoder}, language_model, world)
 
 
-def names_by_stock_name(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of a MultimodalModel's parameters by those that they have in the model's own class.
+def map_stock_names(names: Iterable[str]) -> dict[str, str]:
+    """Map the names that a MultimodalModel's parameters have in the model's own class to its own.
 
     >>> names_by_stock_name(["encoders.image.model.visual.pos_embed.weight"])
     {'model.visual.pos_embed.weight': 'encoders.image.model.visual.pos_embed.weight'}
@@ -164,13 +163,13 @@ def names_by_stock_name(names: Iterable[str]) -> dict[str, str]:
     Names of other models are as they are.
     """
     names = list(names)
-    if not are_of_both(names):
+    if not are_multimodal(names):
         return {name: name for name in names}
     return {name.removeprefix(_ENCODER).removeprefix(_LANGUAGE_MODEL): name for name in names}
 
 
-def are_of_both(names: Iterable[str]) -> bool:
-    """Return whether parameters of these names are a MultimodalModel's with images: of an encoder, of a language
+def are_multimodal(names: Iterable[str]) -> bool:
+    """Return whether parameters of these names are a MultimodalModel's with images, of an encoder and a language
     model.
     """
     return all(name.startswith((_ENCODER, _LANGUAGE_MODEL)) for name in names)

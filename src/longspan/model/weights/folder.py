@@ -41,8 +41,8 @@ class _Recipe:
         self.sources: dict[str, list[str]] = defaultdict(list)
 
     def stacks_experts(self, count: int) -> bool:
-        """Return whether a parameter stacks one file tensor for each of `count` experts, so that it can be made expert
-        by expert.
+        """Return whether a parameter stacks one file tensor for each of `count` experts, so that each can be made
+        alone.
         """
         operations = self.converter.operations
         stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
@@ -88,7 +88,7 @@ class FolderWeights:
         Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
         """
         with ExitStack() as stack:
-            slices = self._slices_of_stack(stack)
+            slices = self._open_slices(stack)
             for name, recipe in self._find_recipes(slices).items():
                 if recipe.converter is not None:
                     yield from self._convert_part(name, recipe, slices, parts)
@@ -100,9 +100,9 @@ class FolderWeights:
     def names(self) -> set[str]:
         """Return the model's parameters that the files have."""
         with ExitStack() as stack:
-            return set(self._find_recipes(self._slices_of_stack(stack)))
+            return set(self._find_recipes(self._open_slices(stack)))
 
-    def _slices_of_stack(self, stack: ExitStack) -> dict[str, Any]:
+    def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
         """Return the files' tensors, by the names that `rename` gives theirs."""
         slices = dict[str, Any]()
         for file in self._files:
@@ -112,7 +112,7 @@ class FolderWeights:
         return slices
 
     def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
-        """For each of the model's parameters that the files have, by its first name, in the order of layers."""
+        """Find the recipe of each parameter that the files have, by its first name, in the order of layers."""
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -139,7 +139,7 @@ class FolderWeights:
         dtype = torch.float32 if part is None else part.dtype
         for pattern, keys in recipe.sources.items():
             for key in keys:
-                converter.add_tensor(name, key, pattern, _reader(slices[key], dtype))
+                converter.add_tensor(name, key, pattern, _make_reader(slices[key], dtype))
         for parameter_name, tensor in converter.convert(name, model=None, config=self._config).items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             if made_part := parts.get(parameter_name):
@@ -152,7 +152,7 @@ class FolderWeights:
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
         for index in range(experts.start, experts.stop) if stacked.numel() else ():
             for pattern, keys in recipe.sources.items():
-                converter.add_tensor(name, keys[index], pattern, _reader(slices[keys[index]]))
+                converter.add_tensor(name, keys[index], pattern, _make_reader(slices[keys[index]]))
             (expert,) = converter.convert(name, model=None, config=self._config).values()
             self._check_shape(name, (self._shapes[name][0], *expert.shape[1:]))
             stacked[index - experts.start] = expert[(0, *block)]
@@ -177,5 +177,5 @@ def _open_file(file: Path) -> Any:
         raise ModelError(f"{file} ({size} bytes) cannot be read, perhaps it was cut short: {error}") from error
 
 
-def _reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+def _make_reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
     return lambda: tensor[...].to(dtype=dtype)

@@ -41,11 +41,11 @@ def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(placements[axis], "dim", None)
         if dim is not None:
-            block[dim] = _chunk_of_part(block[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            block[dim] = _chunk_slice(block[dim], mesh.size(axis), mesh.get_local_rank(axis))
     return tuple(block)
 
 
-def _chunk_of_part(part: slice, count: int, index: int) -> slice:
+def _chunk_slice(part: slice, count: int, index: int) -> slice:
     """Return the piece that `torch.chunk` makes; empty past the last."""
     size = part.stop - part.start
     step = -(-size // count)
@@ -66,7 +66,7 @@ def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
 
 @contextmanager
 def set_earlier_gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, `.grad` holds what backward passes inside give; the gradients of earlier ones are added at the end.
+    """Let `.grad` hold what backward passes inside give; the gradients of earlier ones are added at the end.
 
     After an error inside, `.grad` is what it was before.
     """

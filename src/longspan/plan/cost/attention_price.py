@@ -160,23 +160,23 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
     if cost.cp_comm_type != "all_gather":
         computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
     if cost.network is None:
-        return AttentionPrice(computed, _wait_on_ideal_links(cost, rows, around, computed))
+        return AttentionPrice(computed, _ideal_wait_seconds(cost, rows, around, computed))
     return AttentionPrice(computed, _Layer(cost, cost.network, rows, around, computed).wait_seconds())
 
 
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
-    """Return seconds that groups of these degrees wait for messages however few rows they carry.
+    """Return the seconds that groups of these degrees wait for messages however few rows they carry.
 
     The least, under "auto".
     """
     if cost.cp_comm_type == "auto":
-        ring, gather = _latency_of(cost, "p2p", degree), _latency_of(cost, "all_gather", degree)
+        ring, gather = _type_latency_seconds(cost, "p2p", degree), _type_latency_seconds(cost, "all_gather", degree)
         return np.where(ring < gather, ring, gather)
-    return _latency_of(cost, cost.cp_comm_type, degree)
+    return _type_latency_seconds(cost, cost.cp_comm_type, degree)
 
 
-def _latency_of(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
-    """Return seconds of waiting for messages of no bytes, in all layers, under a type that is not "auto"."""
+def _type_latency_seconds(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
+    """Return the seconds of waiting for messages of no bytes, in all layers, under a type that is not "auto"."""
     exchanging = exchanging_members(kind, cost.a2a_size, degree)
     swaps = (exchanging > 1).astype(np.float64)
     steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
@@ -187,8 +187,8 @@ def _latency_of(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
     return cost.network.layers * cost.network.step_seconds * messages
 
 
-def _wait_on_ideal_links(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
-    """Of `ring_bytes` what attention does not hide, all of the exchanges, and a latency for each step."""
+def _ideal_wait_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
+    """Return what attention does not hide of `ring_bytes`, all of the exchanges, and a latency for each step."""
     degree, kind = rows.degree, cost.cp_comm_type
     speed = np.where(rows.inside, cost.inside_bytes_per_second, cost.across_bytes_per_second)
     turn = cost.ring_bytes * rows.tokens * (around - 1) / degree / speed
@@ -223,21 +223,21 @@ class _Layer:
         self.slices, self.rings = self._count_slices()
 
     def wait_seconds(self) -> Floats:
-        """Return seconds of all layers."""
+        """Return the seconds of messages that show, of all layers."""
         passes = [(True, FORWARD_OF_ATTENTION), (False, 1 - FORWARD_OF_ATTENTION)] if self.both else [(True, 1.0)]
         kind, seconds = self.cost.cp_comm_type, np.zeros_like(self.computed)
         for is_forward, share in passes:
             computed = share * self.computed
             if kind == "all_gather":
-                seconds = seconds + np.where(self.rows.degree > 1, self._gather(is_forward, computed), 0.0)
+                seconds = seconds + np.where(self.rows.degree > 1, self._gather_seconds(is_forward, computed), 0.0)
                 continue
-            seconds = seconds + np.where(self.around > 1, self._ring(is_forward, computed), 0.0)
+            seconds = seconds + np.where(self.around > 1, self._ring_seconds(is_forward, computed), 0.0)
             if "a2a" in kind:
-                seconds = seconds + np.where(self.exchanging > 1, self._exchange(is_forward, computed), 0.0)
+                seconds = seconds + np.where(self.exchanging > 1, self._swap_seconds(is_forward, computed), 0.0)
         return self.network.layers * seconds
 
-    def _ring(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return blocks travel while others are computed, all but the own one; gradients of a block travel behind it.
+    def _ring_seconds(self, is_forward: bool, computed: Floats) -> Floats:
+        """Return what shows of blocks that travel around a ring while others are computed, their gradients behind them.
 
         The rings of slices take turns, so that the messages of one travel while another is computed: what shows is the
         work on the last block of the last ring, or in backward on the blocks before the first gradients leave.
@@ -253,14 +253,16 @@ class _Layer:
         return exposed + len(sizes) * rings * steps * self.network.step_seconds
 
     def _step_seconds(self, size: Floats) -> Floats:
-        """Return seconds of a message around the ring."""
+        """Return the seconds of a message around the ring."""
         inside, across = self.network.inside, self.network.across
         alone = np.minimum(self.exchanging, self.rows.together) <= 1  # one member of a host crosses
         crossing = np.where(alone, across.point_alone.seconds(size), across.point.seconds(size))
         return np.where(self.rows.inside, inside.point.seconds(size), crossing)
 
-    def _gather(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return keys and values of all rows, in slices that travel while others are computed.
+    def _gather_seconds(self, is_forward: bool, computed: Floats) -> Floats:
+        """Return what shows of keys and values of all rows, in slices that travel while others are computed.
+
+        Gradients travel back the same way.
 
         Gradients the same way back.
         """
@@ -268,7 +270,9 @@ class _Layer:
         large = self.block * degree >= GATHER_SLICE_BYTES
         slices = np.where(large, GATHER_SLICES, 1)
         received = self.block * (degree - 1) / slices
-        gather = self._longer(self.network.inside.gather.seconds(received), self._across_gather(received, together))
+        gather = self._longer_seconds(
+            self.network.inside.gather.seconds(received), self._crossing_seconds(received, together)
+        )
         part = computed / slices
         second = np.where(large, np.maximum(part, gather), 0.0)
         messages = slices * (1 if is_forward else 2)
@@ -280,12 +284,12 @@ class _Layer:
         last = np.where(large, np.maximum(part, back), part)
         return gather + second + last + back - computed + latency
 
-    def _across_gather(self, received: Floats, together: Floats) -> Floats:
-        """Return a ring of all members crosses each boundary once, shared between the slots of a host."""
+    def _crossing_seconds(self, received: Floats, together: Floats) -> Floats:
+        """Return the seconds of a ring between hosts, each boundary of which the slots of a host share."""
         return self.network.across.gather.seconds(received / together)
 
-    def _exchange(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return heads for rows and back; slices hide the messages of others behind their work."""
+    def _swap_seconds(self, is_forward: bool, computed: Floats) -> Floats:
+        """Return what shows of the exchange of heads for rows and back; slices hide the messages of others."""
         size, count = self.exchanging, self.slices
         inside_host = np.minimum(self.rows.together, size)
         arriving = self.queries + (self.keys if is_forward else 0.0)
@@ -298,7 +302,7 @@ class _Layer:
         return np.where(count > 1, sliced, there + back) + 2 * count * self.network.step_seconds
 
     def _count_slices(self) -> tuple[Floats, Floats]:
-        """Count slices of the heads of large exchanges, and in how many rings they stand: one if they share keys."""
+        """Count the slices of large exchanges of heads, and the rings that they stand in: one if they share keys."""
         most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))
         even = (runs % most == 0) | ((most % runs == 0) & (heads % most == 0))
@@ -306,8 +310,8 @@ class _Layer:
         return slices, np.where(runs % most == 0, slices, 1.0)
 
     def _exchange_seconds(self, near: Floats, far: Floats) -> Floats:
-        """Return bytes that a member exchanges inside its host and between hosts; both travel at the same time."""
+        """Return the seconds of what a member exchanges inside its host and between hosts, at the same time."""
         return np.maximum(self.network.inside.exchange.seconds(near), self.network.across.exchange.seconds(far))
 
-    def _longer(self, inside: Floats, across: Floats) -> Floats:
+    def _longer_seconds(self, inside: Floats, across: Floats) -> Floats:
         return np.where(self.rows.inside, inside, np.maximum(inside, across))

@@ -60,7 +60,7 @@ class ConfigReader:
             raise PlanError(f"{name} of {self.where} is {text[:40]}{'…' * (len(text) > 40)}; it must be a count")
         return value
 
-    def inside(self, name: str) -> "ConfigReader":
+    def section(self, name: str) -> "ConfigReader":
         """Return a configuration inside this one; an empty one if there is none."""
         return ConfigReader(self.value(name) or {}, f"{name} of {self.where}")
 
@@ -68,7 +68,7 @@ class ConfigReader:
         """Return the name and the count of a layer's experts; "" and 0 without experts."""
         return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
 
-    def require(self, *names: str, one_of: Sequence[str] = ()) -> None:
+    def check_counts(self, *names: str, one_of: Sequence[str] = ()) -> None:
         """Raise PlanError if one of these counts is missing, or all of `one_of`."""
         missing = [name for name in names if not self.count(name)]
         if one_of and not any(self.count(name) for name in one_of):
@@ -78,7 +78,7 @@ class ConfigReader:
 
     def require_count(self, *names: str) -> int:
         """Return a count under the first of these names that is set. Raises PlanError if none is."""
-        self.require(one_of=names)
+        self.check_counts(one_of=names)
         return self.count(*names)
 
 

@@ -60,17 +60,17 @@ class Correction:
 
     @classmethod
     def of(cls, factors: Sequence[float]) -> "Correction":
-        """Return the correction of factors in the order of `PARTS`."""
+        """Make the correction of factors in the order of `PARTS`."""
         return cls(**dict(zip(PARTS, factors, strict=True)))
 
     @classmethod
     def from_json(cls, values: Any) -> "Correction":
-        """Return a correction from a JSON object. Raises PlanError for what is none."""
+        """Read a correction from a JSON object. Raises PlanError for what is none."""
         if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != set(PARTS):
             raise PlanError(f"a correction is an object with {', '.join(PARTS)}; got {values!r}")
         return cls(**cast(dict[str, Any], values))
 
-    def apply(self, cost: Cost) -> Cost:
+    def correct_cost(self, cost: Cost) -> Cost:
         """Return a cost whose parts take so many times as long; the number of bytes stays."""
         if self == NO_CORRECTION:
             return cost
@@ -87,12 +87,12 @@ class Correction:
             inside_bytes_per_second=cost.inside_bytes_per_second / self.inside,
             across_bytes_per_second=cost.across_bytes_per_second / self.across,
             states=cost.states and cost.states.apply_factors(linear=self.linear, inside=self.inside),
-            network=cost.network and self._apply_to_network(cost.network),
-            forward=cost.forward and self.apply(cost.forward),
+            network=cost.network and self._correct_network(cost.network),
+            forward=cost.forward and self.correct_cost(cost.forward),
             source=cost.source and f"{cost.source}{REFINED}",
         )
 
-    def _apply_to_network(self, network: Network) -> Network:
+    def _correct_network(self, network: Network) -> Network:
         links = {"inside": network.inside.scale_times(self.inside), "across": network.across.scale_times(self.across)}
         return dataclasses.replace(network, **links, step_seconds=network.step_seconds * self.inside)
 
@@ -150,7 +150,7 @@ def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -
 
 
 def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pull: float) -> Floats:
-    """Return factors of the least weighted squares, each drawn to 1 by `pull`.
+    """Solve for the factors of the least weighted squares, each drawn to 1 by `pull`.
 
     Those beyond the bounds are held at them.
     """

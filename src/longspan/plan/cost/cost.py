@@ -157,12 +157,13 @@ class Cost:
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
-        """Return seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of
-        squares.
+        """Return the seconds of documents on one slot without communication.
+
+        `tokens` is the sum of their lengths, `squares` that of squared lengths.
         """
         half = self.network.half_speed_rows if self.network else 0.0  # on short pieces kernels are slower
-        return (self.linear_seconds + half * self.attention_seconds) * _floats(tokens) + (
-            self.attention_seconds * _floats(squares)
+        return (self.linear_seconds + half * self.attention_seconds) * _float_array(tokens) + (
+            self.attention_seconds * _float_array(squares)
         )
 
     def group_seconds(
@@ -175,51 +176,51 @@ class Cost:
         *,
         together: ArrayLike | None = None,
     ) -> Floats:
-        """Return seconds that a group takes of each of its slots, without `micro_batch_seconds`; arguments broadcast.
+        """Return the seconds of each slot that a group takes, without `micro_batch_seconds`; arguments broadcast.
 
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
         is whether all its slots share a node, `documents` (which counts for states) how many they are. `together` are
         the fewest of its slots that share a node, where some do not (None: as full nodes leave them).
         """
-        tokens, squares, degree = _floats(tokens), _floats(squares), _floats(degree)
+        tokens, squares, degree = _float_array(tokens), _float_array(squares), _float_array(degree)
         if together is None:
             on_last = np.where(degree % self.node_size, degree % self.node_size, self.node_size)
             together = np.where(inside, degree, np.where(degree > self.node_size, on_last, 1.0))
-        rows = Rows(tokens, squares, degree, _floats(together))
+        rows = Rows(tokens, squares, degree, _float_array(together))
         if self.cp_comm_type == "auto":
             return self._least_seconds(rows, inside, documents)
         if self.states:
             around = degree / exchanging_members(self.cp_comm_type, self.a2a_size, degree)
-            rows = rows._replace(busiest=self.states.busiest(tokens, squares, around))
+            rows = rows._replace(busiest=self.states.busiest_ratio(tokens, squares, around))
         attention = price_attention(self, rows)
         seconds = self.linear_seconds * tokens / degree + (attention.computed + attention.exposed)
         if self.states is None:
             return seconds
         speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
-        return seconds + self.states.seconds((tokens, squares, _floats(documents)), degree, speed)
+        return seconds + self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
 
     def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
-        """Return seconds of groups under the fastest type of each."""
+        """Return the seconds of groups under the fastest type of each."""
         tokens, squares, degree, together = rows[:4]
         least: Floats | float = np.inf
         for way in self.ways(int(degree.max(initial=1))):
             seconds = way.group_seconds(tokens, squares, degree, inside, documents, together=together)
             least = np.minimum(least, np.where(way.allows(degree), seconds, np.inf))
-        return _floats(least)
+        return _float_array(least)
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
-        """Return seconds that a group of this degree waits for messages however few rows they carry."""
-        degree = _floats(degree)
+        """Return the seconds that a group of this degree waits for messages however few rows they carry."""
+        degree = _float_array(degree)
         states = self.states.step_seconds * (degree > 1) if self.states else 0.0
         return latency_seconds(self, degree) + states
 
     def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
-        """Return bytes that all slots of a group put on the wire."""
-        tokens, degree = _floats(tokens), _floats(degree)
+        """Return the bytes that all slots of a group put on the wire."""
+        tokens, degree = _float_array(tokens), _float_array(degree)
         exchanging = exchanging_members(self.cp_comm_type, self.a2a_size, degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)
         sent = ring + self.exchange_bytes * tokens * (exchanging - 1) / exchanging
-        return sent + (self.states.wire_bytes(_floats(documents), tokens, degree) if self.states else 0.0)
+        return sent + (self.states.wire_bytes(_float_array(documents), tokens, degree) if self.states else 0.0)
 
     def with_closing(
         self, weights: float, home: Layout, *, node_size: int = 8, gather_bytes: float = 2, reduce_bytes: float = 4
@@ -311,7 +312,7 @@ class Cost:
 
     @classmethod
     def from_json(cls, values: Any) -> "Cost":
-        """Return a cost from a JSON object; constants that it leaves out keep their default.
+        """Read a cost from a JSON object; constants that it leaves out keep their default.
 
         Raises PlanError for others.
         """
@@ -336,5 +337,5 @@ def _constant_fields() -> list[dataclasses.Field[Any]]:
 DEFAULT_COST = Cost()
 
 
-def _floats(values: ArrayLike) -> Floats:
+def _float_array(values: ArrayLike) -> Floats:
     return np.asarray(values, dtype=np.float64)

@@ -30,7 +30,7 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """Return the layers of a configuration, in order. `model_shape.py` decides which types are priced."""
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
-    windowed = bool(window_of(read)) and not types
+    windowed = bool(sliding_window(read)) and not types
     separate = any(kind in ("mlp", "moe") for kind in types)  # attention, mixers and MLPs each are layers of their own
     usual = "sliding_attention" if windowed else ATTENTION[0]
     return tuple(
@@ -45,9 +45,10 @@ def layer_types(read: ConfigReader) -> list[str]:
     return [_OLDER_NAMES.get(kind, kind) for kind in types]
 
 
-def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
-    """Return the layers of a depth of multi-token prediction behind layers of these types, if the configuration names
-    them.
+def depth_types(config: Any, types: Sequence[str]) -> list[str]:
+    """Return the types of the layers of a depth of multi-token prediction, if the configuration names them.
+
+    `types` are those of the layers before it.
 
     Empty if it does not: a depth has a layer like the last one. If the model has no experts an MLP stands for them, and
     the other way round.
@@ -55,11 +56,11 @@ def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
     >>> types_of_depth({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
     ['full_attention', 'mlp']
     """
-    return _types_of_depth(ConfigReader.of(config), types)
+    return _read_depth_types(ConfigReader.of(config), types)
 
 
-def _types_of_depth(read: ConfigReader, types: Sequence[str]) -> list[str]:
-    """Return the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does."""
+def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
+    """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does."""
     named: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
@@ -67,13 +68,13 @@ def _types_of_depth(read: ConfigReader, types: Sequence[str]) -> list[str]:
     return [kind if kind in types else _INSTEAD.get(kind, kind) for kind in kinds]
 
 
-def kinds_of_depth(read: ConfigReader) -> tuple[LayerKind, ...]:
+def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """Return the layers of a depth of multi-token prediction."""
-    types = _types_of_depth(read, layer_types(read))
+    types = _read_depth_types(read, layer_types(read))
     return tuple(_layer_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
 
-def window_of(read: ConfigReader) -> int:
+def sliding_window(read: ConfigReader) -> int:
     """Return the window of sliding layers; 0 if it is not used."""
     return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
 
@@ -91,7 +92,7 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
 
 
 def _read_types(read: ConfigReader) -> list[str] | None:
-    """Return the types of the layers that a configuration names or writes in letters; None if it does neither."""
+    """Read the types of the layers that a configuration names or writes in letters; None if it does neither."""
     for name in ("layer_types", "layers_block_type"):
         if isinstance(types := read.value(name), (list, tuple)):
             return [str(kind) for kind in cast(Sequence[Any], types)]
@@ -102,7 +103,7 @@ def _read_types(read: ConfigReader) -> list[str] | None:
 
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
     """Infer the types of a configuration that names none from its other attributes."""
-    linear = read.inside("linear_attn_config")  # of Kimi, whose layers count from 1
+    linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
     if (full := linear.value("full_attn_layers")) is not None:
         attending = [layer - 1 for layer in full]
@@ -168,10 +169,10 @@ class Widths(NamedTuple):
     key: int
 
 
-def widths_of(read: ConfigReader) -> Widths:
+def attention_widths(read: ConfigReader) -> Widths:
     """Return the widths of queries and keys; those of latent attention as it is computed, with its full heads."""
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
-    if latent(read):
+    if has_latent_attention(read):
         keys, values = _latent_sizes(read)
         return Widths(heads * (keys + values) // 2, heads * (keys + values) // 2)
     head = read.count("head_dim", "attention_head_dim") or (1 + has_shared_blocks(read)) * hidden // heads
@@ -179,12 +180,12 @@ def widths_of(read: ConfigReader) -> Widths:
 
 
 def key_value_heads(read: ConfigReader) -> int:
-    """Return key/value heads of a layer that attends, as it is computed; at least 1."""
+    """Return the key/value heads of a layer that attends, as it is computed; at least 1."""
     heads = read.count("num_attention_heads")
-    return max(1, heads if latent(read) else read.count("num_key_value_heads") or heads)
+    return max(1, heads if has_latent_attention(read) else read.count("num_key_value_heads") or heads)
 
 
-def latent(read: ConfigReader) -> bool:
+def has_latent_attention(read: ConfigReader) -> bool:
     """Return whether keys and values are projected from a narrow row."""
     return bool(read.count("kv_lora_rank"))
 
@@ -192,9 +193,9 @@ def latent(read: ConfigReader) -> bool:
 def attention_weights(read: ConfigReader) -> Weights:
     """Count the weights of the projections of one layer that attends."""
     hidden = read.count("hidden_size")
-    if latent(read):
+    if has_latent_attention(read):
         return _latent_weights(read, hidden)
-    query, key = widths_of(read)
+    query, key = attention_widths(read)
     if has_shared_blocks(read):
         return _shared_block_weights(read, hidden, Widths(query, key))
     gate = query if read.family.startswith(_GATED_QUERIES) else 0

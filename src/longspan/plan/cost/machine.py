@@ -16,7 +16,7 @@ from longspan.plan.cost.links import LEVELS, Level, Link, Network
 from longspan.plan.cost.machine_figures import KNOWN, MachineFigures
 from longspan.plan.cost.model_flops import price_model
 from longspan.plan.cost.model_shape import ModelShape
-from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_group, price_type, share_of_ring, ways_of
+from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_group, price_type, ring_share, type_ways
 from longspan.plan.micro_batch import Group
 
 # Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
@@ -75,7 +75,7 @@ class Machine(MachineFigures):
         """
         for known, scale in KNOWN.items():
             if known.lower() == name.lower():
-                return cls() if scale is None else cls().scale_by(known, *scale)
+                return cls() if scale is None else cls().scale_figures(known, *scale)
         raise PlanError(
             f"no figures of {name!r}; known are {', '.join(KNOWN)}, or measure with longspan bench calibrate"
         )
@@ -106,7 +106,7 @@ class Machine(MachineFigures):
         """
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
-        cost = self._cost_of_shape(shape, settings.bytes_per_number)
+        cost = self._shape_cost(shape, settings.bytes_per_number)
         kind, count = settings.recomputation, settings.recomputed_layers
         head = (
             (1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second
@@ -153,7 +153,7 @@ class Machine(MachineFigures):
         return self.weight_copy_seconds * weights * (gathers + sums) + self.sharding_share * wire
 
     def _sharding_speed(self, kind: str, width: int) -> float:
-        """Bytes/s that each of `width` slots receives from FSDP2, measured or by what is known of a machine."""
+        """Return the bytes/s that each of `width` slots receives from FSDP2, measured or as known of a machine."""
         inside, across = getattr(self.inside, kind), getattr(self.across, kind)
         speed = inside.bytes_per_second if inside else self.sharding_bytes_per_second
         if width <= self.node_size:
@@ -174,7 +174,8 @@ class Machine(MachineFigures):
         summed = weights * 4 * 2 * (copies - 1) / copies / link.point.bytes_per_second
         return self.update_seconds + self.weight_update_seconds * weights + summed
 
-    def _cost_of_shape(self, shape: ModelShape, bytes_per_number: int) -> Cost:
+    def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
+        """Return the cost of a model of this shape, whose layers all run alike."""
         constants = price_model(
             shape,
             tflops=self.product_flops_per_second / 1e12,
@@ -191,7 +192,7 @@ class Machine(MachineFigures):
         if shape.layers:
             turns = 2 * bytes_per_number + max(4, bytes_per_number)  # keys and values twice, their gradients in float32
             constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns)
-            network = self._network(
+            network = self._model_network(
                 layers=shape.layers,
                 heads=shape.heads,
                 kv_heads=shape.kv_heads,
@@ -212,7 +213,7 @@ class Machine(MachineFigures):
     def _merge_seconds(self, width: float) -> float:
         return self.merge_passes * width * 4 / self.memory_bytes_per_second
 
-    def _network(self, **model: Any) -> Network:
+    def _model_network(self, **model: Any) -> Network:
         return Network(
             inside=self.inside,
             across=self.across,
@@ -229,7 +230,7 @@ class Machine(MachineFigures):
         Hosts have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
         """
         prices: dict[str, TypePrice] = {}
-        for price in self._prices(group, call, node_size or self.node_size):
+        for price in self._type_prices(group, call, node_size or self.node_size):
             kind = price.cp_comm_type
             if kind not in prices or price.seconds < prices[kind].seconds:
                 prices[kind] = price
@@ -239,7 +240,7 @@ class Machine(MachineFigures):
         """Return the type that takes least: what "auto" stands for. p2p and all_gather take any heads and lengths."""
         if group.degree == 1:
             return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
-        return min(self._prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
+        return min(self._type_prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
 
     def explain_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> tuple[str, ...]:
         """Return why `fastest_type` is chosen: a line of the group, one for each type and pair of levels, and the
@@ -248,18 +249,18 @@ class Machine(MachineFigures):
         if group.degree == 1:
             return ("one member holds all rows: nothing is communicated",)
         node_size = node_size or self.node_size
-        prices = sorted(self._prices(group, call, node_size), key=lambda price: bool(price.impossible))
+        prices = sorted(self._type_prices(group, call, node_size), key=lambda price: bool(price.impossible))
         best = min(prices, key=lambda price: price.seconds)
         chosen = f"{best.name} is chosen: it is the fastest"
         return (describe_group(group, call, node_size), *map(str, prices), chosen)
 
-    def _prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
-        nodes, cost = [slot // node_size for slot in group.slots], self._cost_of_call(call)
+    def _type_prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
+        nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
         return [
-            price_type(cost, way, group, call, nodes, width=share_of_ring(call, way, group)) for way in ways_of(group)
+            price_type(cost, way, group, call, nodes, width=ring_share(call, way, group)) for way in type_ways(group)
         ]
 
-    def _cost_of_call(self, call: AttentionCall) -> Cost:
+    def _call_cost(self, call: AttentionCall) -> Cost:
         """Return the cost of one layer, which has nothing but this call."""
         both, number = call.passes == "both", call.bytes_per_number
         keys, queries = call.kv_heads * call.width, call.heads * call.width
@@ -276,7 +277,7 @@ class Machine(MachineFigures):
             micro_batch_seconds=0.0,
             source="one layer",
             passes=passes,
-            network=self._network(
+            network=self._model_network(
                 layers=1,
                 heads=call.heads,
                 kv_heads=call.kv_heads,

@@ -104,7 +104,7 @@ class MachineFigures:
 
     @classmethod
     def cpus(cls) -> Self:
-        """Return processes on CPUs with gloo, by orders of magnitude, none of them measured: they only rank plans."""
+        """Make the machine of CPUs with gloo, by orders of magnitude: none is measured, they only rank plans."""
         rate, link = 0.02e12, Link.of(500e-6, 1e9)
         return cls(
             device="cpu",
@@ -136,8 +136,8 @@ class MachineFigures:
             source="",
         )
 
-    def scale_by(self, name: str, products: float, memory: float, inside: float, across: float, gib: int) -> Self:
-        """Return a device whose products and memory are so many times as fast, with so much memory, by data sheet.
+    def scale_figures(self, name: str, products: float, memory: float, inside: float, across: float, gib: int) -> Self:
+        """Make a device whose products and memory are so many times as fast, with so much memory, by data sheet.
 
         `inside` and `across` are bytes/s of its links.
         """
@@ -167,7 +167,7 @@ class MachineFigures:
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """Return a machine from a JSON object.
+        """Read a machine from a JSON object.
 
         Raises PlanError for another version, and for figures that are missing.
         """

@@ -55,12 +55,12 @@ def read_machine(file: str, key: str) -> Machine | Cost:
         return replace(_fill_exchange_bytes(Cost.from_json(values), values), source=file)
     except (OSError, ValueError, TypeError, LongspanError) as error:
         raise ConfigError(
-            f"{key} {file} {_fault(error, 'machine' if _is_machine(values) else 'cost')}; give the file that `longspan "
-            "bench calibrate --out FILE.json` writes for this machine"
+            f"{key} {file} {_fault_text(error, 'machine' if _is_machine(values) else 'cost')}; give the file that "
+            "`longspan bench calibrate --out FILE.json` writes for this machine"
         ) from error
 
 
-def check_measured_here(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
+def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
     """Refuse a measured machine of another device or hosts of another size; returns a line about what is assumed.
 
     >>> check_measured_here(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
@@ -94,15 +94,13 @@ def _is_machine(values: Any) -> bool:
 
 
 def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
-    """Return a file without `exchange_bytes` is taken for one of four query heads to a key/value head, as in the
-    default.
-    """
+    """Fill in `exchange_bytes` for four query heads to a key/value head, the default, where a file lacks them."""
     if "exchange_bytes" in values or "ring_bytes" not in values:
         return cost
     return replace(cost, exchange_bytes=cost.ring_bytes / DEFAULT_COST.ring_bytes * DEFAULT_COST.exchange_bytes)
 
 
-def _fault(error: Exception, kind: str) -> str:
+def _fault_text(error: Exception, kind: str) -> str:
     if isinstance(error, IsADirectoryError):
         return "is a folder"
     return f"holds no {kind}: {error.strerror if isinstance(error, OSError) else error}"

@@ -15,16 +15,16 @@ from longspan.plan.cost.layers import (
     LayerKind,
     Weights,
     attention_weights,
+    attention_widths,
+    depth_kinds,
     feed_forward_weights,
+    has_latent_attention,
     key_value_heads,
-    kinds_of_depth,
-    latent,
     layer_kinds,
     layer_types,
-    widths_of,
-    window_of,
+    sliding_window,
 )
-from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, mixer_of
+from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, read_mixer_shape
 
 SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
@@ -83,11 +83,11 @@ class ModelShape:
         """
         read = ConfigReader.of(config)
         mixer = _read_mixer(read)
-        kinds = layer_kinds(read) + kinds_of_depth(read) * depths
-        hidden, window, chunk = read.count("hidden_size"), window_of(read), read.count("attention_chunk_size")
+        kinds = layer_kinds(read) + depth_kinds(read) * depths
+        hidden, window, chunk = read.count("hidden_size"), sliding_window(read), read.count("attention_chunk_size")
         layers = [_layer_weights(read, kind, mixer) for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
-        widths = widths_of(read) if attention else (0, 0)
+        widths = attention_widths(read) if attention else (0, 0)
         vocabulary = read.count("vocab_size")
         outside = hidden * vocabulary * (1 + depths) + 2 * hidden * hidden * depths
         stored = hidden * vocabulary * (1 if read.value("tie_word_embeddings") else 2) + 2 * hidden * hidden * depths
@@ -133,9 +133,9 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
 
     Raises PlanError for layers that are not priced, and missing counts.
     """
-    mixer, types, kinds = mixer_of(read), layer_types(read), layer_kinds(read)
+    mixer, types, kinds = read_mixer_shape(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []
-    if latent(read) and not (mixer and read.count("v_head_dim")):
+    if has_latent_attention(read) and not (mixer and read.count("v_head_dim")):
         unpriced.append("latent attention")
     if mixer is None and read.value(*_STATES) is not None:
         unpriced.append(f"state-space layers{f' of {read.family}' if read.family else ''}, Mamba 1")
@@ -145,7 +145,7 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
         raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {_MEASURE}")
     attends = ["num_attention_heads"] * (not kinds or any(kind.attention for kind in kinds))
     feeds = ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()
-    read.require("hidden_size", *["num_hidden_layers"] * (not types), *attends, "vocab_size", one_of=feeds)
+    read.check_counts("hidden_size", *["num_hidden_layers"] * (not types), *attends, "vocab_size", one_of=feeds)
     return mixer
 
 

@@ -95,9 +95,8 @@ class TypePrice:
 Ways = tuple[tuple[str, int], ...]
 
 
-def ways_of(group: Group) -> Ways:
-    """Return every type with the members that exchange heads, a2a+p2p with the group's sizes or with every pair of
-    levels.
+def type_ways(group: Group) -> Ways:
+    """Return every type with the members that exchange heads, a2a+p2p with the group's sizes or every pair of levels.
 
     If the degree has no two levels, the first is 1.
     """
@@ -109,7 +108,7 @@ def ways_of(group: Group) -> Ways:
 def price_type(
     cost: Cost, way: tuple[str, int], group: Group, call: AttentionCall, nodes: list[int], *, width: float = 1.0
 ) -> TypePrice:
-    """Return the price of a type by the cost of one layer, whose rings send `width` of their rows.
+    """Price a type by the cost of one layer, whose rings send `width` of their rows.
 
     `nodes` of the slots.
     """
@@ -126,7 +125,7 @@ def price_type(
     typical = sum(n * n for n in laid_out) / max(1, tokens)
     rows = Rows(
         *np.array([tokens, call.squares(laid_out), degree, together], dtype=np.float64),
-        busiest=_busiest(group, call, degree if kind == "all_gather" else around),
+        busiest=_busiest_ratio(group, call, degree if kind == "all_gather" else around),
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
         narrow=width < 1.0,
     )
@@ -148,7 +147,7 @@ def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
     )
 
 
-def share_of_ring(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
+def ring_share(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
     """Return what of a ring's rows is sent: all, or under a narrow window or chunk those that are seen."""
     (kind, inner), lengths = way, group.lengths
     around = group.degree // inner
@@ -187,19 +186,19 @@ def bytes_by_level(
 
 
 def _ring_crossing(rings: Sequence[Sequence[int]]) -> float:
-    """Share of the steps around rings of members on these hosts that lead to another host."""
+    """Return the share of the steps around rings of members on these hosts that lead to another host."""
     steps = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     return sum(a != b for a, b in steps) / len(steps)
 
 
 def _pair_crossing(sets: Sequence[Sequence[int]]) -> float:
-    """Share of the pairs of members in these sets that are on two hosts."""
+    """Return the share of the pairs of members in these sets that are on two hosts."""
     pairs = sum(len(members) * (len(members) - 1) for members in sets)
     together = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
     return (sum(len(members) ** 2 for members in sets) - together) / pairs if pairs else 0.0
 
 
-def _busiest(group: Group, call: AttentionCall, around: int) -> float:
+def _busiest_ratio(group: Group, call: AttentionCall, around: int) -> float:
     """Return what the busiest member of a ring computes, over the mean of its members.
 
     1 where their rows are zigzag.
@@ -211,12 +210,14 @@ def _busiest(group: Group, call: AttentionCall, around: int) -> float:
     for member in range(around):
         segments = shares.segments(member)
         length = lengths[segments.document]
-        pairs.append(float((_pairs(segments.stop, length, call) - _pairs(segments.start, length, call)).sum()))
+        pairs.append(
+            float((_key_counts(segments.stop, length, call) - _key_counts(segments.start, length, call)).sum())
+        )
     return max(pairs) * around / sum(pairs)
 
 
-def _pairs(stop: Integers, length: Integers, call: AttentionCall) -> Floats:
-    """Return keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
+def _key_counts(stop: Integers, length: Integers, call: AttentionCall) -> Floats:
+    """Count the keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
     rows = np.minimum(stop, length).astype(np.float64)  # the rest pads the document out
     if not call.causal:
         return rows * length

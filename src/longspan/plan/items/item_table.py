@@ -160,7 +160,7 @@ class ItemTable:
     def _digest(self) -> str:
         return hashlib.sha256(repr((self.lengths, self.items)).encode()).hexdigest()[:16]
 
-    def name(self, item: int) -> str:
+    def item_text(self, item: int) -> str:
         """Return an item in the words of an error message."""
         return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
 
@@ -190,12 +190,12 @@ class ItemTable:
         for start, stop in item.spans:
             if not end <= start < stop <= length:
                 raise DataError(
-                    f"{self.name(index)} has the spans {excerpt(item.spans)}; the document has positions 0 to "
+                    f"{self.item_text(index)} has the spans {excerpt(item.spans)}; the document has positions 0 to "
                     f"{length - 1}: spans are (start, stop), not empty, ascending and disjoint"
                 )
             end = stop
         if not item.spans:
-            raise DataError(f"{self.name(index)} takes no position; give its spans, or leave it out")
+            raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
 
     def _check_overlaps(self, table: Integers) -> None:
         """Raise DataError for two items that take the same position."""
@@ -204,7 +204,8 @@ class ItemTable:
             one, other = (int(table[overlaps[0] + i, 5]) for i in range(2))
             position = int(table[overlaps[0] + 1, 0] - table[overlaps[0] + 1, 4] * self._stride)
             raise DataError(
-                f"{self.name(one)} and {self.name(other)} both take position {position}; every position is one item's"
+                f"{self.item_text(one)} and {self.item_text(other)} both take position {position}; every "
+                "position is one item's"
             )
 
 

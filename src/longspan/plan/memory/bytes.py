@@ -39,7 +39,7 @@ class Bytes:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"total": self.total}
 
 
-def gib(size: float) -> str:
+def gib_text(size: float) -> str:
     """Return bytes in GiB, with one decimal."""
     return f"{size / 2**30:,.1f} GiB"
 

@@ -11,7 +11,7 @@ from typing import Any
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.cost.machine import Machine
-from longspan.plan.memory.bytes import gib
+from longspan.plan.memory.bytes import gib_text
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.seconds import MemoryPrices
 from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, MemorySettings
@@ -93,7 +93,7 @@ def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory)
                 yield memory
 
 
-def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
+def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
     """Return whether any choice fits: if none does in which layers keep least, on the device or on the host."""
     least: list[Measure] = [words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words]
     once = False if fixed.gathered_once is None else fixed.gathered_once
@@ -105,12 +105,12 @@ def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -
 
 
 def _measure_pairs(words: Sequence[Measure]) -> list[tuple[Measure, Measure]]:
-    """Measure each measure with itself, and with those that are slower."""
+    """Pair each measure with itself, and with those that are slower."""
     return [(fast, slow) for place, fast in enumerate(words) for slow in words[place:]]
 
 
 def _split_by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measure]]:
-    """Return measures that keep on the device, and those that keep on the host."""
+    """Split measures into those that keep on the device, and those that keep on the host."""
     return [word for word in words if "+" not in word], [word for word in words if "+" in word]
 
 
@@ -155,7 +155,7 @@ def _plan_if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None
 
 
 def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure]]:
-    """Return each choice in which all layers have one measure."""
+    """Yield each choice in which all layers have one measure."""
     return ((some, word) for some in _needs_by_setting(needs, fixed) for word in fixed.words)
 
 
@@ -164,16 +164,17 @@ def _refusal_text(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: 
     under = f"with {keys}" if keys else "under any measure"
     device, host = least.device.total, least.host.total
     return (
-        f"the run does not fit {under}: with a slot of {least.rows:,} rows a rank needs at least {gib(device)} "
-        f"({device:,} bytes) of a GPU that may fill {gib(budget.device)} ({budget.device:,}), and {gib(host)} "
-        f"({host:,}) of its host's {gib(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer "
-        "rows a slot (context.max_tokens_per_slot), or a higher parallel.tp"
+        f"the run does not fit {under}: with a slot of {least.rows:,} rows a rank needs at least {gib_text(device)} "
+        f"({device:,} bytes) of a GPU that may fill {gib_text(budget.device)} ({budget.device:,}), and "
+        f"{gib_text(host)} ({host:,}) of its host's {gib_text(budget.host)} ({budget.host:,}); use more than "
+        f"{len(home.ranks)} ranks, fewer rows a slot (context.max_tokens_per_slot), or a higher parallel.tp"
     )
 
 
-def most_that_fits(fits: Callable[[int], bool], limit: int | None = None) -> int:
-    """Return the largest number that fits, where smaller ones do too, below the first power of two from a limit on; or
-    0.
+def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> int:
+    """Return the largest number that fits, or 0, where smaller ones do too.
+
+    The search goes up to the first power of two from a limit on.
 
     >>> most_that_fits(lambda count: count <= 37)
     37
@@ -198,8 +199,7 @@ def longest_document(
     cp_comm_type: str = "auto",
     fixed: FixedMemory | None = None,
 ) -> tuple[int, MemoryPlan | None]:
-    """Return the most tokens of one document over all slots that fit, in 1024 rows of a slot, and the plan of memory
-    for it.
+    """Return the most tokens of one document over all slots that fit, in 1024 rows of a slot, and its plan of memory.
 
     >>> tokens, memory = longest_document("Qwen3-8B/config.json", home, MemorySettings(), budget)  # doctest: +SKIP
 
@@ -209,20 +209,20 @@ def longest_document(
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     multiple = home.tp if settings.sequence_parallel else 1
 
-    def needs_of(rows: int) -> MemoryNeeds:
+    def row_needs(rows: int) -> MemoryNeeds:
         plan = plan_fixed([rows * home.slots], home, cp=home.slots, cp_comm_type=cp_comm_type)
         return MemoryNeeds.of(config, home, plan, settings, machine=machine)
 
     def fits(rows: int) -> bool:
         if measures != "auto":
-            return needs_of(rows).under(measures).fits(budget)
-        return _fits_at_all(needs_of(rows), budget, fixed)
+            return row_needs(rows).under(measures).fits(budget)
+        return _any_choice_fits(row_needs(rows), budget, fixed)
 
     step = _ROWS * multiple
-    low = most_that_fits(lambda count: fits(count * step))
+    low = largest_fitting(lambda count: fits(count * step))
     if not low:
         return 0, None
-    needs = needs_of(low * step)
+    needs = row_needs(low * step)
     if measures != "auto":
         return low * step * home.slots, needs.under(measures)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))

@@ -33,10 +33,10 @@ class SlotLoad:
 
     def covers(self, other: "SlotLoad") -> bool:
         """Return whether no number of another load is larger."""
-        return all(a >= b for a, b in zip(_numbers(self), _numbers(other), strict=True))
+        return all(a >= b for a, b in zip(_load_numbers(self), _load_numbers(other), strict=True))
 
 
-def _numbers(load: SlotLoad) -> tuple[float, ...]:
+def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
     return (
         load.rows,
         load.exchanged_rows,
@@ -48,7 +48,7 @@ def _numbers(load: SlotLoad) -> tuple[float, ...]:
     )
 
 
-def loads_of(
+def slot_loads(
     plans: Sequence[Plan], read: ConfigReader, settings: MemorySettings, machine: Machine, tp: int = 1
 ) -> tuple[SlotLoad, ...]:
     """Return the loads of all slots in all micro-batches of these plans, without those that another one covers."""
@@ -83,7 +83,7 @@ def _slot_load(
         runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
         if group.degree == 1 or not heads:
             continue
-        kind, members = exchange_of(group, read, settings, machine, plan.node_size, tp)
+        kind, members = group_exchange(group, read, settings, machine, plan.node_size, tp)
         if members > 1:
             exchanged += here
             keys += here * float(kv_copies(heads, kv_heads, members))
@@ -95,7 +95,7 @@ def _slot_load(
     return SlotLoad(rows, exchanged, keys, ring, gathered, max(1, runs), later)
 
 
-def exchange_of(
+def group_exchange(
     group: Group, read: ConfigReader, settings: MemorySettings, machine: Machine, node_size: int, tp: int
 ) -> tuple[str, int]:
     """Return the type of most layers of a group, and how many members exchange heads under it."""
@@ -112,7 +112,7 @@ def exchange_of(
 
 
 def attention_call(read: ConfigReader, settings: MemorySettings, tp: int) -> AttentionCall:
-    """Return one layer's attention on each rank, of full attention."""
+    """Return the call of one layer's attention on each rank, of full attention."""
     heads = max(1, read.count("num_attention_heads") // tp)
     head = read.count("head_dim", "attention_head_dim") or read.count("hidden_size") // max(
         1, read.count("num_attention_heads")

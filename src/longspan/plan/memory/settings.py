@@ -101,8 +101,8 @@ class MemoryBudget:
     host: int = 0
 
 
-def measures_of(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:
-    """Return one word a layer, of one word for all or of one for each.
+def layer_measures(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:
+    """Return one measure a layer, of one word for all or of one for each.
 
     Raises PlanError for others, and for another count.
     """

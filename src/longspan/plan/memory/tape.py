@@ -87,11 +87,11 @@ class Tape:
         return {name for operation in self.operations for name in operation.saves}
 
     def bytes_saved(self, but: Collection[str] = ()) -> float:
-        """Return bytes of the tensors that backward needs, without some."""
+        """Return the bytes of the tensors that backward needs, without some."""
         return sum(self.sizes[name] for name in self.names_saved() if name not in but)
 
     def weight_bytes(self) -> float:
-        """Return bytes of the gradients of all parameters."""
+        """Return the bytes of the gradients of all parameters."""
         return sum(operation.weights for operation in self.operations)
 
     def peaks(self, held: Collection[str], *, again: bool = True) -> Peaks:

@@ -90,8 +90,8 @@ def shows_options(planner: Planner) -> Planner:
     return planner
 
 
-def options_of(planner: Callable[..., Any], options: PlanOptions | None, keywords: PlanKeywords) -> PlanOptions:
-    """Return the options of one call.
+def call_options(planner: Callable[..., Any], options: PlanOptions | None, keywords: PlanKeywords) -> PlanOptions:
+    """Gather the options of one call.
 
     Raises TypeError for a keyword that the planner does not have, with the nearest one.
     """

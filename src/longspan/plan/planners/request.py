@@ -22,7 +22,7 @@ from longspan.plan.check import (
 )
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
-from longspan.plan.hierarchy import levels_at
+from longspan.plan.hierarchy import level_sizes
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
@@ -59,9 +59,9 @@ class Request(PlanOptions):
         request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
         request._check_numbers()
         request._check_mode(home)
-        return replace(request, cost=request.price())
+        return replace(request, cost=request.group_cost())
 
-    def price(self) -> Cost:
+    def group_cost(self) -> Cost:
         """Return the cost of groups of the request's type, partition and node size.
 
         "auto" is the fastest of each group.
@@ -161,24 +161,22 @@ class Request(PlanOptions):
     def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
         """Return a group of these slots and documents, with the request's types, sizes and partition."""
         lengths = tuple(self.lengths[d] for d in documents)
-        sizes, partition = self.sizes_of(len(slots)), self.partition_of(len(slots))
+        sizes, partition = self.level_sizes(len(slots)), self.partition_kind(len(slots))
         return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
 
-    def sizes_of(self, degree: int) -> tuple[int, int] | None:
+    def level_sizes(self, degree: int) -> tuple[int, int] | None:
         """Return the two sizes of a group of this degree; the first divides the degree and the size in the options."""
         sizes = self.hierarchical_context_parallel_sizes
         if "a2a+p2p" not in self.types or sizes is None:
             return None
-        return levels_at(sizes, degree)
+        return level_sizes(sizes, degree)
 
-    def partition_of(self, degree: int) -> PartitionKind:
+    def partition_kind(self, degree: int) -> PartitionKind:
         """Return how the rows of a group of this degree are divided; a single slot has the same rows either way."""
         return self.partition if degree > 1 else "zigzag"
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
-        """Return the checked plan of these micro-batches, with dummies up to the next multiple, its time and its
-        bound.
-        """
+        """Make the checked plan of these micro-batches, with dummies up to the next multiple, times and a bound."""
         micro_batches = self.resolve_types(micro_batches)
         dummies = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
         batches = (*micro_batches, *[MicroBatch()] * (dummies - len(micro_batches)))
@@ -199,7 +197,7 @@ class Request(PlanOptions):
         return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
 
     def resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the same with the fastest type of each group of several slots in place of "auto", with its levels.
+        """Replace "auto" by the fastest type of each group of several slots, with its levels.
 
         Where the query heads are unknown the groups keep "auto", which `attend` resolves when it sees them.
         """
@@ -241,8 +239,8 @@ def check_heads(request: Request, degree: int) -> None:
     fit = request.degrees(least=1, most=degree)
     levels = ", ".join(f"({d}, {degree // d})" for d in fit if degree % d == 0)
     raise PlanError(
-        f"cp_comm_type 'a2a' deals {_heads(request)} to the {degree} slots of a group, which do not divide them; use "
-        f"cp {_list_numbers(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
+        f"cp_comm_type 'a2a' deals {_heads_text(request)} to the {degree} slots of a group, which do not divide them; "
+        f"use cp {_numbers_text(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
     )
 
 
@@ -254,19 +252,19 @@ def check_first_size(request: Request) -> None:
         return
     fit = [1, *(size for size in range(2, sizes[0]) if heads % (size * request.tp) == 0)]
     raise PlanError(
-        f"cp_comm_type 'a2a+p2p' deals {_heads(request)} to {sizes[0]} slots, the first of "
+        f"cp_comm_type 'a2a+p2p' deals {_heads_text(request)} to {sizes[0]} slots, the first of "
         f"hierarchical_context_parallel_sizes {sizes}, which do not divide them; use a first size of "
-        f"{_list_numbers(fit)}, or p2p or all_gather"
+        f"{_numbers_text(fit)}, or p2p or all_gather"
     )
 
 
-def _heads(request: Request) -> str:
+def _heads_text(request: Request) -> str:
     """Return the query heads in the words of a message."""
     shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""
     return f"{(request.heads or 0) // request.tp} query heads{shared}"
 
 
-def _list_numbers(numbers: Sequence[int]) -> str:
-    """Return 1, 2 or 4"""
+def _numbers_text(numbers: Sequence[int]) -> str:
+    """Write numbers as in "1, 2 or 4"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last

@@ -45,7 +45,7 @@ class Recurrence(NamedTuple):
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That of states, of folds, and on the wire: float64 for float64, float32 otherwise."""
+    """Return the type of states, of folds, and on the wire: float64 for float64, float32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -78,8 +78,8 @@ class Backward(Protocol):
         """
         ...
 
-    def prepare(self) -> None:
-        """What may be done while gradients of states travel."""
+    def prepare_chunks(self) -> None:
+        """Do what may be done while gradients of states travel."""
         ...
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:

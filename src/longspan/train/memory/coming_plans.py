@@ -43,7 +43,7 @@ class ComingSteps:
         return range(self.first, min(self.last, self.first + MOST_STEPS))
 
     def fullest_plans(self, config: RunConfig, cost: Cost) -> list[Plan]:
-        """Return plans of the steps whose slots are fullest, where that is known, and otherwise of the heaviest steps.
+        """Return the plans of the steps whose slots are fullest, where that is known, otherwise of the heaviest steps.
 
         Raises PlanError for documents that fit no group.
         """
@@ -64,8 +64,9 @@ class ComingSteps:
         return [replace(config, context=replace(config.context, planner=planner)) for planner in planners]
 
     def limit_plans(self, config: RunConfig, plans: Sequence[Plan]) -> list[Plan]:
-        """Return a plan that fills every slot to its limit of rows, or with all tokens of one of these plans; none
-        where the fullest steps are known, or rows have no limit.
+        """Return a plan that fills every slot to its limit of rows, or with all tokens of one of these plans.
+
+        There is none where the fullest steps are known, or rows have no limit.
         """
         cap = PlanChoice.training(config, heads=self.heads).options.max_tokens_per_slot
         if not cap or self._sees_all(config):
@@ -88,7 +89,7 @@ class ComingSteps:
         return sorted({longest, max(lengths, key=lambda step: sum(lengths[step]))})
 
     def rows_to_try(self, config: RunConfig) -> list[int]:
-        """Return rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
+        """List the rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
 
         From those that the longest document needs in the widest group to those with which the heaviest step is one
         micro-batch, doubling.

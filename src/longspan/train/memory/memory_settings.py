@@ -4,16 +4,16 @@ Imports no torch, but for the states of an optimizer that is named by its class.
 """
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
-from longspan.config.memory_keys import checkpointing_by_hand
+from longspan.config.memory_keys import key_checkpointing
 from longspan.config.sections import RunConfig, TrainConfig
 from longspan.plan import FixedMemory, MemorySettings
 from longspan.plan.memory.settings import MOMENTS
 
 
-def memory_settings_of(
+def run_memory_settings(
     config: RunConfig, *, gpu: bool = True, target_share: float = 1.0, encoder_rows: int = 0
 ) -> MemorySettings:
-    """Return the settings of a run's plan of memory, with what the keys say of that which the plan may choose.
+    """Read the settings of a run's plan of memory, with what the keys say of that which the plan may choose.
 
     >>> memory_settings_of(RunConfig()).state_numbers
     2.0
@@ -46,7 +46,7 @@ def memory_settings_of(
 
 
 def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
-    """Return numbers of state that the optimizer keeps of each weight.
+    """Return how many numbers of state the optimizer keeps of each weight.
 
     Those of a class are counted on a small matrix.
     """
@@ -62,12 +62,12 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
 
 
 def fixed_keys(config: RunConfig) -> FixedMemory:
-    """Return the keys of memory that are given by hand; with train.memory "none" all of them are.
+    """Read the keys of memory that are given by hand; with train.memory "none" all of them are.
 
     Only states of known optimizers are moved to the host without a key.
     """
     train, by_hand = config.train, config.train.memory == "none"
-    kind = checkpointing_by_hand(train) or ("none" if by_hand else None)
+    kind = key_checkpointing(train) or ("none" if by_hand else None)
     states = None if train.optimizer in MOMENTS and not by_hand else False
     return FixedMemory(
         measure=kind,

@@ -95,8 +95,7 @@ def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan,
 
 
 def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
-    """Return a plan in which every slot holds so many rows of a document of training's widest group, in each
-    micro-batch.
+    """Make a plan in which every slot holds so many rows of a document of training's widest group, in each micro-batch.
 
     Under sequence parallelism `rows` is a multiple of tp.
     """

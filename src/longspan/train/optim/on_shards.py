@@ -20,13 +20,13 @@ from longspan.train.optim.optimizer import OptimizerChoice
 STEPS, BOUND = 2, 1e-4  # of updates, relative to the largest
 
 
-def check_on_shards(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
+def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
     """Raise ConfigError, on every rank, where the optimizer cannot update sharded parameters, or updates them otherwise
     than whole ones; all ranks call it together."""
     pairs = list(_make_pairs(model, world.device))
     refusal = reason = ""
     try:
-        reason = _difference(choice, pairs) if pairs else ""
+        reason = _describe_difference(choice, pairs) if pairs else ""
     except ConfigError as error:
         refusal = str(error)
     except Exception as error:  # an optimizer of any package may raise anything
@@ -70,7 +70,7 @@ def _draw_normal(shape: Sequence[int], *, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
+def _describe_difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
     """Describe how updated sharded parameters differ from whole ones; "" if they do not."""
     initial_values = [whole.detach().clone() for _, whole in pairs]
     optimizers = [choice.build([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]

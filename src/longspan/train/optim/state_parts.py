@@ -43,39 +43,37 @@ class Part:
     last: bool
     plain: bool
 
-    def numbers(self, local: Tensor) -> Tensor:
+    def local_view(self, local: Tensor) -> Tensor:
         """Return this part of the parameter's local tensor, its gradient's, or that of a state; a view."""
         return local if self.whole else local.view(-1)[self.start : self.stop]
 
-    def stand_in(self) -> nn.Parameter:
+    def make_stand_in(self) -> nn.Parameter:
         """Return a parameter with the same memory, and gradient, which an optimizer updates in place of the part."""
         if self.whole:
             return self.parameter
         assert self.parameter.grad is not None
-        stand_in = nn.Parameter(self._view_like(self.parameter, self.numbers(local_tensor(self.parameter.detach()))))
-        stand_in.grad = self._view_like(self.parameter, self.numbers(local_tensor(self.parameter.grad)))
+        stand_in = nn.Parameter(self._view_like(self.parameter, self.local_view(local_tensor(self.parameter.detach()))))
+        stand_in.grad = self._view_like(self.parameter, self.local_view(local_tensor(self.parameter.grad)))
         return stand_in
 
-    def state_on_device(self, value: Tensor, local: Tensor) -> Tensor:
+    def device_state(self, value: Tensor, local: Tensor) -> Tensor:
         """Return the state of the stand-in, from that of the parameter on the host and this part of it on the
         device.
         """
-        return with_local(value, local) if self.whole else self._view_like(value, local)
+        return make_sharded(value, local) if self.whole else self._view_like(value, local)
 
     def _view_like(self, like: Tensor, local: Tensor) -> Tensor:
         return local_dtensor(local, like) if isinstance(like, DTensor) and not self.plain else local
 
 
 def local_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """Return a DTensor on the same mesh that claims to be whole here: what is done with it number by number stays
-    here.
-    """
+    """Make a DTensor on the same mesh that claims to be whole here: what is done number by number stays here."""
     mesh = like.device_mesh
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def with_local(value: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
+def make_sharded(value: Tensor, local: Tensor) -> Tensor:
+    """Make a tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
     if not isinstance(value, DTensor):
         return local
     spec = value._spec
@@ -102,7 +100,7 @@ class Bucket:
     bytes: float
 
 
-def cut_into_buckets(
+def cut_buckets(
     optimizer: Optimizer, sizes: "StateSizes", bucket_bytes: int, *, every: bool = False
 ) -> Iterator[Bucket]:
     """Cut the parameters that have gradients, or `every` one, into buckets whose states take so many bytes at most.
@@ -114,7 +112,7 @@ def cut_into_buckets(
         for parameter in group["params"]:
             if parameter.grad is None and not every:
                 continue
-            number_bytes = sizes.bytes_of(index, parameter) / max(local_tensor(parameter.detach()).numel(), 1)
+            number_bytes = sizes.parameter_bytes(index, parameter) / max(local_tensor(parameter.detach()).numel(), 1)
             for part in _split_parameter(optimizer, parameter, number_bytes, bucket_bytes, plain=plain):
                 part_bytes = number_bytes * (part.stop - part.start)
                 if parts and filled + part_bytes > bucket_bytes:
@@ -159,8 +157,8 @@ class StateSizes:
         self._by_number = kind in BY_NUMBER
         self._bytes = dict[Any, tuple[int, ...]]()
 
-    def bytes_of(self, group: int, parameter: nn.Parameter) -> int:
-        """Return bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
+    def parameter_bytes(self, group: int, parameter: nn.Parameter) -> int:
+        """Return the bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
         local = local_tensor(parameter.detach())
         shape = (1,) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
         key = group, local.dtype, shape
@@ -169,10 +167,12 @@ class StateSizes:
         scale = local.numel() if self._by_number else 1
         return sum(-(-max(size * scale, 1) // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
 
-    def total(self) -> int:
-        """Return bytes of all states of the parameters that are here."""
+    def total_bytes(self) -> int:
+        """Return the bytes of all states of the parameters that are here."""
         groups = enumerate(self._optimizer.param_groups)
-        return sum(self.bytes_of(index, p) for index, group in groups for p in group["params"] if p.requires_grad)
+        return sum(
+            self.parameter_bytes(index, p) for index, group in groups for p in group["params"] if p.requires_grad
+        )
 
     def _state_bytes(self, group: int, values: Tensor) -> tuple[int, ...]:
         parameter = nn.Parameter(values)
@@ -218,7 +218,7 @@ def make_shadow(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequ
     return shadow
 
 
-def check_one_by_one(optimizer: Optimizer) -> None:
+def check_separate_updates(optimizer: Optimizer) -> None:
     """Raise ConfigError for an optimizer that updates parameters otherwise together than one after another.
 
     Small tensors of the dims of the parameters are updated both ways; nothing of the optimizer changes.
@@ -228,7 +228,7 @@ def check_one_by_one(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         shapes = {tuple(min(size, 4) for size in local_tensor(p.detach()).shape): p for p in group["params"]}
         like = [p for p in shapes.values() for _ in range(2)]
-        if difference := _difference(optimizer, group, [*shapes, *shapes], like):
+        if difference := _update_difference(optimizer, group, [*shapes, *shapes], like):
             raise ConfigError(
                 f"{type(optimizer).__name__} cannot update a few parameters at a time, as states on the host need: "
                 f"{difference}; use adamw, sgd, or keep its states on the device (train.offload_states = false)"
@@ -238,7 +238,9 @@ def check_one_by_one(optimizer: Optimizer) -> None:
 STEPS = 3
 
 
-def _difference(optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]) -> str:
+def _update_difference(
+    optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]
+) -> str:
     """Describe how an update of all parameters differs from updates of one after another; "" if it does not."""
     draws = torch.Generator().manual_seed(0)
     values = [

@@ -18,19 +18,20 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.cost.correction import NO_CORRECTION, Correction
-from longspan.plan.hierarchy import levels_at
+from longspan.plan.hierarchy import level_sizes
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.refinement import MOST_AHEAD, Refinement
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
-from longspan.plan.simulate.type_and_partition import options_at_degree
+from longspan.plan.simulate.type_and_partition import fit_to_degree
 from longspan.train.plans.own import call_planner
-from longspan.train.plans.run_cost import cost_of
+from longspan.train.plans.run_cost import read_cost
 
 
-def row_multiple_of(parallel: ParallelConfig) -> int:
-    """Return what the rows of a slot are a multiple of: under sequence parallelism its tp ranks take equal parts of
-    them.
+def plan_row_multiple(parallel: ParallelConfig) -> int:
+    """Return what the rows of a slot are a multiple of.
+
+    Under sequence parallelism the tp ranks of a slot take equal parts of them.
     """
     return parallel.tp if parallel.sequence_parallel else 1
 
@@ -67,7 +68,7 @@ class PlanChoice:
 
     @classmethod
     def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlanChoice":
-        """Return plans of one degree; `options` are those of `plan_fixed`.
+        """Choose plans of one degree; `options` are those of `plan_fixed`.
 
         >>> PlanChoice.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
         4
@@ -76,7 +77,7 @@ class PlanChoice:
 
     @classmethod
     def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlanChoice":
-        """Return plans of a degree for each document, from `min_degree` to `max_degree` (0: no limit).
+        """Choose plans of a degree for each document, from `min_degree` to `max_degree` (0: no limit).
 
         `options` are those of `plan_dynamic`.
         """
@@ -97,7 +98,7 @@ class PlanChoice:
         `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
         slot's rank and sharded over slots, of `weight_bytes` each.
         """
-        options = _section_options(config.context, config, cost or cost_of(config), heads)
+        options = _section_options(config.context, config, cost or read_cost(config), heads)
         options = replace(options, mode=config.context.mode)
         return cls._from_section(config.context, options, "context.", weights, weight_bytes)
 
@@ -116,7 +117,7 @@ class PlanChoice:
         the smallest that holds their documents.
         """
         entry = entry or held_out_set(config)
-        cost = (cost or cost_of(config)).forward_only()
+        cost = (cost or read_cost(config)).forward_only()
         section = replace(entry, partition=entry.partition or config.context.partition)
         options = _section_options(section, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
@@ -131,7 +132,7 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """Return the planner and degree of a plan section, with these options; 0 for a degree "auto"."""
+        """Choose the planner and degree of a plan section, with these options; 0 for a degree "auto"."""
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
@@ -147,7 +148,7 @@ class PlanChoice:
         """The key of the planner."""
         return self.prefix + "planner"
 
-    def widest(self, home: Layout) -> int:
+    def widest_degree(self, home: Layout) -> int:
         """Return the highest degree that a group may have.
 
         Of fixed and padded plans their degree, 0 if it is "auto".
@@ -187,19 +188,21 @@ class PlanChoice:
         if cap is not None:
             cap = max(cap, -(-longest // degree))
         if sizes is not None:
-            sizes = levels_at(sizes, degree)
+            sizes = level_sizes(sizes, degree)
         options = replace(options, max_tokens_per_slot=cap, hierarchical_context_parallel_sizes=sizes)
         return replace(self, planner="fixed", degree=degree, options=options)
 
     def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
-        """Return the plan of these documents. `targets` is how many tokens they predict (None: those of the options, or
-        every token except a document's first).
+        """Plan these documents.
+
+        `targets` is how many tokens they predict (None: those of the options, or every token except a document's
+        first).
 
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
         do not fit.
         """
-        options = self.options_on(home)
+        options = self.home_options(home)
         if targets is not None:
             options = replace(options, targets=targets)
         if self.planner == "dynamic":
@@ -211,7 +214,7 @@ class PlanChoice:
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
-                options = options_at_degree(options, widest)
+                options = fit_to_degree(options, widest)
             make = partial(plan_padded if self.planner == "padded" else plan_fixed, lengths, home, widest)
         if options.cost.passes != "forward":
             return make(options=options)
@@ -219,11 +222,11 @@ class PlanChoice:
 
     def apply_correction(self, correction: Correction) -> "PlanChoice":
         """Return the same documents, priced by a cost that is corrected."""
-        return replace(self, options=replace(self.options, cost=correction.apply(self.options.cost)))
+        return replace(self, options=replace(self.options, cost=correction.correct_cost(self.options.cost)))
 
-    def options_on(self, home: Layout) -> PlanOptions:
+    def home_options(self, home: Layout) -> PlanOptions:
         """Return the planners' options on a home: the cost of its slots, and micro-batches for its stages."""
-        return replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
+        return replace(self.options, cost=self._slot_cost(home), micro_batch_multiple=home.pp)
 
     def check(self, longest: int, home: Layout, title: str) -> None:
         """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
@@ -235,7 +238,7 @@ class PlanChoice:
             keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
 
-    def _cost(self, home: Layout) -> Cost:
+    def _slot_cost(self, home: Layout) -> Cost:
         """Return the cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
         cost = self.options.cost.shared_by(home.tp)
         if self.options.mode == "lockstep" or not self.weights:
@@ -246,7 +249,7 @@ class PlanChoice:
 
 
 def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:
-    """Return degrees 1, 2, 4, … that divide the slots, and the number of slots itself.
+    """List degrees 1, 2, 4, … that divide the slots, and the number of slots itself.
 
     Those that a choice's heads allow.
     """
@@ -256,13 +259,13 @@ def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[
 
 
 def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
-    """Return options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
+    """Make options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
     values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in keywords.items()}
     return PlanOptions(**values)
 
 
 def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
-    """Return the planners' options that a plan section gives.
+    """Read the planners' options that a plan section gives.
 
     Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
     A limit of rows "auto" is none yet. Until a world is open (`with_node_size`), hosts of size "auto" have the usual 8
@@ -275,7 +278,7 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
         hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes,
         cost=cost,
         node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
-        row_multiple=row_multiple_of(config.parallel),
+        row_multiple=plan_row_multiple(config.parallel),
         partition="contiguous" if section.partition == "contiguous" else "zigzag",
         heads=heads,
     )
@@ -295,12 +298,12 @@ class StepPlanner:
         return self.choice.apply_correction(correction).plan(lengths, self.home, targets=targets)
 
 
-def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
-    """Return the planner of any training step of a run."""
+def make_step_planner(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
+    """Make the planner of any training step of a run."""
     return StepPlanner(choice, order, home)
 
 
-def plans_of_steps(
+def plan_steps(
     choice: PlanChoice,
     order: StepOrder | PackOrder,
     home: Layout,
@@ -308,11 +311,11 @@ def plans_of_steps(
     ahead: int,
     refinement: Refinement | None = None,
 ) -> PlanAhead:
-    """Return the plans of a run's training steps, priced with the corrections of a refinement; a context manager.
+    """Plan the training steps of a run, priced with the corrections of a refinement; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
     plans take a millisecond and are made when their step begins.
     """
     ahead = min(ahead, MOST_AHEAD if refinement else ahead) if not choice.has_one_degree else 0
     argument_of = refinement.correction_of if refinement else None
-    return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead, argument_of=argument_of)
+    return PlanAhead(make_step_planner(choice, order, home), ahead=ahead, argument_of=argument_of)

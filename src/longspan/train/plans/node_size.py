@@ -8,8 +8,8 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, plural
 
 
-def with_node_size(config: RunConfig, world: World) -> RunConfig:
-    """Return the configuration with the world's slots of a host in place of "auto".
+def set_node_size(config: RunConfig, world: World) -> RunConfig:
+    """Put the world's slots of a host in place of "auto".
 
     >>> with_node_size(config, world).context.node_size == world.node_size  # doctest: +SKIP
     True

@@ -21,7 +21,7 @@ from longspan.errors import DataError, short_text
 from longspan.layout import Integers
 from longspan.layout.layout import excerpt
 from longspan.train.reading.gathered import IDS, LABELS, Facts, GatheredDocuments, Rows, number_column
-from longspan.train.reading.local_batch import prefix_rows, reading_error
+from longspan.train.reading.local_batch import count_prefix_rows, reading_error
 from longspan.train.reading.read_rows import WEIGHTS, NamesOfValues, check_integers
 
 
@@ -41,12 +41,11 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     Raises DataError on every rank for documents that one cannot read, that have items, for values that documents of one
     rank have and those of another have not, and where two ranks bring the same documents.
     """
-    return _gather(_read(lambda: enumerate(_iterate_documents(local)), world), world)
+    return _gather_facts(_read_documents(lambda: enumerate(_iterate_documents(local)), world), world)
 
 
 def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocuments":
-    """Return documents that every rank can read, of which each reads a share and the other ranks get their rows from
-    it.
+    """Share documents that every rank can read: each reads some, and the other ranks get their rows from it.
 
     >>> documents = share_documents(corpus.select([3, 7, 1]), world)
 
@@ -56,7 +55,9 @@ def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocument
     """
     shares = deal_documents([len(document) for document in documents], len(world.home.ranks))
     share = shares[world.home.ranks.index(world.rank)]
-    return _gather(_read(lambda: ((number, documents[number]) for number in share), world), world, shares)
+    return _gather_facts(
+        _read_documents(lambda: ((number, documents[number]) for number in share), world), world, shares
+    )
 
 
 def deal_documents(lengths: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -76,16 +77,16 @@ def deal_documents(lengths: Sequence[int], ranks: int) -> tuple[tuple[int, ...],
 # ---- what a rank reads, and what it tells the others of it
 
 
-def _read(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
+def _read_documents(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
     """Read this rank's documents, by number; where a rank cannot, all raise DataError."""
 
-    def read() -> "_Local":
+    def read_local() -> "_Local":
         local = _Local()
         for number, document in documents():
-            local.add(number, document)
+            local.add_document(number, document)
         return local
 
-    return result_or_first_error(world, read, lambda error: reading_error(error, world))
+    return result_or_first_error(world, read_local, lambda error: reading_error(error, world))
 
 
 class _Share(NamedTuple):
@@ -104,7 +105,7 @@ class _Local:
         self._facts, self._read = list[tuple[int, ...]](), list[dict[str, Integers]]()
         self._names, self._labelled = NamesOfValues(), False
 
-    def add(self, number: int, document: Any) -> None:
+    def add_document(self, number: int, document: Any) -> None:
         """Read a document. Raises DataError for what is none, and for values that others have not."""
         if isinstance(document, Mapping):
             raise DataError(
@@ -129,7 +130,7 @@ class _Local:
                 f"document {number} gave {wrong!r} of shape {np.shape(values[wrong])} for {len(positions)} positions; "
                 "give a number for each"
             )
-        targets, before = int((labels[1:] != NO_TARGET).sum()), prefix_rows(document, number, len(ids))
+        targets, before = int((labels[1:] != NO_TARGET).sum()), count_prefix_rows(document, number, len(ids))
         self._facts.append((len(ids), targets, before, len(getattr(document, "pieces", ())), int(WEIGHTS in values)))
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
@@ -138,8 +139,8 @@ class _Local:
         }
         self._read.append(columns | bits)
 
-    def share(self) -> _Share:
-        """Return what the other ranks learn of it."""
+    def describe_share(self) -> _Share:
+        """Describe to the other ranks what this one brings."""
         digests = [hashlib.blake2b(repr(sorted(read)).encode(), digest_size=16) for read in self._read]
         for digest, read in zip(digests, self._read, strict=True):
             for name in sorted(read):
@@ -150,7 +151,7 @@ class _Local:
         facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         return _Share(facts, tuple(sorted(name[1:] for name in names)), self._labelled, digest)
 
-    def table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
+    def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return all rows, (n, columns); weights are 1 in documents that give none."""
         one = np.float64(1).view(np.int64)
         rows = [
@@ -161,7 +162,7 @@ class _Local:
 
 
 def _iterate_documents(local: Any) -> Iterable[Any]:
-    """Return the documents of a rank, one by one. Raises DataError for what is none, and for documents with items."""
+    """Yield the documents of a rank. Raises DataError for what is none, and for documents with items."""
     for name in ("items", "positions"):
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
             raise DataError(
@@ -187,9 +188,9 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 # ---- what all ranks make of the shares
 
 
-def _gather(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
-    """Return all ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
-    shares = world.control.gather_objects(local.share(), "lengths of documents")
+def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
+    """Gather all ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
+    shares = world.control.gather_objects(local.describe_share(), "lengths of documents")
     _check_names(shares, world.home.ranks)
     if numbers is None:
         _refuse_copies(shares, world.home.ranks)
@@ -204,7 +205,7 @@ def _gather(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None
     columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
     columns += [number_column(WEIGHTS)] * bool(in_order[:, 4].any())
     columns += sorted({number_column(name) for share in shares for name in share.names})
-    table = local.table(columns)
+    table = local.row_table(columns)
     rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
     return GatheredDocuments(world, tuple(numbers[index]), tuple(columns), ends, Facts(*facts.T), rows, rows)
 

@@ -141,7 +141,9 @@ class _Reader:
         values = self._read_values(value, document, positions[1:])
         for depth, rows in enumerate(self._at_depth):
             ahead = slice(depth, depth + stop - start)
-            rows.fill(row, tokens[ahead], labels[ahead], {name: numbers[ahead] for name, numbers in values.items()})
+            rows.fill_rows(
+                row, tokens[ahead], labels[ahead], {name: numbers[ahead] for name, numbers in values.items()}
+            )
 
     def _read_tokens(
         self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None
@@ -204,7 +206,9 @@ class _Arrays:
         self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
         self.values = dict[str, npt.NDArray[np.float64]]()
 
-    def fill(self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]) -> None:
+    def fill_rows(
+        self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]
+    ) -> None:
         """Put what was read into the rows from `row` on; as many labels and values as there are."""
         self.ids[row : row + len(ids)] = ids
         predicted = slice(row, row + len(labels))

@@ -32,12 +32,12 @@ class SlotPaceTerm(Term):
         self._seconds = 0.0
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def extend(self, passes: Passes) -> Passes:
+    def extend_passes(self, passes: Passes) -> Passes:
         """Return the passes, whose measure is timed."""
         return replace(passes, measure=partial(self._time_measure, passes.measure))
 
     def _time_measure(self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
-        """Return time the measure of a micro-batch, if it makes enough logits to show the slot's speed."""
+        """Time the measure of a micro-batch, if it makes enough logits to show the slot's speed."""
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
             return measure(batch, hidden, head, *deeper)
@@ -55,7 +55,7 @@ class SlotPaceTerm(Term):
         return loss
 
     def sums(self) -> list[float]:
-        """Return seconds and rows of this slot."""
+        """Return the seconds and rows of this slot."""
         for _, end in self._spans:
             end.synchronize()
         seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._spans) / 1e3

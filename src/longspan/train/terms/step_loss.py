@@ -37,20 +37,20 @@ class LossTerm(Term):
             self.measure, self.divisor, described = _read_loss(loss, divisor, plan, world, chunk_rows)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
-        if world.control.agree(_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
+        if world.control.agree(_text_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
             raise_first_error(world, failure)
-        world.control.agree(_digest(described), what=_WHAT, hint=_HINT)
+        world.control.agree(_text_digest(described), what=_WHAT, hint=_HINT)
 
-    def check(self, inputs: StepInputs) -> None:
+    def check_inputs(self, inputs: StepInputs) -> None:
         """Raise ModelError for a model whose two forward passes would differ."""
         if inputs.backward and isinstance(self.measure, DocumentPasses):
             self.measure.refuse_dropout(inputs.language_model)
 
-    def extend(self, passes: Passes) -> Passes:
+    def extend_passes(self, passes: Passes) -> Passes:
         """Return the passes with this loss and divisor."""
         return replace(passes, measure=self.measure, divisor=self.divisor)
 
-    def ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
+    def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
         """Run the pass ahead of a DocumentLoss; returns the loss of its sets."""
         if not isinstance(self.measure, DocumentPasses):
             return 0.0
@@ -84,7 +84,7 @@ _WHAT = "losses, sets or divisors"
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
 
 
-def _digest(text: str) -> str:
+def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -95,7 +95,7 @@ def _read_loss(
     if loss is not None and not isinstance(loss, DocumentLoss) and not callable(loss):
         raise LossError(f"loss is {short_text(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
     if isinstance(loss, DocumentLoss):
-        sets = loss.sets_of(plan)
+        sets = loss.check_sets(plan)
         measure, default = DocumentPasses(loss.function, sets, plan, world, chunk_rows), float(max(len(sets), 1))
     else:
         sets, default = (), default_divisor(plan)
