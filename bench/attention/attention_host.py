@@ -126,7 +126,7 @@ def _hollow(counts: Counter[str], device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         table.KERNELS = (hollow_kernel("cpu", counts),)
         counted = Counted(counts)
-        rows.runs_fused, fused.kernels = lambda x: True, lambda: counted
+        rows.runs_fused, fused.kernel_module = lambda x: True, lambda: counted
     yield
 
 

@@ -25,12 +25,12 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.plan.dynamic import planner
 
 SEEDS = 10
-plan_few = planner.plan_few
+plan_few = planner.plan_few_items
 
 
 def plan(lengths: list[int], slots: int, cap: int, *, few: bool = True) -> tuple[Plan, float]:
     """The lockstep plan of a batch and the seconds to make it, with or without plans of a handful of documents."""
-    planner.plan_few = plan_few if few else lambda _: None
+    planner.plan_few_items = plan_few if few else lambda _: None
     begun = time.process_time()
     made = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=cap)
     return made, time.process_time() - begun

@@ -29,9 +29,9 @@ def test_every_case_has_a_sound_plan_over_its_home(name: str, ranks: int) -> Non
 
 
 def test_a_model_is_refused_as_such_in_plain_cases_alone() -> None:
-    assert Case(cp=3, recompute="full").basic and Case(cp_comm_type="all_gather").basic
+    assert Case(cp=3, recompute="full").is_basic and Case(cp_comm_type="all_gather").is_basic
     others = (Case(tp=2), Case(pp=2), Case(ep=2), Case(cp=2, cp_comm_type="a2a"), Case(router_losses=True))
-    assert not any(case.basic for case in others)
+    assert not any(case.is_basic for case in others)
 
 
 def test_what_ranks_do_not_allow() -> None:

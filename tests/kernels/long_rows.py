@@ -275,8 +275,8 @@ def sums_of_attention(device: str, elements: int) -> Errors:
     at = compared_rows(rows, WIDTH).to(device)
     back = torch.arange(rows, device=device).flip(0)
     exact_out, exact_lse = total[at].clone(), total_lse[at].clone()
-    sums.merge_(exact_out, exact_lse, slice(None), out[at], lse[at])
-    sums.merge_(total, total_lse, torch.arange(rows, device=device), out, lse)
+    sums.merge_rows_(exact_out, exact_lse, slice(None), out[at], lse[at])
+    sums.merge_rows_(total, total_lse, torch.arange(rows, device=device), out, lse)
     errors = {"merge": relative_error(total[at].double(), exact_out.double())}
     errors["merged lse"] = relative_error(total_lse[at].double(), exact_lse.double())
     before = total[at].clone()

@@ -146,7 +146,7 @@ def _prepare_with_kernels(rank: int, measures: Sequence[str]) -> list[str]:
     errors = list[str]()
     with World(Layout(ranks=2), backend=backend()) as world, pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr(execution, "choose", lambda call, name: find_kernel("reference"))
+            patched.setattr(execution, "choose_kernel", lambda call, name: find_kernel("reference"))
         for words in measures:
             try:
                 prepare(tiny("qwen3", torch.float64), world, measures=words)

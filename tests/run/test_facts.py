@@ -145,7 +145,7 @@ def test_kernels_are_said_by_kind_of_layer_and_group(monkeypatch: pytest.MonkeyP
         "cpu_flash (layers with window of 128)",
     )
     alone = {True: "cudnn", False: "fa4"}
-    monkeypatch.setattr(execution, "choose", lambda call, name: SimpleNamespace(name=alone[call.one_document]))
+    monkeypatch.setattr(execution, "choose_kernel", lambda call, name: SimpleNamespace(name=alone[call.one_document]))
     assert of_calls(full).kernels == ("cudnn where each group has one document, else fa4",)
 
 

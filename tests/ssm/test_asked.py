@@ -27,8 +27,8 @@ SCAN = Recurrence(torch.bfloat16, CPU, 16, 16, delta=False, by_channel=False)
 
 
 def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.ssm.kernels.by_mamba_ssm.lacks_package", lambda *_: "")
-    monkeypatch.setattr("longspan.ssm.kernels.convolutions.lacks_package", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.by_mamba_ssm.package_lack", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.convolutions.package_lack", lambda *_: "")
     x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, 4)
     both = ("mamba_ssm", "causal_conv1d")
     assert choose_scan_kernel(SCAN).name == "torch" and choose_convolution(x, weight).name == "torch"
@@ -78,8 +78,8 @@ def test_sizes_and_versions_are_said() -> None:
     assert PACKAGE_CONVOLUTION.lacks(x, torch.zeros(16, 5)) == "a convolution of width 2 to 4, got 5"
     of_channels = "a delta rule of a decay for each key number"
     assert (
-        by_channel.kimi_lacks(SCAN._replace(delta=True))
-        == by_channel.kimi_lacks(SCAN._replace(by_channel=True))
+        by_channel.kimi_lack(SCAN._replace(delta=True))
+        == by_channel.kimi_lack(SCAN._replace(by_channel=True))
         == of_channels
     )
     lacking = choose_scan_kernel.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
@@ -120,7 +120,7 @@ def test_the_calls_of_causal_conv1d(
     lengths: tuple[int, ...], partition: str, extras: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one run with rows before it, of one without, and of several: outputs and all gradients are torch's."""
-    monkeypatch.setattr(by_causal_conv1d, "_package", _stand_in)
+    monkeypatch.setattr(by_causal_conv1d, "_conv_package", _stand_in)
     assert _worst(lengths, partition, extras) <= 1e-12
 
 
@@ -135,7 +135,7 @@ def test_the_calls_of_causal_conv1d(
 def test_what_is_dropped_is_noticed(
     lengths: tuple[int, ...], old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_causal_conv1d, "_package", _stand_in)
+    monkeypatch.setattr(by_causal_conv1d, "_conv_package", _stand_in)
     undo = mutate("ssm.kernels.convolutions", old, new)
     try:
         assert _worst(lengths, "contiguous", extras=True) > 1e-3

@@ -49,6 +49,6 @@ def test_images_without_a_price_leave_no_share_of_the_peak() -> None:
 def test_parts_add_up() -> None:
     clock = PartClock(torch.device("cpu"))
     for _ in range(2):
-        with clock.timing("phases"), clock.timing("towers"):
+        with clock.time_part("phases"), clock.time_part("towers"):
             sum(range(1000))
     assert clock.seconds("phases") >= clock.seconds("towers") > 0

@@ -5,6 +5,8 @@ from longspan.attention.call import AttendCall
 from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose_kernel
 from longspan.attention.tiles_between import Mask
 
+choose = choose_kernel  # its former name
+
 __all__ = [
     "KERNELS",
     "PATTERNS",

@@ -144,7 +144,7 @@ class AttendCall:
     `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a
     kernel or a communication type leaves out the rest:
 
-    >>> choose(AttendCall(32, 8, 192, 128, torch.float32)).name
+    >>> choose_kernel(AttendCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'
     """
 

@@ -38,7 +38,7 @@ def sum_seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: flo
     """Sum the seconds by part of events (name, start, end) of a step that took so long.
 
     >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
-    >>> seconds_by_part(events, 2.5)["exposed communication"]
+    >>> sum_seconds_by_part(events, 2.5)["exposed communication"]
     0.25
     """
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}

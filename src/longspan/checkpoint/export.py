@@ -185,7 +185,7 @@ def _write_weights(
     """Write the weights of a whole model, and the other files of its folder."""
     writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
     for group in groups:
-        writer.write(group)
+        writer.write_unit(group)
     written = writer.finish()
     write_configuration(empty, partial, KeptFiles(run_dir))
     return written

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
-from rich.show_progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from longspan.cli.evaluation.flags import EvalFlags, make_request, parse_eval
 from longspan.cli.evaluation.output import (
@@ -26,7 +26,7 @@ from longspan.evaluation.saved.request import EvalRequest, SubjectResult
 from longspan.files import as_json
 from longspan.layout import Layout
 from longspan.run.checks.config_check import check_config
-from longspan.run.show_progress import LINE_SECONDS
+from longspan.run.progress import LINE_SECONDS
 from longspan.train.plans import home_of
 
 LINES = 10  # of one evaluation, where there is no terminal and it is short

@@ -67,9 +67,9 @@ def is_demo(model: ModelConfig) -> bool:
 def resolve_defaults(config: RunConfig) -> RunConfig:
     """Give a value to every key that is not given; a model of one's own needs a `train.lr`.
 
-    >>> resolved(RunConfig()).train.lr
+    >>> resolve_defaults(RunConfig()).train.lr
     0.006
-    >>> resolved(resolved(config)) == resolved(config)
+    >>> resolve_defaults(resolve_defaults(config)) == resolve_defaults(config)
     True
     """
     if config.context.evaluation.context_parallel_size == AUTO:

@@ -66,7 +66,7 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
 
     Those of a section inside it have the prefix that it is declared with.
 
-    >>> [key.name for key in keys_of(ContextConfig)][-1]
+    >>> [key.name for key in section_keys(ContextConfig)][-1]
     'eval_attention_kernel'
     """
     kinds, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
@@ -90,7 +90,7 @@ def key_prefix(name: str) -> str:
 def key_value(section: Any, key: str) -> Any:
     """Return the value of a key of a section, as files name the key.
 
-    >>> value_at(RunConfig().context, "eval_planner")
+    >>> key_value(RunConfig().context, "eval_planner")
     ''
     """
     inner, name = _find_section(section, key)

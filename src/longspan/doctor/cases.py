@@ -1,6 +1,6 @@
 """Ways to run a model that a proof compares with the stock model, and the plan of each; integers and names, no torch.
 
->>> [case.name for case in cases_named("basic", ranks=3)][:2]
+>>> [case.name for case in list_cases("basic", ranks=3)][:2]
 ['float64, cp 2, p2p', 'float64, cp 3, p2p']
 """
 

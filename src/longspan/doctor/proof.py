@@ -1,6 +1,6 @@
 """`prove`: whether longspan runs a model exactly here: cases over ranks, each compared with the stock model.
 
->>> outcomes = prove(shrunken(config), cases_named("basic", ranks=3), ranks=3)
+>>> outcomes = prove(shrink_configuration(config), list_cases("basic", ranks=3), ranks=3)
 >>> [outcome.status for outcome in outcomes]
 ['exact', 'exact', 'exact', 'exact', 'exact']
 
@@ -162,7 +162,7 @@ class Ranks:
 def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo") -> tuple[Outcome, ...]:
     """Prove every case for a model of this configuration with random weights, over local processes.
 
-    The model is made from the configuration: give a small one (`shrunken`). Raises nothing of the model's.
+    The model is made from the configuration: give a small one (`shrink_configuration`). Raises nothing of the model's.
     """
     return run_proof(config, cases, Ranks(ranks, backend)).outcomes
 

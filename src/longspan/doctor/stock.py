@@ -38,7 +38,7 @@ from longspan.plan.cost.model_shape import read_experts
 def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
     """Copy a configuration so that every row gets every expert; the same object where there is none to choose.
 
-    >>> with_every_expert(MixtralConfig()).num_experts_per_tok
+    >>> choose_every_expert(MixtralConfig()).num_experts_per_tok
     8
     """
     count = read_experts(config.get_text_config()).of_layer

@@ -21,7 +21,7 @@ from longspan.model.weights.hf_folder import read_configuration
 def find_configuration(name: str) -> PreTrainedConfig:
     """Find the configuration of a local folder (or its config.json), or the default one of a class or a model_type.
 
-    >>> configuration_of("Qwen3ForCausalLM").model_type, configuration_of("qwen3").model_type
+    >>> find_configuration("Qwen3ForCausalLM").model_type, find_configuration("qwen3").model_type
     ('qwen3', 'qwen3')
 
     A dotted class is one of another package, with a `config_class`. Raises ConfigError for an unknown name, with near

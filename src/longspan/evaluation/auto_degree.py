@@ -25,7 +25,7 @@ def choose_degree(
 ) -> tuple[PlanChoice, str]:
     """Choose the fastest degree for these documents, and say why; a choice with a degree stays, with "".
 
-    >>> choice, reason = chosen(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
+    >>> choice, reason = choose_degree(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
     >>> print(reason)  # doctest: +SKIP
     evaluation at cp 4, a2a: 32 documents in 0.21 s predicted; cp 1 0.53 s, cp 2 0.31 s; dynamic plan 0.2 s
 

@@ -23,7 +23,7 @@ class Execution:
     `mixers` counts state-space layers, `mixer_kernels` are the kernels requested for them. `prepare` leaves it on the
     model.
 
-    >>> execution_of(prepare(model, world)).kernels
+    >>> model_execution(prepare(model, world)).kernels
     ('cpu_flash',)
     """
 

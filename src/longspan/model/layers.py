@@ -21,7 +21,7 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     Layers that remain go to the stage with the least to do, the last of equals: in 1F1B earlier stages keep the
     activations of more micro-batches.
 
-    >>> [len(part) for part in layers_of_stages(36, 4)]
+    >>> [len(part) for part in stage_layers(36, 4)]
     [8, 9, 10, 9]
 
     Raises ModelError if there are more stages than layers.
@@ -76,7 +76,7 @@ def base_name(model: PreTrainedModel) -> str:
 def base_model(model: PreTrainedModel) -> Any:
     """Return the model below the output embedding, from token ids to the last hidden states, which may be itself.
 
-    >>> base_of(Llama4ForCausalLM(config))  # doctest: +SKIP
+    >>> base_model(Llama4ForCausalLM(config))  # doctest: +SKIP
     Llama4TextModel(...)
     """
     name = base_name(model)

@@ -137,7 +137,7 @@ def prepare_language_model(
         models = [stage.model for stage in prepared.stages]
     else:
         prepared, models = model, [model]
-        placement.place(model, model, offload, has_experts=bool(expert_modules(model)))
+        placement.place_layers(model, model, offload, has_experts=bool(expert_modules(model)))
         if not options.probe:
             FirstPass(prepared)
     setattr(prepared, HOST_OFFLOAD, offload)
@@ -214,7 +214,7 @@ def _cut_and_place(
     for stage in stages:
         if stage.last:
             add_row_loss(stage.model, probe=False, tried=tried)
-        placement.place(stage.model, stage, offload, has_experts=has_experts)
+        placement.place_layers(stage.model, stage, offload, has_experts=has_experts)
     return PipelineModel(model, placement.world, stages, pipeline, dtype)
 
 

@@ -61,7 +61,7 @@ def smallest_factor(config: PreTrainedConfig, longest: int) -> float:
 def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrainedConfig:
     """Copy a configuration, with rotary frequencies scaled for documents `factor` times as long.
 
-    >>> config = with_rope_scaling(AutoConfig.from_pretrained(folder), "yarn", 4.0)
+    >>> config = scale_rope(AutoConfig.from_pretrained(folder), "yarn", 4.0)
 
     "yarn" keeps high frequencies and scales attention logits up (its attention factor, 0.1 ln factor + 1); "linear"
     divides all frequencies by the factor. Stock transformers reads either from the saved config.json. Raises ModelError

@@ -31,7 +31,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.weights.fill import empty_model
 from longspan.model.weights.hf_folder import no_progress_bars
-from longspan.model.weights.write_unit import (
+from longspan.model.weights.write import (
     OF_ADAPTER,
     OF_MODEL,
     WeightWriter,

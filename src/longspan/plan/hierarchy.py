@@ -15,7 +15,7 @@ Slots = tuple[int, ...]
 class Levels:
     """Level one, `a2a`: runs of neighbouring members. Level two, `p2p`: every a2a-th member.
 
-    >>> levels_of(Group((0, 1, 2, 3), (0,), (64,), "a2a+p2p", (2, 2)))
+    >>> group_levels(Group((0, 1, 2, 3), (0,), (64,), "a2a+p2p", (2, 2)))
     Levels(a2a=((0, 1), (2, 3)), p2p=((0, 2), (1, 3)))
     """
 
@@ -46,7 +46,7 @@ def group_levels(group: Group) -> Levels:
 def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
     """Return sizes (a2a, p2p) whose product is a degree, for the sizes or the first size that is configured.
 
-    >>> levels_at((4, 2), 6), levels_at(2, 8)
+    >>> level_sizes((4, 2), 6), level_sizes(2, 8)
     ((2, 3), (2, 4))
     """
     inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)

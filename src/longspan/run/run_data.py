@@ -79,7 +79,7 @@ def open_sets(
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
         opened = open_set(config, entry, world, log)
-        log(opened.line())
+        log(opened.describe_set())
         if overlap := count_trained_files(corpus, opened):
             log(overlap)
         sets.append(opened)

@@ -52,7 +52,7 @@ class Term:
 
     depths = 0
 
-    def check(self, inputs: StepInputs) -> None:
+    def check_inputs(self, inputs: StepInputs) -> None:
         """Raise where the term and the step do not belong together; entered by all ranks."""
 
     def read(self, batches: Sequence[LocalBatch]) -> None:

@@ -403,7 +403,7 @@ def test_hidden_states_of_another_type_are_refused_before_they_are_sent(monkeypa
     stage: Any = object.__new__(ScheduledStage)
     stage.stage_index, stage.num_stages, stage.inputs = 0, 2, [SimpleNamespace(ids=None)]
     stage._row, made = torch.zeros(1, 1, 8), [torch.zeros(1, 3, 8), torch.zeros(1, 3, 8, dtype=torch.float64)]
-    monkeypatch.setattr(ScheduledStage, "_rows_of", lambda *_: 3)
+    monkeypatch.setattr(ScheduledStage, "_count_rows", lambda *_: 3)
     monkeypatch.setattr(PipelineStage, "forward_one_chunk", lambda *_, **__: made.pop(0))
     assert stage.forward_one_chunk(0, ()).dtype == torch.float32
     with pytest.raises(

@@ -218,8 +218,8 @@ MUTANTS = {
     "the gradient of that sum": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "tp_sum(sums, key)"),
     "the order of a fused projection": (
         f"{ROOM}.mixer_parts",
-        "Fused((inner, inner, states, states, heads))",
-        "Fused((heads, inner, inner, states, states))",
+        "FusedRows((inner, inner, states, states, heads))",
+        "FusedRows((heads, inner, inner, states, states))",
     ),
     "gradients of rows on other ranks, B's and C's among them": (
         "comm.moves.tp_collectives",

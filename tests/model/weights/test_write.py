@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from longspan import Layout, World, load_model, prepare, save_model
 from longspan.errors import ModelError
 from longspan.model.lora.new import NewAdapter, add_lora
-from longspan.model.weights.write_unit import OF_MODEL, partial_folder, replace_files
+from longspan.model.weights.write import OF_MODEL, partial_folder, replace_files
 
 OTHERS = {"README.md": "mine", "chat_template.jinja": "mine", "model-notes.txt": "mine", "step-1/config.json": "{}"}
 OLD = {"config.json": "{}", "model.safetensors.index.json": "{}", "generation_config.json": "{}"}

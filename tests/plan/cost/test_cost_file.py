@@ -83,7 +83,9 @@ def test_a_machine_is_read_back_by_file_and_by_name(tmp_path: Path) -> None:
 )
 def test_a_machine_is_of_its_device_and_hosts(device: str, ranks: int, hosts: int, answer: str) -> None:
     machine = Machine(device="NVIDIA H200", world=4, node_size=4, assumed_parts=("across",), source="m.json")
-    check = partial(cost_file.check_measured_here, key="run.machine", device=device, ranks_of_host=ranks, hosts=hosts)
+    check = partial(
+        cost_file.check_measured_machine, key="run.machine", device=device, ranks_of_host=ranks, hosts=hosts
+    )
     if "measure again" in answer:
         with pytest.raises(ConfigError, match=f"^run.machine {answer} with longspan bench calibrate$"):
             check(machine)

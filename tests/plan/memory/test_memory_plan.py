@@ -162,7 +162,7 @@ def test_an_update_has_two_buckets_of_the_states() -> None:
         (place,) = needs.places
         update = next(step_moments(place, needs.loads, needs.under("none").measures))
         assert update.gradients == update.weights
-        assert update.states == (states or needs.under("none").host.states) > place.resident.states == 0
+        assert update.states == (states or needs.under("none").host.states) > place.resident_bytes.states == 0
 
 
 def test_printed() -> None:

@@ -176,7 +176,7 @@ def test_parts_hold_every_number_once() -> None:
     assert len(buckets) > 8 and all(bucket.bytes <= BUCKET for bucket in buckets)
     for parameter in model.parameters():
         parts = [part for bucket in buckets for part in bucket.parts if part.parameter is parameter]
-        seen = torch.cat([part.numbers(torch.arange(parameter.numel())) for part in parts])
+        seen = torch.cat([part.local_view(torch.arange(parameter.numel())) for part in parts])
         assert torch.equal(seen, torch.arange(parameter.numel()))
         assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
 

@@ -152,7 +152,7 @@ class _Bench:
         samples += self._time_trials(self._device_trials(), "products, attention and memory")
         if self.world.home.slots > 1:
             sizes = GPU_SIZES if self.world.device.type == "cuda" else CPU_SIZES
-            samples += self._time_trials(LinkTrials(self.world, sizes).trials(), "messages between slots")
+            samples += self._time_trials(LinkTrials(self.world, sizes).list_trials(), "messages between slots")
             samples += self._time_trials(self._type_trials(), "types of attention")
         return samples
 

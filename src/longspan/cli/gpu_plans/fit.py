@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest_plans
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.config.keys import AUTO
 from longspan.errors import LayoutError, PlanError
 from longspan.plan import FixedMemory, MemoryPlan, MicroBatch, Plan
@@ -61,7 +61,7 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
         try:
             fit = fit_run(way, steps)
         except PlanError as error:
-            refusals.append(((_slot_rows(way), -way.choice.widest(way.home)), error))
+            refusals.append(((_slot_rows(way), -way.choice.widest_degree(way.home)), error))
             continue
         if best is None or fit.seconds < best.seconds:
             best = fit
@@ -110,7 +110,7 @@ def _list_degree_runs(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterat
 def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
     """List limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch."""
     choice, unit = run.choice, 2 * run.choice.options.row_multiple  # of the two parts of a document that a slot has
-    widest = choice.widest(run.home) or run.home.slots
+    widest = choice.widest_degree(run.home) or run.home.slots
     widest = max(d for d in range(1, widest + 1) if run.home.slots % d == 0 and choice.allows(d, run.home))
     least = _round_to_unit(-(-max(n for step in steps for n in step.lengths) // widest), unit)
     most = max(_one_batch_rows(run, step) for step in steps)
@@ -145,7 +145,7 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
 
     def fits(rows: int, plan: Plan | None = None) -> bool:
         plan = plan or _change_length(short, rows * degree)
-        return any(memory.fits(run.budget) for memory in leanest_plans(run, [plan], fixed))
+        return any(memory.fits(run.budget) for memory in run.leanest_plans([plan], fixed))
 
     low = largest_fitting(lambda count: fits(count * unit), MOST_ROWS // unit)
     while low and not fits(low * unit, run.plan((low * unit * degree,))):  # its planner shares attention in another way

@@ -21,7 +21,7 @@ from longspan.cli.gpu_plans.fit import (
 )
 from longspan.cli.gpu_plans.positions import position_notes, scale_positions
 from longspan.cli.gpu_plans.run_documents import RunDocuments, sample_steps
-from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest_plans
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.config.defaults import encoder_default
 from longspan.config.sections import TrainConfig
 from longspan.errors import PlanError, plural
@@ -48,7 +48,7 @@ def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
     """Make the column of the longest document if all layers have one measure."""
     tokens, way = find_longest(run, one_measure(run, name), degree=degree)
     plan = way.plan((tokens,)) if tokens else None
-    return Column(name, plan and next(leanest_plans(way, [plan], one_measure(way, name))), tokens, bool(tokens))
+    return Column(name, plan and next(way.leanest_plans([plan], one_measure(way, name))), tokens, bool(tokens))
 
 
 def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
@@ -149,7 +149,7 @@ def _make_columns(fit: Fit) -> list[Column]:
     """Make the table's columns: the same plans under each measure, and what was chosen."""
     columns = list[Column]()
     for name in COLUMNS:
-        memory = next(leanest_plans(fit.run, fit.plans, one_measure(fit.run, name)))
+        memory = next(fit.run.leanest_plans(fit.plans, one_measure(fit.run, name)))
         columns.append(Column(name, memory, _longest_tokens(fit), memory.fits(fit.run.budget)))
     return [*columns, Column("auto", fit.memory, _longest_tokens(fit), True)]
 
@@ -173,7 +173,7 @@ def _make_refusal(
     except PlanError:  # of a limit of rows that is given
         without_limit = way.set_context(max_tokens_per_slot=0)
         plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
-    memory = next(leanest_plans(way, plans, run.fixed))
+    memory = next(way.leanest_plans(plans, run.fixed))
     longest = max(n for step in steps for n in step.lengths)
     other = _fit_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
     answer = Answer(

@@ -26,6 +26,7 @@ from longspan.plan import (
     choose_memory,
 )
 from longspan.plan.cost.model_shape import ModelShape, read_query_heads
+from longspan.plan.memory.choose import leanest_plans
 from longspan.plan.memory.seconds import step_seconds
 from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
@@ -131,7 +132,7 @@ class RunOnGpus:
         if self.config.train.memory == AUTO:
             more = {"machine": machine, "fixed": self.fixed}
             return choose_memory(self.model, self.home, list(plans), self.settings, budget, **more)
-        memory = next(leanest_plans(self, plans, self.fixed))
+        memory = next(self.leanest_plans(plans, self.fixed))
         if not memory.fits(budget):
             device, host = memory.device.total, memory.host.total
             raise PlanError(
@@ -143,9 +144,19 @@ class RunOnGpus:
 
     def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
         """Return the mean seconds of the steps of these plans, with what the plan of memory adds."""
-        machine, cost = self.gpus.machine, self.cost(memory).shared_by(self.home.tp)
-        needs = MemoryNeeds.of(self.model, self.home, list(plans), self.settings, machine=machine)
-        return step_seconds(self.model, plans, memory, needs, machine, cost)
+        cost = self.cost(memory).shared_by(self.home.tp)
+        return step_seconds(self.model, plans, memory, self.memory_needs(plans), self.gpus.machine, cost)
+
+    def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
+        """Return what these plans need before it is decided what layers keep."""
+        return MemoryNeeds.of(self.model, self.home, list(plans), self.settings, machine=self.gpus.machine)
+
+    def leanest_plans(self, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
+        """Yield what these plans hold if every layer keeps as little as these keys let it; least on the device first.
+
+        They are plans of memory whether they fit or not.
+        """
+        return leanest_plans(self.memory_needs(plans), fixed)
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
         """Plan a step of documents of these lengths.
@@ -153,23 +164,6 @@ class RunOnGpus:
         Raises PlanError where they exceed its limit of rows.
         """
         return self.choice.plan(lengths, self.home, targets=targets)
-
-
-def leanest_plans(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """Yield what plans hold if every layer keeps as little as these keys let it, on the device or on the host; least
-    first.
-
-    The first one has least on the device, whether it fits or not.
-    """
-    base = MemoryNeeds.of(run.model, run.home, list(plans), run.settings, machine=run.gpus.machine)
-    kinds = ("full", "selective") if fixed.measure is None else (fixed.measure,)
-    places = [True, False] if fixed.offload is None else [fixed.offload]
-    words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
-    for states in [True, False] if fixed.offload_states is None else [fixed.offload_states]:
-        settings = replace(run.settings, gathered_once=bool(fixed.gathered_once), offload_states=states)
-        needs = base.with_settings(settings)
-        for word in words:
-            yield needs.under(needs.words(word, fixed.layers))
 
 
 def planner_model(config: RunConfig) -> Any:

@@ -104,25 +104,29 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     A model on a machine has what FSDP2 gathers and sums in lockstep over so many slots, whose `tp` ranks share weights.
     Raises ConfigError for a file without a cost and for depths without a model, PlanError for a model without a price.
     """
-    depths = flags.mtp_depths
     machine = read_machine(flags.machine, "--machine") if flags.machine and not flags.tflops else None
-    of_model = isinstance(machine, Cost)
+    _check_depths(flags, machine)
+    depths = flags.mtp_depths if training else 0
+    if flags.tflops:
+        return _price_model(flags, depths)
+    if isinstance(machine, Cost):
+        print_note(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
+        return machine
+    if machine is None and not flags.model:
+        return DEFAULT_COST
+    settings = CostSettings(depths=depths, shards=slots if mode == "lockstep" else 0, weight_ranks=tp)
+    return (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
+
+
+def _check_depths(flags: PlanningFlags, machine: Machine | Cost | None) -> None:
+    """Raise ConfigError for depths below 0, and for depths without a model that they could belong to."""
+    depths, of_model = flags.mtp_depths, isinstance(machine, Cost)
     if depths < 0 or (depths and (of_model or not flags.model)):
         model = f"--machine {flags.machine}, which was measured with what it has" if of_model else "no --model"
         raise ConfigError(
             f"--mtp-depths {depths} with {model if depths > 0 else 'depths below 0'}; give --model FOLDER, whose last "
             "layer depths are like, and a number from 0"
         )
-    if flags.tflops:
-        return _price_model(flags, depths if training else 0)
-    if isinstance(machine, Cost):
-        print_note(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
-        return machine
-    if machine or flags.model:
-        shards = slots if mode == "lockstep" else 0
-        settings = CostSettings(depths=depths if training else 0, shards=shards, weight_ranks=tp)
-        return (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
-    return DEFAULT_COST
 
 
 def _price_model(flags: PlanningFlags, depths: int) -> Cost:

@@ -50,7 +50,7 @@ class _Changing:
 def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
     """Fit the configuration to so many ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
 
-    >>> fitted_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, given=())[0].parallel.tp
+    >>> fit_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, ())[0].parallel.tp
     2
 
     tp x pp is the largest product of divisors of the run's degrees that divides the ranks.
@@ -118,7 +118,7 @@ def fit_set(
     fit = _Changing(entry, entry.prefix, _strip_prefix("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
     degrees = [divisor for divisor in _divisors(home.slots) if heads_allow(divisor, heads, types, home.tp)]
-    degree = PlanChoice.evaluation(config, entry).widest(home)
+    degree = PlanChoice.evaluation(config, entry).widest_degree(home)
     if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:

@@ -46,7 +46,7 @@ def shrink_configuration(
     Dropout is left out. `true_heads`: heads as large as those of `config`, of queries, keys and values, in every layer.
     `images`: for the class from images and text to text, if `config` belongs to another class too.
 
-    >>> shrunken(Qwen3Config()).hidden_size
+    >>> shrink_configuration(Qwen3Config()).hidden_size
     48
 
     Raises ModelError, with the errors of its construction, if no small copy of the class can be made.

@@ -43,13 +43,15 @@ def translate_name(key: str, layers: int, blocks: int = 1) -> str:
 
     A depth has so many `blocks`, the layers of Nemotron-H's, which are published with one depth.
 
-    >>> to_our_name("model.layers.61.mlp.up_proj.weight", layers=61)
+    >>> translate_name("model.layers.61.mlp.up_proj.weight", layers=61)
     'mtp.layers.0.mtp_block.mlp.up_proj.weight'
-    >>> to_our_name("model.layers.61.shared_head.norm.weight", layers=61), to_our_name("mtp.norm.weight", layers=48)
-    ('mtp.layers.0.post_norm.weight', 'mtp.layers.0.post_norm.weight')
-    >>> to_our_name("model.mtp_layers.0.input_proj.weight", layers=36)
+    >>> translate_name("model.layers.61.shared_head.norm.weight", layers=61)
+    'mtp.layers.0.post_norm.weight'
+    >>> translate_name("mtp.norm.weight", layers=48)
+    'mtp.layers.0.post_norm.weight'
+    >>> translate_name("model.mtp_layers.0.input_proj.weight", layers=36)
     'mtp.layers.0.eh_proj.weight'
-    >>> to_our_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
+    >>> translate_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
     'mtp.layers.0.mtp_block.1.mixer.gate.weight'
     """
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
@@ -79,9 +81,9 @@ def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1
 
     `blocks` are those of a depth.
 
-    >>> to_published_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
+    >>> publication_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
     'model.layers.61.mlp.up_proj.weight'
-    >>> to_published_names("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
+    >>> publication_names("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
     'mtp.fc.weight'
     """
     if model_type in _AFTER_LAYERS:

@@ -172,7 +172,7 @@ class PipelineModel(nn.Module):
         with self.copies.gradients_summed(world) if backward else nullcontext():
             step, stages = self._make_schedule(len(inputs), backward, world)
             for stage_input in inputs:
-                stage_input.keywords = call_rules(self).with_kernel(stage_input.keywords)
+                stage_input.keywords = call_rules(self).put_kernel(stage_input.keywords)
             for stage in stages:
                 stage.inputs = inputs
             if inputs and not self.probed:

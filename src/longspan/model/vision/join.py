@@ -157,7 +157,7 @@ def join_parts(
 def map_stock_names(names: Iterable[str]) -> dict[str, str]:
     """Map the names that a MultimodalModel's parameters have in the model's own class to its own.
 
-    >>> names_by_stock_name(["encoders.image.model.visual.pos_embed.weight"])
+    >>> map_stock_names(["encoders.image.model.visual.pos_embed.weight"])
     {'model.visual.pos_embed.weight': 'encoders.image.model.visual.pos_embed.weight'}
 
     Names of other models are as they are.

@@ -162,7 +162,7 @@ class WeightWriter:
 def weight_unit(name: str) -> str:
     """Return what a weight is written together with: its decoder layer, or itself outside the layers.
 
-    >>> unit_of("model.layers.3.mlp.up_proj.weight"), unit_of("model.norm.weight")
+    >>> weight_unit("model.layers.3.mlp.up_proj.weight"), weight_unit("model.norm.weight")
     ('model.layers.3', 'model.norm.weight')
     """
     layer = re.match(r".*?\.\d+(?=\.)", name)

@@ -53,7 +53,7 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
     Empty if it does not: a depth has a layer like the last one. If the model has no experts an MLP stands for them, and
     the other way round.
 
-    >>> types_of_depth({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
+    >>> depth_types({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
     ['full_attention', 'mlp']
     """
     return _read_depth_types(ConfigReader.of(config), types)

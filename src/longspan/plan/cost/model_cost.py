@@ -63,7 +63,7 @@ def read_machine(file: str, key: str) -> Machine | Cost:
 def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
     """Refuse a measured machine of another device or hosts of another size; returns a line about what is assumed.
 
-    >>> check_measured_here(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
+    >>> check_measured_machine(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
     ''
 
     A file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then.

@@ -77,19 +77,15 @@ def choose_memory(
     fitting = list(_fitting_plans(needs, budget, fixed))
     if fitting:
         return min(fitting, key=prices.seconds)
-    least = min(
-        (some.under(words) for some, words in _leanest_choices(needs, fixed)), key=lambda memory: memory.excess(budget)
-    )
+    least = min(leanest_plans(needs, fixed), key=lambda memory: memory.excess(budget))
     raise PlanError(_refusal_text(least, budget, home, fixed))
 
 
 def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """Yield the plan that fits with the fewest layers of the slower measure, for each pair of measures and each
-    setting.
-    """
-    for some in _needs_by_setting(needs, fixed):
+    """Yield the plan that fits with the fewest layers of the slower measure, by pair of measures and setting."""
+    for changed_needs in _needs_by_setting(needs, fixed):
         for fast, slow in _measure_pairs(_distinct_measures(needs, fixed.words)):
-            if (memory := _fit_fewest_layers(some, slow, fast, budget, fixed)) is not None:
+            if (memory := _fit_fewest_layers(changed_needs, slow, fast, budget, fixed)) is not None:
                 yield memory
 
 
@@ -98,8 +94,8 @@ def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemor
     least: list[Measure] = [words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words]
     once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(
-        _fit_fewest_layers(some, slow, fast, budget, fixed) is not None
-        for some in _needs_by_setting(needs, replace(fixed, gathered_once=once))
+        _fit_fewest_layers(changed_needs, slow, fast, budget, fixed) is not None
+        for changed_needs in _needs_by_setting(needs, replace(fixed, gathered_once=once))
         for fast, slow in _measure_pairs(least)
     )
 
@@ -154,9 +150,19 @@ def _plan_if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None
     return memory if memory.fits(budget) else None
 
 
-def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure]]:
-    """Yield each choice in which all layers have one measure."""
-    return ((some, word) for some in _needs_by_setting(needs, fixed) for word in fixed.words)
+def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan]:
+    """Yield the plans in which every layer keeps as little as these keys let it, on the device or on the host.
+
+    The first one has least on the device.
+    """
+    kinds = ("full", "selective") if fixed.measure is None else (fixed.measure,)
+    places = [True, False] if fixed.offload is None else [fixed.offload]
+    words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
+    settings = replace(needs.places[0].settings, gathered_once=bool(fixed.gathered_once))
+    for offload_states in [True, False] if fixed.offload_states is None else [fixed.offload_states]:
+        changed_needs = needs.with_settings(replace(settings, offload_states=offload_states))
+        for word in words:
+            yield changed_needs.under(changed_needs.words(word, fixed.layers))
 
 
 def _refusal_text(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
@@ -176,7 +182,7 @@ def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> in
 
     The search goes up to the first power of two from a limit on.
 
-    >>> most_that_fits(lambda count: count <= 37)
+    >>> largest_fitting(lambda count: count <= 37)
     37
     """
     low, high = 0, 1

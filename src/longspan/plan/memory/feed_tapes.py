@@ -76,7 +76,7 @@ def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
     parts = {"visited": builder.rows(visits, _INDEX), "order": builder.rows(2 * visits, _INDEX)}
     if builder.read.family not in _OWN_GATES:  # a softmax over all experts, in float32
         parts |= {"probabilities": builder.rows(count, WIDE)}
-    tape.lasting.add_sum("order")
+    tape.lasting.add("order")
     saves = (x,) if builder.settings.trains_all else ()
     return tape.run("share", (x,), builder.rows(visits), saves=saves, also=parts)
 

@@ -26,7 +26,7 @@ _OF_WIDE_NORM = 2  # as many more, where the last norm is computed in float32 st
 def step_moments(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
     """Yield the bytes at every moment of steps with these loads, and at the optimizer's.
 
-    >>> max(moments_of(peak, loads, ["full"] * 36), key=lambda moment: moment.total)  # doctest: +SKIP
+    >>> max(step_moments(peak, loads, ["full"] * 36), key=lambda moment: moment.total)  # doctest: +SKIP
     """
     base = peak.resident_bytes
     if peak.settings.backward:

@@ -199,7 +199,7 @@ def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, E
 def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     """Divide layers over pipeline stages as `prepare` cuts a model: embedding and head count as a layer each.
 
-    >>> [len(part) for part in layers_of_stages(36, 4)]
+    >>> [len(part) for part in stage_layers(36, 4)]
     [8, 9, 10, 9]
 
     Raises PlanError if there are more stages than layers.

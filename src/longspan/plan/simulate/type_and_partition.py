@@ -23,7 +23,7 @@ from longspan.plan.planners.options import PlanOptions
 def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
     """List the options under each type that comes into question at a degree (None: in a dynamic plan), rings first.
 
-    >>> [o.cp_comm_type for o in options_of_types(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
+    >>> [o.cp_comm_type for o in list_type_options(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
     ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
 
     A type of `options` other than "auto" is the only one. Under "auto" these are p2p, all_gather and, where the query

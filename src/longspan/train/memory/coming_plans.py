@@ -97,7 +97,7 @@ class ComingSteps:
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]
         longest, tokens = max(max(step, default=1) for step in lengths), max(sum(step) for step in lengths)
-        most_slots = choice.widest(self.home) or self.home.slots
+        most_slots = choice.widest_degree(self.home) or self.home.slots
         widest = max(d for d in range(1, most_slots + 1) if self.home.slots % d == 0)
         multiple = 2 * choice.options.row_multiple  # of the two parts of a document that a slot has
         rows = [-(-longest // widest) + multiple]

@@ -15,7 +15,7 @@ def run_memory_settings(
 ) -> MemorySettings:
     """Read the settings of a run's plan of memory, with what the keys say of that which the plan may choose.
 
-    >>> memory_settings_of(RunConfig()).state_numbers
+    >>> run_memory_settings(RunConfig()).state_numbers
     2.0
 
     `encoder_rows` of images are encoded at once on a slot, and `target_share` of all rows predict a token.

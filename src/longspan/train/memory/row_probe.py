@@ -100,7 +100,7 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
     Under sequence parallelism `rows` is a multiple of tp.
     """
     choice = PlanChoice.training(config, heads=heads)
-    widest = choice.widest(home)
+    widest = choice.widest_degree(home)
     degree = max(d for d in range(1, widest + 1) if home.slots % d == 0 and choice.allows(d, home))
     in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
     lengths = [rows * degree] * (home.slots // degree * in_flight)

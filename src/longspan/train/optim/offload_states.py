@@ -53,7 +53,7 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
 
     def measure_bytes() -> int:
         check_separate_updates(optimizer)
-        return StateSizes(optimizer).total()
+        return StateSizes(optimizer).total_bytes()
 
     size = run_on_every_rank(world, measure_bytes, ConfigError)
     if not world.control.reduce_object(size, max, "bytes of the optimizer's states"):
@@ -77,7 +77,7 @@ class OffloadedStates(Optimizer):
         self.inner, self._bucket_bytes = optimizer, bucket_bytes
         optimizer.param_groups = self.param_groups
         self._sizes = StateSizes(optimizer)
-        self._copies, self._arena = _Copies(device), HostArena(device, self._sizes.total())
+        self._copies, self._arena = _Copies(device), HostArena(device, self._sizes.total_bytes())
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states, optimizer.state = optimizer.state, defaultdict(dict)
         for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
@@ -154,7 +154,7 @@ class OffloadedStates(Optimizer):
             state = dict[str, Any]()
             for name, value in before[part.parameter].items():
                 if _has_numbers(value):
-                    host = part.numbers(local_tensor(value))
+                    host = part.local_view(local_tensor(value))
                     pairs.append((torch.empty_like(host, device=self._copies.device), host))
                     state[name] = part.device_state(value, pairs[-1][0])
                 else:  # a count, which the update of every part moves on
@@ -187,7 +187,7 @@ class OffloadedStates(Optimizer):
             for name, value in new_state.items():
                 if waits_on_host(value, part.parameter):
                     state[name] = host = self._host_tensor(part.parameter, name, value, whole=part.whole)
-                    pairs.append((part.numbers(local_tensor(host)), local_tensor(value)))
+                    pairs.append((part.local_view(local_tensor(host)), local_tensor(value)))
                 else:
                     state[name] = value
         self._copies.store(pairs)

@@ -144,7 +144,7 @@ def _split_parameter(
 class StateSizes:
     """The bytes that an optimizer's states take on the host, found by an update of a small tensor of each kind.
 
-    >>> StateSizes(AdamW([nn.Parameter(torch.zeros(64))])).bytes_of(0, parameter)
+    >>> StateSizes(AdamW([nn.Parameter(torch.zeros(64))])).parameter_bytes(0, parameter)
     512
 
     Where states are not numbers like the parameter's, a tensor of its local shape is updated. Raises ConfigError for

@@ -268,7 +268,7 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
     """Read the planners' options that a plan section gives.
 
     Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
-    A limit of rows "auto" is none yet. Until a world is open (`with_node_size`), hosts of size "auto" have the usual 8
+    A limit of rows "auto" is none yet. Until a world is open (`set_node_size`), hosts of size "auto" have the usual 8
     slots, which no plan that is only checked depends on.
     """
     cap, node_size = section.max_tokens_per_slot, config.context.node_size

@@ -55,7 +55,7 @@ def count_held_out(setting: int | str, documents: int) -> int:
     """Count how many of so many documents are held out: the setting, or one in ten (at least one, of several), at most
     32.
 
-    >>> [held_out_count("auto", documents) for documents in (1, 7, 153, 5000)]
+    >>> [count_held_out("auto", documents) for documents in (1, 7, 153, 5000)]
     [0, 1, 15, 32]
     """
     if isinstance(setting, int):

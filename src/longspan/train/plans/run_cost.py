@@ -79,7 +79,7 @@ def run_cost_settings(
 ) -> CostSettings:
     """Return what of a run over so many slots changes its model's time; arguments as of `find_run_cost`.
 
-    >>> cost_settings_of(RunConfig(), slots=4).shards
+    >>> run_cost_settings(RunConfig(), slots=4).shards
     4
 
     Without `run.machine` prices are of two bytes a number.

@@ -231,7 +231,7 @@ class DocumentPasses:
 
     def difference(self) -> bool:
         """Return whether the function gave other losses or derivatives on some ranks; entered by all."""
-        return self._check.differs(self._world)
+        return self._check.differ(self._world)
 
     def _batch_sets(self, batch: LocalBatch) -> list[tuple[int, ...]]:
         groups = batch.shard.micro_batch.groups

@@ -71,7 +71,7 @@ class EncodersTerm(Term):
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         """Return what the encoders took of a step with a backward pass."""
         assert self._encoding is not None
-        return {"encoders": self._encoding.times()} if self._inputs.backward else {}
+        return {"encoders": self._encoding.share_times()} if self._inputs.backward else {}
 
 
 class Encoding:
@@ -130,12 +130,12 @@ class Encoding:
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.open())
-            with self._clock.time_part("phases"), self._naming("encoders, and rows to their owners"):
+            with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
                 self._raise_agreed([part.encode() for part in self._parts])
                 for part in self._parts:
                     part.deliver_rows(micro_batches, batches)
             yield
-            with self._clock.time_part("phases"), self._naming("gradients to encoders, and their backward passes"):
+            with self._clock.time_part("phases"), self._name_part("gradients to encoders, and their backward passes"):
                 for part in reversed(self._parts):
                     part.backward()
 

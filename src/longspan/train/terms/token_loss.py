@@ -147,7 +147,7 @@ class TokenLoss:
             self.error = error
             return zeros
         finally:
-            distributions.release()
+            distributions.release_logits()
 
 
 def check_losses(losses: Any, log_probs: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ MOST = 2**31 - 1  # elements of a call
 def run_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Run a norm over rows x (…, n), by calls of at most MOST elements each.
 
-    >>> y = norm_in_pieces(lambda rows: rms_norm(rows, (4096,), weight, 1e-6), x)
+    >>> y = run_in_pieces(lambda rows: rms_norm(rows, (4096,), weight, 1e-6), x)
     """
     if x.numel() <= MOST:
         return norm(x)
