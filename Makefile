@@ -6,21 +6,26 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 OLDEST := .venv-oldest
+DOCS   := .venv-docs
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
 VLM    ?= runs/vlm
 
-.PHONY: train vlm test test-all test-gpu test-oldest predictions check format bench size clean help
+.PHONY: train vlm docs test test-all test-gpu test-oldest predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
 
 help:
 	@sed -n '1,4p' Makefile
 	@echo "#   make vlm      train a small vision-language model on handwritten digits, write its report"
 	@echo "#   make check    format, lint, types, import contracts, names"
 	@echo "#   make format   let ruff rewrite what make check would complain of"
+	@echo "#   make types    types of the wheel's public names, by pyright --verifytypes"
+	@echo "#   make wheel    a wheel in dist/, with the examples; make wheel-demo: installed into an empty environment, and tried"
+	@echo "#   make recipes  what examples/recipes hold on 1, 4 and 8 H100s and H200s, written next to them"
 	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
 	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part; RANKS_PER_GPU=8: ranks share a GPU)"
 	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
 	@echo "#   make predictions  measured steps of bench/records beside what planners say; fails above 5 %"
+	@echo "#   make docs     the site of docs/ in build/site, with every link checked (needs no torch)"
 	@echo "#   make size     lines by folder, and the largest files"
 
 $(VENV)/.core: pyproject.toml
@@ -77,6 +82,32 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+wheel: $(VENV)/.core
+	@rm -rf dist && $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist . && ls -l dist/*.whl
+
+wheel-demo: wheel
+	$(BIN)/python bench/source/wheel_demo.py dist/*.whl "$(DEMO)" $(WITH)
+
+types: $(VENV)/.dev wheel
+	$(BIN)/python bench/source/public_types.py dist/*.whl
+
+recipes: $(VENV)/.dev
+	$(BIN)/python bench/plans/recipes.py
+
+recipes-check: $(VENV)/.dev
+	$(BIN)/python bench/plans/recipes.py --check
+
+$(DOCS)/.made: docs/site/requirements.txt
+	@echo "installing what the site needs into $(DOCS)"
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $< 2>&1 \
+		| { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(DOCS)/bin/python -c "import material, mkdocstrings" && touch $@
+
+docs: $(DOCS)/.made
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+	@echo "build/site/index.html; with search: $(DOCS)/bin/python -m http.server --directory build/site"
+
 predictions: $(VENV)/.core
 	$(BIN)/python bench/plans/predictions.py
 
@@ -85,4 +116,4 @@ size:
 	@echo; wc -l src/longspan/*.py src/longspan/*/*.py | sort -rn | sed -n '1,12p'
 
 clean:
-	rm -rf $(VENV) $(OLDEST) runs build dist
+	rm -rf $(VENV) $(OLDEST) $(DOCS) runs build dist

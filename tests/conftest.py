@@ -12,7 +12,6 @@ from tests.outcomes import Resumed
 from tests.over_nccl import PARTS, mark
 
 PRELOAD = (  # what most test files import, beside what runs of users do
-    "tests.no_name_server",
     "pytest",
     "hypothesis",
     "longspan.testing",
@@ -63,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    import_module("tests.no_name_server")
+    import_module("longspan.launch.no_name_server")
     mark(items, whole_suite=config.args == config.getini("testpaths"))
     if not torch.cuda.is_available():
         for item in items:

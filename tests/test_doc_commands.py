@@ -15,7 +15,7 @@ import tyro
 from longspan.cli.main import main
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".toml", ".sh", ".py")]
 PARTIAL = "…"  # at the end of a command in running text, which may leave required flags out
 OTHERS = {
@@ -50,7 +50,8 @@ def commands_of(path: Path) -> list[str]:
         whole = [command for block in blocks for command in _lines(block)]
         return whole + [f"{' '.join(span.split())} {PARTIAL}" for span in spans]
     if path.suffix == ".sh":
-        return [line for line in _lines(text) if re.match(r"(srun |torchrun |longspan )", line)]
+        lines = [line.removesuffix(" '&'") for line in _lines(text)]
+        return [line for line in lines if re.match(r"(srun |torchrun |longspan )", line)]
     header = re.findall(r"^(?:#   |`)((?:longspan|torchrun|python) [^`\n]*)", text, flags=re.MULTILINE)
     return [command.strip() for command in header]
 
@@ -58,6 +59,8 @@ def commands_of(path: Path) -> list[str]:
 def _lines(block: str) -> Iterator[str]:
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
+        if words[-1:] == ["&"]:
+            words.pop()
         if words:
             yield shlex.join(words)
 

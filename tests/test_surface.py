@@ -60,7 +60,7 @@ IMPORT = re.compile(
     r"^[ >.]*(?:from (longspan[\w.]*) import (\([^)]*\)|[^#\n]*)|import (longspan[\w.]*))", re.MULTILINE
 )
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.py"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.py"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -34,7 +34,7 @@ from longspan.attention import all_to_all
 from longspan.bench.record import origin_text
 from longspan.cli.machine import machine_facts
 from longspan.comm.groups import process_groups
-from longspan.report.plain_text import markdown_table
+from longspan.plain_text import markdown_table
 from longspan.run.result import versions
 
 CHOICES: dict[str, dict[str, Callable[[], None]]] = {

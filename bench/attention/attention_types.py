@@ -23,7 +23,7 @@ from longspan.bench.record import origin_text, show_record
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.processes import run_on_ranks
 from longspan.errors import ConfigError, plural
-from longspan.report.plain_text import bytes_text, markdown_table, text_table
+from longspan.plain_text import bytes_text, markdown_table, text_table
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 CPU_RANKS = 4

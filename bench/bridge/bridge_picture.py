@@ -12,7 +12,10 @@ from longspan.plan.items import EncoderPlanning, Item, ItemTable, ModalityPlan, 
 
 LENGTHS = (16, 16)
 IMAGES = {"A": Item(0, ((2, 8),)), "B": Item(0, ((9, 11),)), "C": Item(1, ((1, 5),)), "D": Item(1, ((7, 10),))}
-COLORS = ("#3b7dd8", "#e08a1e", "#3a9d6e", "#b0488f")
+COLORS = ("#3b7dd8", "#d07c12", "#3a9d6e", "#b5539a")
+INK, PAPER, TEXT_ROW = "var(--ink)", "var(--paper)", "var(--row)"
+STYLE = """<style>svg{--ink:#222;--paper:#fff;--row:#e6e6e6}
+@media (prefers-color-scheme: dark){svg{--ink:#e8eaed;--paper:#1e2129;--row:#3a414b}}</style>"""
 HOME = Layout(ranks=4)
 # Pixels: between ranks, above the first, of a row, where the language model begins.
 ROW, TOP, SIDE, RIGHT = 84, 96, 22, 560
@@ -49,8 +52,8 @@ def picture() -> str:
     size = f'viewBox="0 0 1010 {_y(4)}" font-family="system-ui, sans-serif" font-size="13" role="img"'
     title = "<title>Rows of images go from the ranks that encode them to the ranks that own their positions</title>"
     marker = '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="3" orient="auto">'
-    marker += '<path d="M0 0L7 3L0 6z" fill="#555"/></marker></defs>'
-    background = f'<rect width="1010" height="{_y(4)}" fill="#fff"/>'
+    marker += '<path d="M0 0L7 3L0 6z" fill="#888"/></marker></defs>'
+    background = f'{STYLE}<rect width="1010" height="{_y(4)}" fill="{PAPER}"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{title}{marker}{background}{"".join(parts)}</svg>\n'
 
 
@@ -58,7 +61,7 @@ def _y(rank: int) -> int:
     return TOP + ROW * rank
 
 
-def _text(x: float, y: float, text: str, *, bold: bool = False, anchor: str = "start", fill: str = "#222") -> str:
+def _text(x: float, y: float, text: str, *, bold: bool = False, anchor: str = "start", fill: str = INK) -> str:
     weight = ' font-weight="600"' if bold else ""
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{fill}"{weight}>{text}</text>'
 
@@ -70,7 +73,7 @@ def _image(plan: ModalityPlan, row: int) -> int:
 def _box(x: float, y: float, plan: ModalityPlan, row: int | None) -> str:
     """A row of an image with its letter, or a row of text."""
     if row is None:
-        return f'<rect x="{x}" y="{y}" width="{SIDE - 2}" height="{SIDE}" fill="#e6e6e6"/>'
+        return f'<rect x="{x}" y="{y}" width="{SIDE - 2}" height="{SIDE}" fill="{TEXT_ROW}"/>'
     image = _image(plan, row)
     rect = f'<rect x="{x}" y="{y}" width="{SIDE - 2}" height="{SIDE}" fill="{COLORS[image]}"/>'
     return rect + _text(x + SIDE / 2 - 1, y + 16, [*IMAGES][image], anchor="middle", fill="#fff")
@@ -97,7 +100,7 @@ def _arrow(exchange: Exchange, rank: int, to: int, plan: ModalityPlan) -> str:
     near = ((1 - t) ** 3 + 3 * t * (1 - t) ** 2) * y + (3 * t**2 * (1 - t) + t**3) * bottom
     words = f"{len(send)} rows" if len(send) > 1 else "1 row"
     label = _text(x, near + 4, words, anchor="middle", fill=color)
-    label = f'<g stroke="#fff" stroke-width="5" paint-order="stroke">{label}</g>'
+    label = f'<g stroke="{PAPER}" stroke-width="5" paint-order="stroke">{label}</g>'
     return f'{path} stroke-width="{1 + len(send) / 2}" marker-end="url(#tip)"/>{label}'
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from longspan.bench.record import origin_text
-from longspan.report.plain_text import markdown_table
+from longspan.plain_text import markdown_table
 
 AIMS = {"gathering": 0.5, "own bytes": 1.3, "uneven": 1.3}  # of the bridge's time to theirs, both ways together
 DIRECTIONS = ("forward", "backward")

@@ -19,7 +19,7 @@ from bench.evaluation.degree_ranks import eval_ranks
 from longspan.bench.record import origin_text, show_record
 from longspan.cli.flags import parse_flags
 from longspan.cli.processes import print_note, run_on_ranks
-from longspan.report.plain_text import bytes_text, markdown_table, text_table
+from longspan.plain_text import bytes_text, markdown_table, text_table
 
 _SUMMARY = (
     "case",

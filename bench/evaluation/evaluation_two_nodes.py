@@ -26,9 +26,9 @@ from longspan.bench.layers import change_layer_count
 from longspan.bench.record import open_record, origin_text, write_record
 from longspan.data.document import synthetic_documents
 from longspan.model.presets import preset_config
+from longspan.plain_text import markdown_table
 from longspan.plan import Plan
 from longspan.plan.hierarchy import group_levels, hierarchical_groups
-from longspan.report.plain_text import markdown_table
 from longspan.train import build_optimizer
 
 NODES = 2

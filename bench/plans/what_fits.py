@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from longspan.model.presets import PRESETS
-from longspan.report.plain_text import markdown_table
+from longspan.plain_text import markdown_table
 
 RECORDS = Path(__file__).parents[1] / "records"
 MODELS = ("qwen3-4b", "qwen3-8b", "qwen3-30b-a3b")

@@ -35,8 +35,8 @@ from longspan.model import prepare
 from longspan.model.host_arena import HostArena
 from longspan.model.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.presets import preset_config
+from longspan.plain_text import markdown_table
 from longspan.plan import plan_fixed
-from longspan.report.plain_text import markdown_table
 from longspan.run.result import versions
 from longspan.train import run_step
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from longspan.bench.record import open_record, origin_text, write_record
+from longspan.plain_text import markdown_table
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
-from longspan.report.plain_text import markdown_table
 from longspan.train.optim.offload_states import OffloadedStates
 
 LARGEST = 50_000_000

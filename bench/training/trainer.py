@@ -31,7 +31,7 @@ from longspan.hf import LongspanArguments, with_longspan
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.presets import preset_config
-from longspan.report.plain_text import markdown_table
+from longspan.plain_text import markdown_table
 from longspan.testing import run_ranks
 from longspan.train import Document, PlanChoice, clip_grad_norm, run_step
 

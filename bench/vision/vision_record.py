@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from longspan.bench.record import origin_text
-from longspan.report.plain_text import markdown_table
+from longspan.plain_text import markdown_table
 
 NAMES = ("images a document", "plan", "images are", "step, s", "predicted, s", "tokens/s a GPU", "GiB")
 NAMES += ("encoder, s", "of the step", "predicted", "busiest / mean", "predicted", "differs")

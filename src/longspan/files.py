@@ -33,6 +33,35 @@ def json_values(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON document of someone else; whatever is wrong with the text is a ValueError.
+
+    >>> parse_json('{"step": 3}')
+    {'step': 3}
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("lists and objects stand too deeply in each other") from error
+
+
+def read_lines(file: Path, most: int) -> Iterator[bytes | None]:
+    """Yield the lines of a file, and None in place of one of more than `most` bytes, which is read over in pieces."""
+    with file.open("rb") as stream:
+        while line := stream.readline(most + 1):
+            if len(line) > most and not line.endswith(b"\n"):
+                while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
+                    pass
+                yield None
+            else:
+                yield line
+
+
+def read_json(file: Path) -> Any:
+    """The value in a JSON file. Raises OSError if it cannot be read, and ValueError if it is no JSON in UTF-8."""
+    return parse_json(file.read_text(encoding="utf-8"))
+
+
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
     """Give an OSError that is raised inside the name of a file, where it has none.

@@ -8,12 +8,12 @@ import pytest
 from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.settings import StepSettings, make_settings
-from longspan.bench.timing import event_part, merge_intervals, sum_seconds_by_part
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
+from longspan.run.profile import kind_of, merge_intervals, seconds_by_part
 from tests.train.small import small_config
 
 
@@ -167,7 +167,7 @@ def test_parts_add_up_and_count_once() -> None:
         ("multi_tensor_apply_kernel", 5.0, 5.5),
         ("Memcpy HtoD (Pinned -> Device)", 0.5, 1.0),
     ]
-    parts = sum_seconds_by_part(events, 6.0)
+    parts = seconds_by_part(events, 6.0)
     assert parts == {
         "attention": 2.0,
         "other layers": 1.0,
@@ -176,7 +176,7 @@ def test_parts_add_up_and_count_once() -> None:
         "idle": 1.5,
     }
     assert merge_intervals([(1, 2), (0, 1), (3, 4)]) == [(0, 2), (3, 4)]
-    assert event_part("void cudnn_generated_fort_native_sdpa_sm90_knob_7") == "attention"
+    assert kind_of("void cudnn_generated_fort_native_sdpa_sm90_knob_7") == "attention"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_flags_are_those_that_are_pinned() -> None:
 
 
 def test_verbs_are_those_that_are_pinned() -> None:
-    assert list(VERBS) == ["train", "eval", "export", "plan", "simulate", "bench", "report", "doctor"]
+    assert list(VERBS) == ["train", "eval", "export", "plan", "simulate", "bench", "report", "examples", "doctor"]
 
 
 @pytest.mark.parametrize("verb", ["train", "eval"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,19 @@ def test_the_exit_status_of_a_run_that_fails(
     monkeypatch.setattr(verb, "run_on_ranks", fail)
     assert main(["train", "--world", "4", "--run.stopped_status", "75"]) == status
     assert capfd.readouterr().err == ("interrupted by SIGUSR1\n" if status == 75 else f"error: {error}\n")
+
+
+def test_a_signal_after_a_lost_rank_does_not_hide_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun sends SIGTERM to the ranks that are left, which may then be leaving their world."""
+
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise RankLostError("killed")
+        finally:
+            raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(verb, "run_on_ranks", fail)
+    assert main(["train", "--world", "4"]) == 3
+    assert capfd.readouterr().err == "error: killed\n"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from longspan.corpus import long_texts, tokenizer
-from longspan.corpus.long_texts import encode_in_pieces, has_pieces
+from longspan.corpus.long_texts import encode_in_pieces, encode_with_spans, has_pieces
 from longspan.corpus.tokenizer import TextTokenizer, train_tokenizer
 
 TEXTS = [
@@ -62,8 +62,10 @@ TEXT = st.lists(st.one_of(PARTS, PARTS, PARTS, st.text(max_size=4)), max_size=80
 @given(text=TEXT, piece=st.integers(40, 80), overlap=st.integers(24, 36))
 def test_pieces_give_the_ids_of_the_whole(kind: str, text: str, piece: int, overlap: int) -> None:
     engine = engine_of(kind)
-    whole = engine.encode(text, add_special_tokens=False).ids
-    assert encode_in_pieces(engine, text, piece=piece, overlap=overlap).tolist() == whole
+    whole = engine.encode(text, add_special_tokens=False)
+    assert encode_in_pieces(engine, text, piece=piece, overlap=overlap).tolist() == whole.ids
+    spans = encode_with_spans(engine, text, piece=piece, overlap=overlap)[1]
+    assert spans.tolist() == [list(span) for span in whole.offsets]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,6 +27,7 @@ from datasets import disable_progress_bars
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from transformers import TrainingArguments
 
 from longspan.launch import local_ranks as fork_server
 from longspan.testing import run_ranks
@@ -39,7 +40,12 @@ fork_server.PRELOAD = (*fork_server.PRELOAD, *(m for m in (*TRAINERS, "peft") if
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TIMES = ("runtime", "per_second", "step_time", "total_flos")
+# The argument for recomputation: transformers 5.17 has only its older name.
+RECOMPUTES = (
+    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+)
 LOSS, METRIC = 1e-6, 1e-5
+SECONDS = 240  # in which a table of cases ends on a busy machine
 
 
 @dataclass
@@ -74,7 +80,7 @@ class Run:
             "report_to": [],
             "use_cpu": True,
             "bf16": False,
-            "activation_checkpointing": False,
+            RECOMPUTES: False,
             "disable_tqdm": True,
             "seed": 1,
         }
@@ -121,13 +127,13 @@ def _run_case(case: Case, run: Run) -> Ran:
 def stock_each(cases: Sequence[Case], exact: bool = True) -> list[Ran]:
     """Cases by the stock trainer in one process."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(run_cases, 1, cases, folder, 1, None, exact)[0]
+        return run_ranks(run_cases, 1, cases, folder, 1, None, exact, timeout=SECONDS)[0]
 
 
 def ours_each(cases: Sequence[Case], longspan: dict[str, Any], ranks: int, exact: bool = True) -> list[Ran]:
     """Cases by ours: the first rank's, after all ranks were seen to log the same."""
     with tempfile.TemporaryDirectory() as folder:
-        ran = run_ranks(run_cases, ranks, cases, folder, ranks, longspan, exact)
+        ran = run_ranks(run_cases, ranks, cases, folder, ranks, longspan, exact, timeout=SECONDS)
     assert all(mine.logs == first.logs for other in ran for mine, first in zip(other, ran[0], strict=True))
     return ran[0]
 

@@ -17,7 +17,7 @@ from datasets import disable_progress_bars
 import longspan.hf
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments, with_longspan
-from longspan.hf.refusals import _SETTINGS
+from longspan.hf.refusals import _OF_LAUNCHER, _SETTINGS
 from longspan.testing import run_ranks
 from tests.hf.tiny import conversations, model_of, tokenizer
 from tests.train.small import write_texts
@@ -102,11 +102,14 @@ def run_page(rank: int, page: str, folder: str) -> dict[str, float]:
     names |= {"GRPOTrainer": GRPOTrainer, "TrainingArguments": TrainingArguments, "__name__": "page"}
     names["args"] = SFTConfig("out", max_steps=2, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True)
     exec(compile("\n\n".join(blocks), "docs/trainer.md", "exec"), names)
-    focused = names["Focused"](
-        model=model_of(), args=names["args"], train_dataset=names["chats"], processing_class=tokenizer()
-    )
-    focused.train()
-    focused.end()
+    parts = {"args": names["args"], "train_dataset": names["chats"], "processing_class": tokenizer()}
+    focused = names["Focused"](model=model_of(), **parts)
+    by_function = with_longspan(SFTTrainer)(model=model_of(), **parts, compute_loss_func=names["focused_loss"])
+    for trainer in (focused, by_function):
+        trainer.train()
+        trainer.end()
+    losses = [trainer.state.log_history[-1]["train_loss"] for trainer in (focused, by_function)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert 0 < focused.state.log_history[-1]["train_loss"] < names["trainer"].state.log_history[-2]["train_loss"]
     return names["metrics"]
 
@@ -119,7 +122,7 @@ def test_the_page_on_trainers_is_one_program(tmp_path: Path) -> None:
 
 def test_the_page_of_refusals_lists_every_setting() -> None:
     page = (ROOT / "docs/limits.md").read_text()
-    assert not [name for name in _SETTINGS if f"`{name}`" not in page]
+    assert not [name for name in (*_SETTINGS, *_OF_LAUNCHER) if f"`{name}`" not in page]
 
 
 def one_process_of_two(rank: int) -> str:

@@ -22,6 +22,7 @@ from longspan.errors import CheckpointError, CommError, ConfigError
 from longspan.hf import LongspanArguments, with_longspan
 from longspan.model import load_model
 from longspan.testing import run_ranks
+from tests.mutation import Change, mutated
 
 Weights = dict[str, Tensor]
 TIMES = ("runtime", "per_second", "total_flos", "train_loss")
@@ -199,9 +200,28 @@ def test_another_number_of_processes_ends_with_the_same_weights(
     found, other, *_ = run_ranks(resumed_elsewhere, ranks, folder, cp, DROPOUT, settings, str(folder / "checkpoint-4"))[
         0
     ]
+    assert_same(logs, weights, found, other)
+
+
+def assert_same(logs: list[dict[str, float]], weights: Weights, found: list[dict[str, float]], other: Weights) -> None:
+    """Logs are the same up to the rounding of floats, weights and moments up to that of their sums."""
     for one, two in zip(logs, found, strict=True):
         assert one.keys() == two.keys() and all(abs(one[k] - two[k]) <= 2e-7 * max(1, abs(one[k])) for k in one)
     assert all((other[n] - x).norm() <= 1e-10 * max(1.0, float(x.norm())) for n, x in weights.items())
+
+
+def straight(rank: int, folder: Path) -> Any:
+    """Straight on, with a save in the middle of the second epoch."""
+    settings = {"save_strategy": "steps", "save_steps": 4, "per_device_train_batch_size": 1}
+    return finished(make(folder, make_model(), **settings))
+
+
+@pytest.mark.whole
+def test_two_processes_go_on_where_four_were(tmp_path: Path) -> None:
+    logs, weights, *_ = run_ranks(straight, 4, tmp_path)[0]
+    path = str(tmp_path / "checkpoint-4")
+    found, other, *_ = run_ranks(resumed_elsewhere, 2, tmp_path, 2, 0.0, {}, path)[0]
+    assert_same(logs, weights, found, other)
 
 
 @pytest.mark.parametrize(
@@ -374,3 +394,26 @@ def test_a_rank_that_fails_in_a_collator_or_a_metric_ends_all_with_its_error(
     texts = run_ranks(caught, 2, tmp_path, kind, {"eval_strategy": "steps", "eval_steps": 1})
     assert texts[1] == "ValueError: row 7 cannot be read"
     assert texts[0].startswith(CommError.__name__) and "rank 1 left with ValueError: row 7 cannot be read" in texts[0]
+
+
+# ---- mutations
+
+
+MUTATIONS: dict[str, Change] = {
+    "the learning rate is not restored": ("hf.files", '_restore_settings(root, optimizer, state["groups"])', "pass"),
+    "only the first rank saves": (
+        "hf.one_process", "trainer._save(output_dir)", "trainer.args.should_save and trainer._save(output_dir)"
+    ),
+}  # fmt: skip
+
+
+def broken(rank: int, folder: Path, name: str) -> Any:
+    with mutated(MUTATIONS[name]):
+        return straight_and_resumed(rank, folder, {}, {})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_seen(tmp_path: Path, name: str) -> None:
+    with pytest.raises((AssertionError, CommError, CheckpointError)):
+        run_ranks(broken, 2, tmp_path, name)

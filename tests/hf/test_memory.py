@@ -1,17 +1,22 @@
-"""What layers keep is chosen by a plan of memory, or as the arguments have it; losses do not depend on it."""
+"""What layers keep is chosen by a plan of memory, or as the arguments have it; losses do not depend on it.
 
+What bfloat16 computes is as near to float32 as what stock computes under autocast.
+"""
+
+import os
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
-from tests.hf.stock import Ran, Run, ours, stock
+from tests.hf.stock import RECOMPUTES, Ran, Run, log_errors, model_of, ours, stock, stock_each
 from tests.hf.test_trainer import EXACT, make
 
 
 def checkpointed(run: Run) -> Any:
     """The arguments ask for recomputation."""
-    trainer = make(run, max_steps=2, eval_strategy="no", activation_checkpointing=True)
+    trainer = make(run, max_steps=2, eval_strategy="no", **{RECOMPUTES: True})
     trainer.train()
     run.kept["measures"] = _measures(trainer, run)
     return trainer
@@ -50,3 +55,30 @@ def test_layers_keep_what_was_chosen(case: Any, keys: dict[str, Any], measures: 
 @cache
 def _expected() -> Ran:
     return stock(plain)
+
+
+def in_float32(run: Run) -> Any:
+    """A model in float32."""
+    trainer = make(run, more={"model": model_of(dtype=torch.float32)}, max_steps=4, learning_rate=1e-3, eval_steps=2)
+    trainer.train()
+    return trainer
+
+
+def in_bfloat16(run: Run) -> Any:
+    """The same in bfloat16: by its argument in stock, and by the launcher's configuration in ours."""
+    if run.longspan is not None:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    more = {"model": model_of(dtype=torch.float32)}
+    trainer = make(run, more=more, max_steps=4, learning_rate=1e-3, eval_steps=2, bf16=run.longspan is None)
+    assert run.longspan is None or trainer.args.mixed_precision == "bf16"
+    trainer.train()
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    return trainer
+
+
+def test_bfloat16_is_as_near_to_float32_as_autocast_is() -> None:
+    exact, autocast = stock_each([in_float32, in_bfloat16], exact=False)
+    found = ours(in_bfloat16, {"context_parallel_size": 2}, 2, exact=False)
+    for reference, least in ((exact, 1e-6), (autocast, 0.0)):
+        errors = log_errors(reference.logs, found.logs)
+        assert least < errors["loss"] < 1e-3 and errors["eval_loss"] < 1e-3 and errors["grad_norm"] < 1e-2, errors

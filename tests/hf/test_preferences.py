@@ -97,6 +97,29 @@ def dpo_of_adapters(run: Run) -> Any:
     return dpo(run, peft_config=lora(), **EVALUATED)
 
 
+def dpo_of_a_trained_adapter(run: Run) -> Any:
+    """The reference is the adapter as it was, in an evaluation too, which TRL keeps as a second one."""
+    return dpo(run, model=trained_adapter(), gradient_accumulation_steps=2, **EVALUATED)
+
+
+def trained_adapter() -> Any:
+    """A model with an adapter that is trained further; TRL turns its dropout off, and its configuration keeps it."""
+    adapted = lora()
+    adapted.lora_dropout = 0.1
+    torch.manual_seed(3)
+    return get_peft_model(model_of(), adapted).to(torch.float64)
+
+
+def dpo_precomputed_of_a_trained_adapter(run: Run) -> Any:
+    """Asked once, before training."""
+    return dpo(run, model=trained_adapter(), precompute_ref_log_probs=True)
+
+
+def kto_of_a_trained_adapter(run: Run) -> Any:
+    """The reference is the adapter as it was."""
+    return kto(run, model=trained_adapter())
+
+
 def dpo_weighted(run: Run) -> Any:
     """WPO: weights of pairs, without a gradient."""
     return dpo(run, ref_model=model_of(seed=1), use_weighting=True)
@@ -198,9 +221,10 @@ def default_arguments(run: Run) -> Any:
 def refused(run: Run) -> Any:
     """References that are not prepared, and a device_map; the trainer that is returned is none of them."""
     adapted = get_peft_model(model_of(), lora())
+    adapted.add_adapter("other", lora())
     cases: dict[str, Any] = {
         "adapters": lambda: dpo(run, model=adapted),
-        "precomputed": lambda: dpo(run, model=get_peft_model(model_of(), lora()), precompute_ref_log_probs=True),
+        "reference": lambda: dpo(run, ref_model=get_peft_model(model_of(), lora())),
         "device_map": lambda: dpo(run, model=saved_model(run), model_init_kwargs={"device_map": "auto"}),
         "aux": lambda: dpo(run, model=model_of("qwen3-moe", router_aux_loss_coef=0.1), ref_model=model_of()),
     }
@@ -217,13 +241,14 @@ def in_float32(run: Run) -> Any:
 
 
 def test_equals_stock() -> None:
-    compare_each((dpo_with_reference, dpo_of_adapters, dpo_weighted, dpo_precomputed, kto_with_reference), CP2)
+    cases = (dpo_with_reference, dpo_of_a_trained_adapter, dpo_weighted, dpo_precomputed, kto_with_reference)
+    compare_each(cases, CP2)
 
 
 def test_what_is_refused() -> None:
     messages = ours(refused, CP2, 2).kept
-    assert "the model has 2 adapters (default, ref), as TRL keeps a copy" in messages["adapters"]
-    assert messages["precomputed"] == messages["adapters"]
+    assert "the model has 2 adapters (default, other), and a longspan trainer runs one" in messages["adapters"]
+    assert "ref_model is PeftModel: a longspan trainer prepares models of" in messages["reference"]
     assert "args.model_init_kwargs has device_map 'auto'" in messages["device_map"]
     assert "args.router_aux_loss_coef to 0.0" in messages["aux"]
 
@@ -237,6 +262,7 @@ def test_default_arguments() -> None:
 def test_more_that_equals_stock() -> None:
     cases = (dpo_mixed, dpo_precomputed_without_reference, dpo_precomputed_of_adapters, dpo_synced, cached)
     compare_each((*cases, kto_of_adapters, kto_precomputed), CP2)
+    compare_each((dpo_of_adapters, dpo_precomputed_of_a_trained_adapter, kto_of_a_trained_adapter), CP2)
     compare_each((dpo_without_reference,), CP2)
     compare_each((dpo_with_reference, dpo_of_adapters, dpo_precomputed, kto_with_reference), DYNAMIC, ranks=4)
 

@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
+from peft import LoraConfig
+from transformers import BertConfig, BertForMaskedLM, ProcessorMixin, Trainer, TrainingArguments
+from trl import GRPOConfig
 
 from longspan.errors import LongspanError
 from longspan.hf import LongspanArguments, LongspanTrainer, with_longspan
 from longspan.hf.one_process import OneProcess
 from longspan.testing import run_ranks
-from tests.hf.stock import Run, model_of
+from tests.hf.stock import Run, model_of, tokenizer
+from tests.hf.test_grpo import RuledGRPO, luck, prompts
 from tests.hf.test_trainer import Halved, Texts, pad
 
 
@@ -50,6 +53,34 @@ def _reads_logits() -> None:
         trainer.end()
 
 
+def _reads_first() -> None:
+    trainer = _make(compute_loss_func=lambda outputs, *_, **__: outputs[0].mean())
+    try:
+        trainer.train()
+    finally:
+        trainer.end()
+
+
+def _sees() -> None:
+    model, processor = model_of(), ProcessorMixin()
+    model.config.vision_config, processor.image_processor = {}, "of images"
+    _make(model=model, processing_class=processor)
+
+
+def _launched(name: str, value: str) -> None:
+    os.environ[name] = value
+    try:
+        _make()
+    finally:
+        del os.environ[name]
+
+
+def _grpo(lora: Any = None, **settings: Any) -> None:
+    args = GRPOConfig(**Run("unused").arguments(), num_generations=2, **settings)
+    data = {"train_dataset": prompts(), "processing_class": tokenizer(), "reward_funcs": luck, "peft_config": lora}
+    with_longspan(RuledGRPO)(model=model_of(), args=args, **data, longspan=LongspanArguments())
+
+
 def _other_batch(**values: Any) -> None:
     trainer = _make()
     trainer.data_collator = lambda rows: pad(rows) | values
@@ -85,9 +116,17 @@ CASES: dict[str, tuple[Any, str]] = {
     "optim": (lambda: _make(args={"optim": "adafactor"}), "args.optim is 'adafactor', which a longspan trainer"),
     "split_batches": (lambda: _make(args={"accelerator_config": {"split_batches": True}}), "split_batches is true"),
     "optimizers=": (lambda: _make(optimizers=(OPTIMIZER, None)), "optimizers= brings an optimizer of parameters"),
-    "compute_loss_func=": (
-        lambda: _make(compute_loss_func=len),
-        "compute_loss_func= gets the model's output of a batch",
+    "launcher's fsdp": (lambda: _launched("ACCELERATE_USE_FSDP", "true"), "ACCELERATE_USE_FSDP is 'true' in the"),
+    "launcher's compiler": (
+        lambda: _launched("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        "ACCELERATE_DYNAMO_BACKEND is 'INDUCTOR' in the environment, from the configuration of accelerate launch",
+    ),
+    "launcher's fp16": (lambda: _launched("ACCELERATE_MIXED_PRECISION", "fp16"), "args.mixed_precision is 'fp16'"),
+    "entropy_coef": (lambda: _grpo(entropy_coef=0.01), "args.entropy_coef is 0.01, which a longspan trainer does not"),
+    "adaptive entropy": (lambda: _grpo(use_adaptive_entropy=True), "args.use_adaptive_entropy is True"),
+    "dropout of an adapter": (
+        lambda: _grpo(lora=LoraConfig(lora_dropout=0.05)),
+        "drops 0.05 of its inputs of Qwen3ForCausalLM, and the loss of LongspanRuledGRPO takes two forward passes",
     ),
     "pp": (lambda: _make(longspan={"pp": 2}), "pp is 2: a longspan trainer runs no pipelines"),
     "device_map": (lambda: _make(model=_model(hf_device_map={"a": 0, "b": 1})), "a device_map over 2 devices"),
@@ -100,7 +139,9 @@ CASES: dict[str, tuple[Any, str]] = {
     "dropout": (lambda: _make(Halved, model=_dropping()), "drops 0.1 of its attention weights of Qwen3ForCausalLM"),
     "search": (lambda: _ended(lambda t: t.hyperparameter_search()), "hyperparameter_search is not run by a longspan"),
     "logits": (_reads_logits, "a loss reads 'logits' of the model's output; under longspan it may read loss, and"),
+    "first of outputs": (_reads_first, "a loss reads 0 of the model's output; under longspan it may read loss, and"),
     "images": (lambda: _other_batch(pixel_values=torch.zeros(1)), "pixel_values"),
+    "processor of images": (_sees, "Qwen3ForCausalLM with ProcessorMixin reads images, which a longspan trainer"),
     "no Trainer": (lambda: with_longspan(dict), "with_longspan takes a Trainer class, and got <class 'dict'>"),
     "planner": (lambda: _make(longspan={"planner": "fixt"}), "planner"),
 }

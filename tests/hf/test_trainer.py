@@ -65,8 +65,8 @@ def make(run: Run, kind: type[Any] = Trainer, *, rows: int = ROWS, more: Any = N
         "dataloader_drop_last": False,
     }
     args = TrainingArguments(**run.arguments(rows=rows, steps=STEPS) | settings | changes)
-    data = {"train_dataset": Texts(44), "eval_dataset": Texts(11, seed=1)}
-    return run.trainer(kind, model=model_of(), args=args, data_collator=pad, **data, **(more or {}))
+    parts = {"train_dataset": Texts(44), "eval_dataset": Texts(11, seed=1), "data_collator": pad}
+    return run.trainer(kind, args=args, **{"model": model_of()} | parts | (more or {}))
 
 
 def train(run: Run) -> Any:
@@ -177,7 +177,30 @@ def halved_loss(run: Run) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("case", [own_loss, halved_loss])
+def weighted(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The loss of Weighted, of logits where there are some, and of log-probabilities."""
+    log_probs = outputs.get("log_probs")
+    if log_probs is None:
+        scores = outputs["logits"][:, :-1].log_softmax(-1)
+        log_probs = scores.gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0] * (labels[:, 1:] != -100)
+    weights = 1 + 0.01 * torch.arange(log_probs.shape[1], device=log_probs.device)
+    return -(weights * log_probs).sum() / (1 if num_items_in_batch is None else num_items_in_batch)
+
+
+def loss_function(run: Run) -> Any:
+    """A function of the user's own, which gets the labels apart; evaluations with and without metrics of logits."""
+    more = {"compute_loss_func": weighted, "compute_metrics": count_rows}
+    trainer = make(run, more=more, max_steps=3, eval_steps=2)
+    trainer.train()
+    return trainer
+
+
+def count_rows(predicted: Any) -> dict[str, float]:
+    """A metric that needs predictions."""
+    return {"rows": len(predicted.predictions), "mean": float(np.abs(predicted.predictions).max())}
+
+
+@pytest.mark.parametrize("case", [own_loss, halved_loss, loss_function])
 def test_a_loss_of_the_users_own(case: Any) -> None:
     compare(case, {"context_parallel_size": 2}, **EXACT)
 

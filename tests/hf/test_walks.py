@@ -8,7 +8,13 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from longspan.errors import NonFiniteError
 from tests.hf.stock import Run, compare_each, model_of, ours, tokenizer
@@ -62,14 +68,39 @@ class Short(Texts):
 
 
 def stream(run: Run) -> Any:
-    """A source without a length, read twice, with a short last batch."""
-    return make(run, more={"train_dataset": Stream()}, gradient_accumulation_steps=2, steps=7)
+    """A source without a length ends in the middle of a step, and again; the last step in that of an epoch."""
+    trainer = make(run, more={"train_dataset": Stream()}, gradient_accumulation_steps=4, steps=5)
+    assert run.longspan is None or trainer._guesses, "one pass a step"
+    return trainer
 
 
 def shuffled_stream(run: Run) -> Any:
-    """A stream of datasets, with columns, shuffled."""
+    """A stream of datasets, with columns, shuffled, that two processes read for each rank."""
     data = rows().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=4)
-    return make(run, more={"train_dataset": data}, steps=7)
+    return make(run, more={"train_dataset": data}, steps=7, dataloader_num_workers=2)
+
+
+class Cutter(TrainerCallback):
+    """Ends an epoch in the middle of a step, later the training, and nothing more."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called twice in a step of three batches."""
+        self.calls += 1
+        control.should_epoch_stop = self.calls == 3
+        control.should_training_stop = self.calls == 6
+
+
+def cut_steps(run: Run) -> Any:
+    """What is left of a cut epoch's last step counts in the next; that of a cut training does not in another one."""
+    trainer = make(run, more={"callbacks": [Cutter()]}, gradient_accumulation_steps=3, steps=3)
+    assert run.longspan is None or trainer._guesses, "one pass a step"
+    logs = trainer.state.log_history
+    trainer.train()
+    trainer.state.log_history = logs + trainer.state.log_history
+    return trainer
 
 
 def language_modelling(run: Run) -> Any:
@@ -109,7 +140,7 @@ def own_adapter(run: Run) -> Any:
     return make(run, more={"model": get_peft_model(model_of(tie_word_embeddings=True), lora)})
 
 
-CASES = (stream, shuffled_stream, own_loader)
+CASES = (stream, shuffled_stream, own_loader, cut_steps)
 MORE = (language_modelling, flattening, few_rows, short_rows, own_adapter)
 
 

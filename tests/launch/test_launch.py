@@ -27,6 +27,14 @@ def describe(rank: int, *args: object) -> tuple[object, ...]:
     return rank, args, [os.environ[name] for name in names], torch.get_num_threads()
 
 
+def asks_no_name_server(rank: int) -> bool:
+    return "longspan.launch.no_name_server" in sys.modules
+
+
+def test_local_ranks_ask_no_name_server_for_torchs_log() -> None:
+    assert run_ranks(asks_no_name_server, 1) == [True]
+
+
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_results_come_back_by_rank(n: int) -> None:
     for rank, result in enumerate(run_ranks(describe, n, "a", 2)):

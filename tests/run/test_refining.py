@@ -23,6 +23,7 @@ from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult
 from longspan.run.run_data import TrainingRun
 from longspan.run.slow_slots import STEPS, SlowSlots
+from longspan.run.time_limits import longest_wait
 from longspan.testing import backend, run_ranks
 from longspan.train.plans import read_cost
 from longspan.train.terms import slot_pace
@@ -51,7 +52,7 @@ def train_noting_plans(rank: int, config: RunConfig) -> TrainResult:
     with (
         mock.patch("longspan.run.loop.note_step", note_made),
         mock.patch.object(TrainingRun, "take_step", take_noting),
-        World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
+        World(home, backend=backend(), timeout=longest_wait(config)) as world,
         ProgressDisplay(config.train.steps, None) as display,
     ):
         return train(config, world, display)
@@ -150,7 +151,7 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
     with (
         mock.patch.object(slot_pace, "LEAST_LOGITS", 1),
         mock.patch.object(slot_pace.SlotPaceTerm, "sums", lambda term: _made_sums(term, slow)),
-        World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
+        World(home, backend=backend(), timeout=longest_wait(config)) as world,
         ProgressDisplay(config.train.steps, stream if rank == 0 else None) as display,
     ):
         train(config, world, display)

@@ -1,96 +1,35 @@
 """Signals and lost ranks of a run in processes of its own: what is saved, whether it goes on, and its exit status."""
 
-import fcntl
 import os
 import pty
 import re
 import signal
-import subprocess
 import sys
-import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longspan.checkpoint.files import step_of
-from longspan.config.file import to_toml
-from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks
+from tests.faults.live_run import (
+    LOCAL,
+    TORCHRUN,
+    Process,
+    last_step,
+    saved_steps,
+    started,
+    to_group,
+    to_launcher,
+    to_rank,
+    wait_for,
+)
 from tests.train.small import small_config, train_rank
 
-Process = subprocess.Popen[bytes]
-LOCAL = ("longspan.cli.main", "train", "--world", "2", "--device", "cpu")
-TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "longspan.cli.main", "train")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """The steps of whole checkpoints."""
-    return sorted(step_of(path) for path in (folder / "run" / "checkpoints").glob("step-??????"))
-
-
-def wait_for(what: Callable[[], Any], process: Process, log: Path) -> Any:
-    deadline = time.monotonic() + 120
-    while not (value := what()):
-        assert process.poll() is None and time.monotonic() < deadline, (process.poll(), log.read_text())
-        time.sleep(0.05)
-    return value
-
-
-@contextmanager
-def started(folder: Path, words: tuple[str, ...], terminal: int | None = None, **keys: Any) -> Iterator[Process]:
-    """A run of 100,000 steps that has taken three; its output is in `log`, or goes to a terminal of its own."""
-    defaults = {"train__steps": 100_000, "train__eval_every": 0, "run__stopped_status": 75, "run__refine": "off"}
-    (folder / "config.toml").write_text(to_toml(small_config(folder, **(defaults | keys))))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-
-    def take_terminal() -> None:
-        if terminal is not None:
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *words, str(folder / "config.toml")],
-            stdin=subprocess.DEVNULL if terminal is None else terminal,
-            stdout=log if terminal is None else terminal,
-            stderr=log if terminal is None else terminal,
-            env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,
-            preexec_fn=take_terminal,  # noqa: PLW1509 (only a terminal is taken)
-        )
-    try:
-        metrics = folder / "run" / "metrics.jsonl"
-        wait_for(lambda: len(read_metrics(metrics)) >= 3, process, folder / "log")
-        yield process
-    finally:
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def last_step(folder: Path) -> int:
-    return read_metrics(folder / "run" / "metrics.jsonl")[-1]["step"]
-
-
-def ranks_of(process: Process) -> list[int]:
-    """The processes that train: torchrun's, or those of the launcher's fork server."""
-    parents = [process.pid]
-    for word in ("multiprocessing.forkserver", ""):
-        children = [int(pid) for parent in parents for pid in _children(parent)]
-        servers = [pid for pid in children if word and word in Path(f"/proc/{pid}/cmdline").read_text()]
-        if not servers:
-            return children
-        parents = servers
-    return []
-
-
-def _children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_a_closed_terminal_stops_a_run_that_a_signal_has_saved(tmp_path: Path) -> None:
@@ -123,18 +62,6 @@ def test_a_closed_terminal_stops_a_run_that_a_signal_has_saved(tmp_path: Path) -
     assert saved_steps(tmp_path) == [*steps, last] and (tmp_path / "run" / "report.html").is_file()
     text = b"".join(shown).decode()
     assert all(f"SIGUSR1 was received: step {step} is saved, and the run goes on" in text for step in steps)
-
-
-def to_launcher(process: Process, number: int) -> None:
-    process.send_signal(number)
-
-
-def to_group(process: Process, number: int) -> None:
-    os.killpg(process.pid, number)
-
-
-def to_rank(process: Process, number: int) -> None:
-    os.kill(ranks_of(process)[1], number)
 
 
 STOPS = [
@@ -178,16 +105,16 @@ def test_a_lost_rank_is_named_and_ends_the_run_with_3(words: tuple[str, ...], tm
 
 def receive_on_rank_1(rank: int, config: Any) -> tuple[str, int]:
     """A run in which rank 1 receives SIGUSR1 in its second step."""
-    from longspan.run import loop
+    from longspan.run.run_data import TrainingRun
 
-    take = loop._take_step
+    take = TrainingRun.take_step
 
-    def take_and_receive(*arguments: Any) -> Any:
-        if rank == 1 and arguments[2] == 1:
+    def take_and_receive(self: Any, plan: Any, documents: Any, step: int) -> Any:
+        if rank == 1 and step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return take(*arguments)
+        return take(self, plan, documents, step)
 
-    loop._take_step = take_and_receive
+    TrainingRun.take_step = take_and_receive
     result = train_rank(rank, config, 2)
     return result.stopped, result.done
 

@@ -8,28 +8,53 @@ import pytest
 
 from longspan.comm import on_all_ranks
 from longspan.config.file import load_config
-from longspan.errors import CheckpointError, CommError, LongspanError, NonFiniteError, RunFolderError
+from longspan.errors import CheckpointError, CommError, LongspanError, NonFiniteError, RankLostError, RunFolderError
 from longspan.run import folder as module
 from longspan.run.folder import Saves
+
+
+class FakeSaver:
+    """Notes what is saved, and what would be waited for; `refusal` is raised where a save ends."""
+
+    written: list[tuple[int, int]]
+    refusal: CheckpointError | None = None
+
+    def __init__(self, *_: Any, keep: int, **__: Any) -> None:
+        self.keep, self.left = keep, ""
+
+    def save(self, *_: Any, step: int, state: Any) -> None:
+        if self.refusal is None:
+            self.written.append((step, self.keep))
+
+    def wait(self) -> None:
+        self.left = "waited"
+        if self.refusal is not None:
+            raise self.refusal
+
+    def wait_here(self, seconds: float) -> None:
+        self.left = f"waited at most {seconds:g} s"
+
+    def give_up(self) -> None:
+        self.left = "given up"
 
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(step, keep) of every checkpoint that would be written."""
-    written: list[tuple[int, int]] = []
-    monkeypatch.setattr(module, "save_checkpoint", lambda *_, step, keep, **__: written.append((step, keep)))
-    return written
+    FakeSaver.written = []
+    monkeypatch.setattr(module, "CheckpointSaver", FakeSaver)
+    return FakeSaver.written
 
 
 def saves_of(rank: int = 0, done: int = 0, **keys: Any) -> Saves:
     config = load_config()
     config = replace(config, train=replace(config.train, **keys))
-    world = SimpleNamespace(rank=rank, home=SimpleNamespace(ranks=(0, 1)))
+    world = SimpleNamespace(rank=rank, home=SimpleNamespace(ranks=(0, 1)), timeout=60.0)
     order = SimpleNamespace(version=2)
     run: Any = SimpleNamespace(
         config=config, world=world, done=done, checkpoints="c", model=None, optimizer=None, order=order, refinement=None
     )
-    return Saves(run)
+    return Saves(run, lambda _: None)
 
 
 def test_the_first_ranks_clock_counts_from_the_last_checkpoint(
@@ -48,6 +73,7 @@ def test_the_first_ranks_clock_counts_from_the_last_checkpoint(
     assert answers == [False, True, False, True] and saved == [(0, 2), (0, 2)]
 
 
+@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize(("done", "due"), [(0, False), (3, True), (4, False), (6, True), (7, True)])
 def test_steps_between_checkpoints_and_the_last(done: int, due: bool) -> None:
     saves = saves_of(save_every=3, steps=7)
@@ -62,18 +88,19 @@ def broken_weights() -> NonFiniteError:
 
 
 ERRORS = [
-    (on_all_ranks(RunFolderError("full")), True),
-    (on_all_ranks(NonFiniteError("nan")), True),
-    (on_all_ranks(broken_weights()), False),
-    (on_all_ranks(CheckpointError("full")), False),
-    (CommError("rank 1 is lost"), False),
-    (RunFolderError("of this rank alone"), False),
+    (on_all_ranks(RunFolderError("full")), True, "waited"),
+    (on_all_ranks(NonFiniteError("nan")), True, "waited"),
+    (on_all_ranks(broken_weights()), False, "waited"),
+    (on_all_ranks(CheckpointError("full")), False, "waited"),
+    (RankLostError("rank 1 is lost"), False, "given up"),
+    (CommError("ranks disagree"), False, "waited at most 15 s"),
+    (RunFolderError("of this rank alone"), False, "waited at most 15 s"),
 ]
 
 
-@pytest.mark.parametrize(("error", "saves"), ERRORS, ids=str)
+@pytest.mark.parametrize(("error", "saves", "left"), ERRORS, ids=str)
 def test_errors_of_all_ranks_are_raised_after_a_checkpoint(
-    saved: list[tuple[int, int]], error: LongspanError, saves: bool
+    saved: list[tuple[int, int]], error: LongspanError, saves: bool, left: str
 ) -> None:
     error = type(error)(str(error)) if not error.on_all_ranks else error
     run = saves_of(done=4)
@@ -82,6 +109,7 @@ def test_errors_of_all_ranks_are_raised_after_a_checkpoint(
         raise error
     notes = getattr(raised.value, "__notes__", [])
     assert (saved, notes) == ([(5, 0)], ["The weights after 5 steps are saved in c"]) if saves else ([], [])
+    assert vars(run.saver)["left"] == left  # a checkpoint that was being written before
 
 
 def test_nothing_new_is_not_saved_and_a_disk_that_is_full_is_said(
@@ -92,10 +120,7 @@ def test_nothing_new_is_not_saved_and_a_disk_that_is_full_is_said(
         raise on_all_ranks(RunFolderError("full"))
     assert not saved
 
-    def refuse(*_: object, **__: object) -> None:
-        raise CheckpointError("no space")
-
-    monkeypatch.setattr(module, "save_checkpoint", refuse)
+    monkeypatch.setattr(FakeSaver, "refusal", CheckpointError("no space"))
     with pytest.raises(RunFolderError) as raised, run.save_before_errors():
         run.done += 2
         raise on_all_ranks(RunFolderError("full"))

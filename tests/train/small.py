@@ -14,6 +14,7 @@ from longspan.run.checks.config_check import check_config
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult
+from longspan.run.time_limits import longest_wait
 from longspan.testing import backend
 
 WORDS = (
@@ -72,15 +73,18 @@ def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
     """Train on this rank, without a display."""
     home = check_config(config, ranks)
     with (
-        World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
+        World(home, backend=backend(), timeout=longest_wait(config)) as world,
         ProgressDisplay(config.train.steps, None) as display,
     ):
         return train(config, world, display)
 
 
+_TIMES = {"seconds", "tokens_per_second", "memory_bytes", "tflops", "save_shown_seconds", "save_seconds", "save_bytes"}
+
+
 def without_times(row: Mapping[str, object]) -> dict[str, object]:
     """A row of metrics without what differs between two equal runs."""
-    return {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "memory_bytes", "tflops")}
+    return {k: v for k, v in row.items() if k not in _TIMES}
 
 
 def value_of(config: RunConfig, name: str) -> Any:

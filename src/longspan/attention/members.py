@@ -56,9 +56,13 @@ class Members:
         self, part: ShardPart, mask: Mask, device: torch.device, inner: int = 1, spans: Spans = NO_SPANS
     ) -> None:
         assert part.degree % inner == 0, (part.degree, inner)
-        self.part, self.mask, self.device, self.inner = part, mask, device, inner
-        self.spans = spans if mask.causal else NO_SPANS
-        self.degree, self.member = part.degree // inner, part.member // inner
+        self.part: ShardPart = part
+        self.mask: Mask = mask
+        self.device: torch.device = device
+        self.inner: int = inner
+        self.spans: Spans = spans if mask.causal else NO_SPANS
+        self.degree: int = part.degree // inner
+        self.member: int = part.member // inner
         blocks = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
         self.counts: tuple[int, ...] = tuple(blocks.sum(1).tolist())
         self.inner_counts: tuple[int, ...] = tuple(blocks[self.member].tolist())

@@ -72,7 +72,9 @@ class Tiling:
     """
 
     def __init__(self, bounds: Integers, left: int | None, right: int | None) -> None:
-        self.bounds, self.left, self.right = bounds, left, right
+        self.bounds: Integers = bounds
+        self.left: int | None = left
+        self.right: int | None = right
 
     @staticmethod
     def from_tiles(tiles: Iterable[Tile]) -> "Tiling":
@@ -148,10 +150,12 @@ class Launch:
     """
 
     def __init__(self, tiling: Tiling, device: torch.device, tokens: Callable[[], Tokens] | None = None) -> None:
-        self.tiling, self.device = tiling, device
-        self.left, self.right = tiling.left, tiling.right
-        self.q_rows = _index_on_device(tiling.q_rows(), device)
-        self.k_rows = _index_on_device(tiling.k_rows(), device)
+        self.tiling: Tiling = tiling
+        self.device: torch.device = device
+        self.left: int | None = tiling.left
+        self.right: int | None = tiling.right
+        self.q_rows: slice | Tensor = _index_on_device(tiling.q_rows(), device)
+        self.k_rows: slice | Tensor = _index_on_device(tiling.k_rows(), device)
         self._tokens = tokens
         self._blocks: dict[tuple[int, bool], Tensor] = {}
 

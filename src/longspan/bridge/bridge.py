@@ -46,7 +46,7 @@ class Bridge:
     """
 
     def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
-        self.exchange = _exchange(have, need)
+        self.exchange: Exchange = _exchange(have, need)
         self.gradient: RowGradient = gradient
         everyone = world.channels.everyone
         slots = [[everyone.ranks.index(rank) for rank in ranks] for ranks in world.home.tp_groups()]

@@ -33,8 +33,10 @@ class ItemDocuments:
         read: Callable[[int], Any] | Sequence[Any],
         positions: Callable[[int], Integers | None] | None = None,
     ) -> None:
-        self.tokens, self.items, self._read, self._positions = tokens, tuple(items), read, positions
-        self.lengths = tuple(len(tokens[document]) for document in range(len(tokens)))
+        self.tokens: Sequence[Any] = tokens
+        self.items: tuple[Item, ...] = tuple(items)
+        self._read, self._positions = read, positions
+        self.lengths: tuple[int, ...] = tuple(len(tokens[document]) for document in range(len(tokens)))
         count = None if callable(read) else len(read)
         if count is not None and count != len(self.items):
             raise DataError(

@@ -15,7 +15,6 @@ none. torch (2.11 to 2.13) makes moments by a step with zero gradients if an opt
 load into, and if there are gradients it silently makes and loads none.
 """
 
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,12 +43,15 @@ from longspan.checkpoint.files import (
     files_by_rank,
     newest_good_checkpoint,
     note_damage,
+    partial_path,
     publish_checkpoint,
     read_state,
+    remove_folder,
     remove_old_checkpoints,
 )
 from longspan.checkpoint.metadata import read_metadata
 from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure
+from longspan.checkpoint.store_path import as_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
@@ -70,6 +72,7 @@ def save_checkpoint(
     step: int,
     state: Mapping[str, Any] | None = None,
     keep: int = 0,
+    best: int = 0,
     weights: bool = True,
 ) -> Path:
     """Write a prepared model and its optimizer as checkpoint `step` under `root`; all ranks call it together.
@@ -78,13 +81,14 @@ def save_checkpoint(
     PosixPath('runs/mine/step-000100')
 
     `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
-    newest `keep` good checkpoints stay (0: all). Without `weights` it holds the optimizer only, for who keeps the
-    weights in a folder of `save_model`. Returns the checkpoint's folder. Raises CheckpointError on every rank if any
-    could not write, and CommError with the rank that is lost; an older checkpoint is never damaged.
+    newest `keep` good checkpoints stay (0: all), and that of step `best`. Without `weights` it holds the optimizer
+    only, for who keeps the weights in a folder of `save_model`. Returns the checkpoint's folder; `CheckpointSaver`
+    writes while training goes on. Raises CheckpointError on every rank if any could not write, and CommError with the
+    rank that is lost; an older checkpoint is never damaged.
     """
-    root = Path(root)
+    root = as_root(root)
     path = checkpoint_path(root, step)
-    folder = path.with_name(path.name + PARTIAL)
+    folder = partial_path(path)
     run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
         tensors = tensors_to_save(model, optimizer)
@@ -96,11 +100,11 @@ def save_checkpoint(
         )
     except (CheckpointError, CommError) as error:
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
-            shutil.rmtree(folder, ignore_errors=True)  # what it takes may be what the disk lacks
+            remove_folder(folder)  # what it takes may be what the disk lacks
         if isinstance(error, CommError):
             raise
         raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
-    run_on_first_rank(world, lambda: remove_old_checkpoints(root, keep), CheckpointError)
+    run_on_first_rank(world, lambda: remove_old_checkpoints(root, keep, best=best), CheckpointError)
     return path
 
 
@@ -114,7 +118,7 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the
     checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
     """
-    root = Path(root)
+    root = as_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
     newest, damage = newest_good_checkpoint(
         paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
@@ -150,7 +154,7 @@ def load_checkpoint(
     CheckpointError where the folder is missing, belongs to another model, holds no weights that are asked for, or lacks
     moments of parameters that were frozen, and CommError where a rank is lost.
     """
-    path = Path(path)
+    path = as_root(path)
     state, metadata = run_on_first_rank(world, lambda: (read_state(path), read_metadata(path)), CheckpointError)
     stored = list[str](metadata.state_dict_metadata)
     tensors = tensors_to_fill(model, optimizer)

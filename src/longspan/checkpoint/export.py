@@ -38,6 +38,7 @@ from longspan.checkpoint.files import (
 )
 from longspan.checkpoint.metadata import read_metadata
 from longspan.checkpoint.storage import DataPlanner, DataReader, first_failure
+from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.corpus.images.without_torchvision import FILES
@@ -107,7 +108,7 @@ def export_checkpoint(
     config, run = _stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
-    checkpoint = _good_checkpoint(run_dir / "checkpoints", checkpoint, log)
+    checkpoint = _good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
     kind = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, kind, find_images_class(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in

@@ -4,7 +4,6 @@ The base model is read a layer at a time. Depths of multi-token prediction are w
 ours, or left out.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +18,7 @@ from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ConfigError, plural
+from longspan.files import read_json
 from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
 from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, write_adapter
@@ -159,7 +159,7 @@ def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) 
     if (run.model.path and not drawn_depths) or (name and not PRESETS[name].rows):
         return
     try:
-        device = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["device"]
+        device = read_json(run_dir / "run.json")["device"]
     except (OSError, ValueError, KeyError, TypeError):
         device = "an unknown device"
     if device != "CPU":

@@ -1,6 +1,6 @@
 """The files of a checkpoint: where they are, whether they are complete, and which checkpoint is the newest good one.
 
-No torch and no ranks here: a folder is judged only by its manifest.
+No torch and no ranks here: a folder is judged only by its manifest. Folders may be in a store (`store_path.py`).
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from longspan.checkpoint.store_path import StorePath
 from longspan.errors import CheckpointError
 from longspan.files import write_durably
 
@@ -37,51 +38,76 @@ def step_of(path: Path) -> int:
 
 def create_partial(partial: Path) -> None:
     """Make an empty folder to write into, in place of what an interrupted save left there."""
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_folder(partial)
     partial.mkdir(parents=True)
+
+
+def partial_path(path: Path) -> Path:
+    """Where a checkpoint is written before it is complete: in a store, which renames nothing, in its own place."""
+    return path if isinstance(path, StorePath) else path.with_name(path.name + PARTIAL)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether the save of a checkpoint was interrupted."""
+    return not (path / MANIFEST).is_file() if isinstance(path, StorePath) else path.name.endswith(PARTIAL)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a checkpoint, whole or not, as far as the disk lets it."""
+    if isinstance(path, StorePath):
+        with suppress(OSError):
+            path.remove()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def publish_checkpoint(
     partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]
 ) -> None:
     """Write the state and, last, the manifest; make it durable; give the folder its name."""
-    write_durably(partial / STATE, json.dumps(state, indent=1))
+    in_store = isinstance(partial, StorePath)
+    write: Any = type(partial).write_text if in_store else write_durably
+    write(partial / STATE, json.dumps(state, indent=1))
     files = {name: digest for part in digests for name, digest in part.items()}
     files[STATE] = _digest(partial / STATE)
-    write_durably(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
+    write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
+    if in_store:
+        return
     _sync_folder(partial)
-    shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
+    remove_folder(path)  # a damaged one of the same step
     partial.rename(path)
     _sync_folder(path.parent)
 
 
-def remove_old_checkpoints(root: Path, keep: int) -> None:
+def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
     """Remove unfinished checkpoints, and what is older than the newest `keep` good ones (0: nothing).
 
-    Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good.
+    Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good. That of step `best`
+    stays.
     """
     remove_unfinished_saves(root)
     good = [path for path in complete_checkpoints(root) if _looks_good(path)]
     if keep and len(good) > keep:
         oldest = step_of(good[keep - 1])
-        for path in (path for path in complete_checkpoints(root) if step_of(path) < oldest):
-            shutil.rmtree(path, ignore_errors=True)
+        for path in (path for path in complete_checkpoints(root) if step_of(path) < oldest and step_of(path) != best):
+            remove_folder(path)
 
 
 def remove_unfinished_saves(root: Path, log: LogLine = lambda _: None) -> None:
     """Remove what interrupted saves left, and log each. Not while another process may be saving there."""
     for path in _steps(root):
-        if path.name.endswith(PARTIAL):
+        if is_unfinished(path):
             log(f"removing {path}: its save was interrupted")
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
 
 
 def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path]:
     """The checkpoints under `root` that were saved to the end, the newest first; the others are logged."""
     paths = _steps(root)
-    for path in (path for path in paths if path.name.endswith(PARTIAL)):
+    unfinished = [path for path in paths if is_unfinished(path)]
+    for path in unfinished:
         log(f"skipping {path}: its save was interrupted")
-    return [path for path in paths if not path.name.endswith(PARTIAL)]
+    return [path for path in paths if path not in unfinished]
 
 
 def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:

@@ -10,6 +10,7 @@ the files of the folder. The tensors themselves are read in `storage.py`.
 import json
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,14 @@ def metadata_text(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> str:
     `entries` are tensors and other values by name (`Metadata.state_dict_metadata`); `places` says by name and offset in
     which file each chunk lies (`Metadata.storage_data`).
     """
-    return json.dumps(_table(entries, places), separators=(",", ":"))
+    table = _table(entries, places)
+    dump = partial(json.dumps, separators=(",", ":"))  # entry by entry: one call for all would hold Python's lock
+    parts = (
+        f'"{key}":{{{",".join(f"{dump(name)}:{dump(value)}" for name, value in table.pop(key).items())}}}'
+        for key in ("tensors", "values")
+    )
+    tensors, values = parts
+    return f"{dump(table)[:-1]},{tensors},{values}}}"
 
 
 def read_metadata(path: Path) -> Metadata:

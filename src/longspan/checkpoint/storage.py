@@ -27,18 +27,29 @@ from torch.futures import Future
 
 from longspan.checkpoint.files import Digest
 from longspan.checkpoint.metadata import METADATA, metadata_text
+from longspan.checkpoint.store_path import StorePath
 from longspan.comm import World, waiting_for_all
 from longspan.errors import CheckpointError
 from longspan.files import naming_file, os_error_text
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes this rank's files; `digests` are those of all that it wrote, by name."""
+    """Writes this rank's files; `digests` are those of all that it wrote, by name.
 
-    def __init__(self, path: Path, world: World) -> None:
-        super().__init__(path)
-        self.fs = self._files = _HashingFiles()
+    With a world its ranks wait for each other while they write.
+    """
+
+    def __init__(self, path: Path, world: World | None) -> None:
+        in_store = isinstance(path, StorePath)
+        super().__init__(".", sync_files=not in_store)  # torch makes a Path of it
+        self.path, self.fs = path, _HashingFiles()
+        self._files = self.fs
         self._world = world
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder as torch's `.metadata` names it."""
+        return str(self.path) if isinstance(self.path, StorePath) else self.path
 
     @property
     def digests(self) -> dict[str, Digest]:
@@ -47,6 +58,7 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """As torch writes; entered by all ranks."""
+        assert self._world is not None
         with waiting_for_all(self._world):
             return super().write_data(plan, planner)
 
@@ -54,10 +66,11 @@ class HashingWriter(FileSystemWriter):
         """Write what the files hold: torch's `.metadata`, and `metadata.json`, which longspan reads; on one rank."""
         super().finish(metadata, results)
         places = {result.index: result.storage_data for part in results for result in part}
-        with self.fs.create_stream(Path(self.path) / METADATA, "wb") as stream:
+        with self._files.create_stream(self.path / METADATA, "wb") as stream:  # pyright: ignore[reportOperatorIssue]
             stream.write(metadata_text(metadata.state_dict_metadata, places).encode())
             stream.flush()
-            os.fsync(stream.fileno())
+            if self.sync_files:
+                os.fsync(stream.fileno())
 
 
 class DataReader(FileSystemReader):
@@ -67,8 +80,9 @@ class DataReader(FileSystemReader):
     """
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata, self._file = metadata, ""
+        super().__init__(".")  # torch makes a Path of it
+        self.path, self.fs = path, _Files()
+        self._folder, self._metadata, self._file = path, metadata, ""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What was read before; torch would unpickle `.metadata`."""
@@ -79,7 +93,7 @@ class DataReader(FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(not_data(Path(self.path) / self._file, error)) from error
+            raise CheckpointError(not_data(self._folder / self._file, error)) from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         self._file = sinfo.relative_path
@@ -98,7 +112,7 @@ class PatientReader(DataReader):
 
         Entered by all ranks.
         """
-        with waiting_for_all(self._world), naming_file(Path(self.path)):
+        with waiting_for_all(self._world), naming_file(self._folder):
             return super().read_data(plan, planner)
 
 
@@ -161,21 +175,51 @@ def not_data(file: Path, error: Exception) -> str:
     )
 
 
-class _HashingFiles(FileSystem):
-    """Files on disk, hashed as they are written."""
+class _Files(FileSystem):
+    """Files of a folder or of a store; torch's own takes every path for one of the disk."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """A stream to read a file with."""
+        with path.open(mode) as stream:
+            yield stream
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        """A file in a folder."""
+        return path / suffix
+
+    def mkdir(self, path: Any) -> None:
+        """Make a folder."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def exists(self, path: Any) -> bool:
+        """Whether a file is there."""
+        return path.exists()
+
+    def rm_file(self, path: Any) -> None:
+        """Remove a file."""
+        path.unlink()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Give a file another name."""
+        path.rename(new_path)
+
+
+class _HashingFiles(_Files):
+    """Files that are hashed as they are written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.digests: dict[str, Digest] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """A stream to write a new file with. Raises CheckpointError for what the disk refuses."""
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """A stream to write a new file with. Raises CheckpointError for what the disk, or the store, refuses."""
         assert mode == "wb", mode
         file = None
         try:
-            with naming_file(Path(path)):
-                file = _HashedFile(path, "wb")
+            with naming_file(path):
+                file = _StoreFile(path) if isinstance(path, StorePath) else _HashedFile(path, "wb")
                 with io.BufferedWriter(file) as stream:
                     yield stream
         except Exception as error:  # torch's writer of tensors replaces the disk's error by its own
@@ -183,14 +227,53 @@ class _HashingFiles(FileSystem):
             refused = refused or (error if isinstance(error, OSError) else None)
             if refused is None:
                 raise
+            if not isinstance(refused, OSError):  # of a store's own package
+                raise CheckpointError(f"{path}: {type(refused).__name__}: {refused}") from error
             refused.filename = str(path)
             raise CheckpointError(os_error_text(refused)) from error
-        self.digests[Path(path).name] = file.size, file.sha256.hexdigest()
+        self.digests[path.name] = file.size, file.sha256.hexdigest()
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+    def rename(self, path: Any, new_path: Any) -> None:
         """Give a file that was written another name."""
         super().rename(path, new_path)
-        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+        self.digests[new_path.name] = self.digests.pop(path.name)
+
+
+class _StoreFile(io.RawIOBase):
+    """A new file of a store with the hash of its bytes, and the error with which it was refused."""
+
+    def __init__(self, path: StorePath) -> None:
+        super().__init__()
+        self.size, self.sha256, self._file = 0, hashlib.sha256(), path.open("wb")
+        self.refused: Exception | None = None
+
+    def writable(self) -> bool:
+        """It is only written."""
+        return True
+
+    def tell(self) -> int:
+        """The bytes so far."""
+        return self.size
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        view = memoryview(data).cast("B")
+        try:
+            self._file.write(view)
+        except Exception as error:  # of any package
+            self.refused = error
+            raise
+        self.sha256.update(view)
+        self.size += len(view)
+        return len(view)
+
+    def close(self) -> None:
+        """The file is in the store after this."""
+        if not self.closed:
+            try:
+                super().close()
+            finally:
+                self._file.close()
 
 
 class _HashedFile(io.FileIO):

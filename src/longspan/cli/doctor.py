@@ -14,13 +14,17 @@ from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import Device, choose_processes, is_reporting, usable_gpus
 from longspan.errors import LongspanError, plural
-from longspan.report.plain_text import bytes_text, seconds_text, text_table
+from longspan.plain_text import bytes_text, seconds_text, text_table
 from longspan.run.result import versions
 
 if TYPE_CHECKING:
     from longspan.attention import Kernel
 
-SUPPORTED = {"python": ((3, 11), None), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (6, 0))}
+SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
+    "python": ((3, 11), None),
+    "torch": ((2, 11), (2, 14)),
+    "transformers": ((5, 17), (6, 0)),
+}
 LOCAL_RANKS = 4
 
 

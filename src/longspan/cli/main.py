@@ -23,6 +23,7 @@ VERBS = {
     "simulate": "the former name of plan --compare",
     "bench": "measure communication patterns on this machine",
     "report": "write the HTML report of a run or a plan",
+    "examples": "list the examples that come with longspan, or copy them",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
 _ALIASES = {"simulate": ["plan", "--compare"]}
@@ -42,11 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interruptible():
             return _run_verb(words)
     except LongspanError as error:
-        if debug:
-            traceback.print_exc()
-        print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
+        return _report(error, debug=debug)
     except KeyboardInterrupt as error:
+        if (lost := _rank_loss_before(error)) is not None:
+            return _report(lost, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
             print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)
@@ -54,6 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, `| head`, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _report(error: LongspanError, *, debug: bool) -> int:
+    """Print an error; returns its exit code."""
+    if debug:
+        traceback.print_exception(error)
+    print(error_line(error), file=sys.stderr, flush=True)
+    return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
+
+
+def _rank_loss_before(error: BaseException) -> RankLostError | None:
+    """The error of a lost rank that was under way when a signal came, such as torchrun's to the ranks that are left."""
+    before = error.__context__
+    while before is not None and not isinstance(before, RankLostError):
+        before = before.__context__
+    return before
 
 
 def usage_text() -> str:
@@ -73,7 +89,12 @@ def error_line(error: LongspanError) -> str:
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         label = f"\x1b[1;31m{label}\x1b[0m"
     notes = [note for note in getattr(error, "__notes__", ()) if str(error) not in note]
-    return "\n".join([f"{label} {error}", *(f"  {note}" for note in notes)])
+    return "\n".join([f"{label} {_printable(str(error))}", *(f"  {_printable(note)}" for note in notes)])
+
+
+def _printable(text: str) -> str:
+    """A text that may hold names from files of others, without characters that steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _run_verb(words: list[str]) -> int:

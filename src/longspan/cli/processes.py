@@ -13,6 +13,7 @@ from longspan.cli.machine import find_gpus, set_gpu_environment
 from longspan.comm import run_local
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.launch.launch import usable_cores
+from longspan.launch.orphans import stop_without_torchrun
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -129,5 +130,6 @@ def run_on_ranks(
     """
     set_gpu_environment(compile_cache)
     if has_torchrun():
+        stop_without_torchrun()
         return fn(int(os.environ["RANK"]), *args)
     return run_local(fn, ranks, args, timeout=timeout, ignored=ignored)[0]

@@ -1,5 +1,6 @@
 """`longspan train`: check the configuration, start the ranks, train, write the report, print the result."""
 
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -44,30 +45,35 @@ def main(argv: Sequence[str]) -> int:
         raise
     if is_reporting():
         leave_closed_output()  # whose status would stand for the run's
-        _print_result(
-            result, "adapter, for stock peft" if config.lora.rank else "Hugging Face folder", as_json=flags.json
-        )
+        saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
+        _print_result(result, saved, config.run.checkpoints, as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0
 
 
 def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool) -> "TrainResult":
     """Train on one rank."""
-    from longspan.comm import World
-    from longspan.run.loop import train
-    from longspan.run.progress import ProgressDisplay
+    gc.disable()  # under torchrun: what is imported is no garbage, and looking for some takes a tenth of the time
+    try:
+        from longspan.comm import World
+        from longspan.run.loop import train
+        from longspan.run.progress import ProgressDisplay
+        from longspan.run.time_limits import longest_wait
+    finally:
+        gc.freeze()
+        gc.enable()
 
     home = home_of(config.parallel, ranks)
-    with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
+    with World(home, backend=backend, timeout=longest_wait(config)) as world:
         stream = (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
         with ProgressDisplay(config.train.steps, stream, log_every=config.run.log_every) as display:
             return train(config, world, display)
 
 
-def _print_result(result: "TrainResult", saved: str, *, as_json: bool) -> None:
+def _print_result(result: "TrainResult", saved: str, checkpoints: str, *, as_json: bool) -> None:
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout
     print(f"report: {write_report(result.dir)}", file=out)
     model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
-    print(f"checkpoints: {result.dir / 'checkpoints'}{model}", file=out)
+    print(f"checkpoints: {checkpoints or result.dir / 'checkpoints'}{model}", file=out)
     print(json.dumps(result.summary()) if as_json else result.text())

@@ -12,7 +12,7 @@ from functools import partial
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from longspan.comm.world import World
+from longspan.comm.world import World, open_worlds
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
 
@@ -20,6 +20,37 @@ Result = TypeVar("Result")
 LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
 
 _BEAT = 10.0  # seconds between two signs of life, at most
+
+
+def set_timeout(world: World, seconds: float) -> None:
+    """Set how long this rank waits for the others in collectives that start from now on.
+
+    >>> set_timeout(world, 60)
+
+    Ranks may set it by themselves. It counts for worlds that share communicators with this one too; a world that is
+    opened later begins with its own `timeout`.
+    """
+    for other in open_worlds():
+        if other.timeout == world.timeout:
+            other.watch.timeout = float(seconds)
+            other.process_groups.set_timeout(seconds)
+
+
+@contextmanager
+def allowing(world: World, seconds: float) -> Iterator[None]:
+    """A context in which this rank waits for the others at least so long, as while one of them writes a file.
+
+    >>> with allowing(world, 600):
+    ...     world.control.barrier("the last rank has written")
+    """
+    before = world.watch.timeout
+    if seconds > before:
+        set_timeout(world, seconds)
+    try:
+        yield
+    finally:
+        if seconds > before and world in open_worlds():
+            set_timeout(world, before)
 
 
 @contextmanager
@@ -34,7 +65,7 @@ def waiting_for_all(world: World) -> Iterator[None]:
     def beat() -> None:
         """Tell the other ranks, again and again, that this one still works."""
         try:
-            while world.control.any_rank(not ended.wait(min(_BEAT, world.timeout / 4))):
+            while world.control.any_rank(not ended.wait(min(_BEAT, world.watch.timeout / 4))):
                 pass
         except BaseException as error:  # raised where the others are waited for
             failures.append(error)

@@ -13,6 +13,7 @@ import time
 
 from longspan.comm.failure_reports import ANSWER_SECONDS, FailureReports
 from longspan.comm.watch import Operation, Watch, one_line
+from longspan.launch.orphans import launcher_is_gone
 
 SILENT_SECONDS = 60.0  # a store that has not answered for this long is given up
 LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
@@ -45,7 +46,7 @@ class AnsweringThread:
         reports, silent_since = self.watch.reports, math.inf
         while not self._stop.wait(interval):
             self._end_with_stuck_device()
-            if reports is None:
+            if reports is None or launcher_is_gone():
                 continue
             try:
                 if silent_since < math.inf:
@@ -54,6 +55,7 @@ class AnsweringThread:
                     self._end_waiting_for_lost_rank(reports)
                     if number := reports.open_request():
                         reports.answer(number, self.watch.activity())
+                        self.watch.write_traces()
                 silent_since = math.inf
             except RuntimeError as error:
                 silent_since = min(silent_since, time.monotonic())
@@ -75,7 +77,7 @@ class AnsweringThread:
         NCCL's own watchdog ends it too, but only after a minute or more of dumping (torch 2.11).
         """
         watch, last = self.watch, self.watch.last
-        if last is None or time.monotonic() - last[0].started < watch.timeout:
+        if last is None or time.monotonic() - last[0].started < last[0].limit:
             return
         operation, past = last
         if past():

@@ -29,14 +29,16 @@ class ControlGroup:
     """
 
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
-        self.home, self.plane = home, plane
+        self.home: Layout = home
+        self.plane: tuple[int, ...] = plane
         self._groups = groups
         group = groups.make_group(home.ranks, "control", backend="gloo")
         assert group is not None
         self.group = group
         groups.set_parent("control", group)
-        self._rounds = PairRounds(group, home.ranks, groups.watch.rank)
-        self._rounds_of_plane = PairRounds(group, plane, groups.watch.rank)
+        watch = groups.watch
+        self._rounds = PairRounds(group, home.ranks, watch.rank, lambda: watch.timeout)
+        self._rounds_of_plane = PairRounds(group, plane, watch.rank, lambda: watch.timeout)
         self.barrier("making the control group")  # connects the pairs, so that each notices when the other leaves
 
     @property

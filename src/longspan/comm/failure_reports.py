@@ -8,19 +8,42 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, Store
 
 from longspan.comm.nodes import Nodes
 from longspan.comm.rendezvous import new_connection
 from longspan.launch.rank_process import DEAD_KEY
+from longspan.launch.siblings import has_ended, processes_of_torchrun
 from longspan.layout.layout import excerpt
 
 ANSWER_SECONDS = 5.0  # a report waits this long for answers
-NAMED = 8  # ranks named one by one in a message
+NAMED = 6  # ranks named one by one in a message
+
+
+class Activity(NamedTuple):
+    """What a rank is doing: in words, the collective that it is in ("" for none), and what torch recorded last."""
+
+    text: str
+    operation: str = ""
+    recorded: str = ""
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why a collective fails, the most telling first, and what each rank does; every rank reads the same.
+
+    `own_error`: a rank left with an error of its own. `reporter` is the rank that collected it, and prints it whole.
+    """
+
+    causes: tuple[str, ...]
+    activities: tuple[str, ...] = ()
+    own_error: bool = False
+    reporter: int = -1
 
 
 class FailureReports:
@@ -32,6 +55,7 @@ class FailureReports:
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
         self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
         self._store = PrefixStore(prefix, root)
+        self._processes = processes_of_torchrun()
         self.nodes: Nodes | None = None  # where the ranks run, once the world is open
         self._answered, self._answered_at = 0, -math.inf  # the last report that this rank answered for, and when
         self._answering = threading.Lock()
@@ -59,16 +83,15 @@ class FailureReports:
         following = self._answered + 1
         return following if self._store.check([f"{following}/requested"]) else 0
 
-    def answer(self, number: int, activity: str) -> None:
+    def answer(self, number: int, activity: Activity) -> None:
         """Post what this rank is doing, once for each report."""
         with self._answering:
             if number > self._answered:
-                self._append(f"{number}/answers", {"rank": self._rank, "activity": activity})
+                self._append(f"{number}/answers", {"rank": self._rank, **activity._asdict()})
                 self._answered, self._answered_at = number, time.monotonic()
 
-    def report(self, activity: str, since: float) -> tuple[str, bool]:
-        """The report of a collective that this rank entered at the monotonic time `since`, and whether it names a rank
-        that left with an error of its own.
+    def report(self, activity: Activity, since: float) -> FailureReport:
+        """The report of a collective that this rank entered at the monotonic time `since`.
 
         This is the last report where that was requested after `since`; else the next one, which this rank or a faster
         one requests.
@@ -77,29 +100,32 @@ class FailureReports:
         first = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
         self.answer(number, activity)  # and with it the news
         if first:
-            report = self._collect_report(number)
-            self._store.set(f"{number}/report", json.dumps(report))
+            report = self._collect_report(number, activity.operation)
+            self._store.set(f"{number}/report", json.dumps(asdict(report)))
             return report
         if (posted := self._wait_for_key(f"{number}/report", ANSWER_SECONDS + 2)) is None:
-            return "another rank requested one, and did not post it", False
-        text, own_error = json.loads(posted)
-        return text, own_error
+            return FailureReport(("another rank requested a report, and did not post it",))
+        values = json.loads(posted)
+        lists = {name: tuple(values.pop(name)) for name in ("causes", "activities")}
+        return FailureReport(**lists, **values)
 
     def has_died(self, rank: int) -> bool:
         """Whether a launcher has posted that a rank died; False under those that post nothing, such as torchrun."""
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
-    def _collect_report(self, number: int) -> tuple[str, bool]:
-        """Wait until every rank has answered, left or died, or until the time for answers is over; then `report`."""
+    def _collect_report(self, number: int, operation: str) -> FailureReport:
+        """Wait until every rank has answered, left or died, or until the time for answers is over; then report."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            answers = {entry["rank"]: entry["activity"] for entry in self._entries(f"{number}/answers")}
+            answers = {entry.pop("rank"): Activity(**entry) for entry in self._entries(f"{number}/answers")}
             departures = {entry["rank"]: entry for entry in self._entries("left")}
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
             deaths = self._deaths(missing)
             if len(deaths) == len(missing) or time.monotonic() > deadline:
+                here = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}
                 own_error = any(not entry["echo"] for entry in departures.values())
-                return self._report_text(answers, departures, missing, deaths), own_error
+                causes = self._causes(departures, missing, deaths) or _outliers(here, operation)
+                return FailureReport(tuple(causes), tuple(_activity_lines(here, operation)), own_error, self._rank)
             time.sleep(0.05)
 
     def first_node(self) -> str:
@@ -109,9 +135,11 @@ class FailureReports:
         return f"; it was served on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])}"
 
     def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
-        """How missing ranks died, where a launcher has posted it."""
-        dead = [rank for rank in missing[:64] if self.has_died(rank)]
-        return {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in dead}
+        """How missing ranks died, where a launcher has posted it, or where torchrun started them next to this one."""
+        ended = {rank: self._processes[rank] for rank in missing if rank in self._processes}
+        deaths = {rank: f"ended, or was killed: process {pid} is gone" for rank, pid in ended.items() if has_ended(pid)}
+        posted = [rank for rank in missing[:64] if self.has_died(rank)]
+        return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
     def _entries(self, key: str) -> list[dict[str, Any]]:
         if not self._store.check([key]):
@@ -131,10 +159,8 @@ class FailureReports:
             time.sleep(0.05)
         return self._store.get(key).decode()
 
-    def _report_text(
-        self, answers: dict[int, str], departures: dict[int, Any], missing: list[int], deaths: dict[int, str]
-    ) -> str:
-        """Say which ranks left with an error, died or do not answer, and what the others are doing."""
+    def _causes(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
+        """Say which ranks left with an error, died or do not answer."""
         causes = [entry for entry in departures.values() if not entry["echo"]]
         lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
@@ -142,8 +168,22 @@ class FailureReports:
         if silent:
             who = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe(silent)
             lines.append(f"{who} do not answer: killed, cut off or stopped")
-        answering = [rank for rank in sorted(answers) if rank not in departures]
-        lines += [f"rank {rank} is {answers[rank]}" for rank in answering[:NAMED]]
-        if len(answering) > NAMED:
-            lines.append(f"{len(answering) - NAMED} more ranks answer")
-        return "; ".join(lines)
+        return lines
+
+
+def _outliers(activities: Mapping[int, Activity], operation: str) -> list[str]:
+    """Say which ranks are not in the collective that failed, where all answer."""
+    others = [f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation]
+    more = [f"{len(others) - NAMED} more ranks are not in it either"] if len(others) > NAMED else []
+    return [*others[:NAMED], *more] or ["all ranks are in it: look at the network and the devices between them"]
+
+
+def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
+    """What each rank does and what torch recorded there, those first that are not in the collective that failed."""
+    ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
+    lines = [f"rank {rank} is {activities[rank].text}{_record_text(activities[rank])}" for rank in ranks[:NAMED]]
+    return [*lines, f"{len(ranks) - NAMED} more ranks answer"] if len(ranks) > NAMED else lines
+
+
+def _record_text(activity: Activity) -> str:
+    return f"; torch recorded last: {activity.recorded}" if activity.recorded else ""

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, ProcessGroup, Store
+from torch.distributed import DistError, HashStore, PrefixStore, ProcessGroup, Store
 
 from longspan.errors import CommError, plural
 from longspan.layout.layout import excerpt
@@ -26,6 +26,8 @@ BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers
 # come to talk to all others. A process has some 25 other files open in a bare world.
 CONNECTIONS, OTHER_FILES = 10, 256
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+_NEWEST = "longspan/newest"  # the prefix of the world that rank 0 began last
+_DECIDED, _OPENED = "decided", "opened"  # the first to add to it decides: rank 0 opens this world, or a rank leaves it
 
 
 @dataclass(frozen=True)
@@ -111,39 +113,95 @@ def shared_store(place: Place, timeout: float) -> Store:
 def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
     """Wait for all processes of this launch; returns the prefix of the keys of the world that they open now.
 
-    A process that is refused before it comes here, or that leaves because others did not come, has opened no world: it
-    may try again, and then opens the same world as the others. Raises CommError with the ranks that did not come.
+    Rank 0 gives the world a number and opens it once all others have joined it. A store may outlive the processes of a
+    launch, as torchrun's does at a restart (torch 2.13), with their worlds, of as many ranks or of others: a process
+    joins no world that a process of its rank has joined before, nor takes one for its own that has another size.
+    A process that leaves because others did not come may try again. Raises CommError with the ranks that did not come.
     """
-    opened = f"longspan/opened/{place.rank}"
     try:
-        prefix = f"longspan/world {store.add(opened, 0)}"
-        if not _wait_for_all(PrefixStore(prefix, store), place, timeout):
-            raise _absence_error(PrefixStore(prefix, store), place, timeout)
-        store.add(opened, 1)
+        if place.rank == 0:
+            return _open_world(store, place, timeout)
+        return _join_world(store, place, timeout)
     except DistError as error:
         raise CommError(
             f"rank {place.rank} could not open a world of {plural(place.size, 'rank')}: their store does not answer; "
             f"check that the process which serves it (torchrun, or rank 0) runs ({error})"
         ) from error
-    return prefix
 
 
-def _wait_for_all(here: Store, place: Place, timeout: float) -> bool:
-    """Wait for all processes; returns whether all came in time. If not, this one no longer counts as present."""
-    here.set(f"rank/{place.rank}", place.node)
-    if here.add("came", 1) == place.size:
-        here.set("all", "")
-        return True
+def _open_world(store: Store, place: Place, timeout: float) -> str:
+    """Open a world on rank 0 once all others have joined it; where one has left it meanwhile, begin another."""
+    prefix, here = "", store
+    for _ in _pauses(place.size, timeout):
+        if not prefix:
+            prefix = f"longspan/world {store.add('longspan/worlds', 1)}"
+            here = PrefixStore(prefix, store)
+            here.set("rank/0", place.node)
+            store.set(_NEWEST, prefix)
+        if here.add("joined", 0) == place.size - 1:
+            if here.add(_DECIDED, 1) == 1:
+                here.set(_OPENED, str(place.size))
+                return prefix
+            prefix = ""
+    here.set("rank/0", "left")
+    raise _absence_error(here, place, timeout)
+
+
+def _join_world(store: Store, place: Place, timeout: float) -> str:
+    """Join the newest world of rank 0 that no process of this rank has joined before, and wait until it is opened."""
+    joined, seen = "", {""}
     try:
-        here.wait(["all"], timedelta(seconds=timeout))
-    except BaseException as error:
-        all_came = here.add("came", -1) == place.size - 1  # the last one just now
-        if not all_came:
-            here.set(f"rank/{place.rank}", "left")
-        if not isinstance(error, DistStoreError):
-            raise
-        return all_came
+        for _ in _pauses(place.size, timeout):
+            newest = store.get(_NEWEST).decode() if store.check([_NEWEST]) else ""
+            if joined and _is_open(PrefixStore(joined, store), place.size):  # rank 0 may already be at the next
+                return joined
+            if newest not in seen:
+                seen.add(newest)
+                joined = newest if _join(PrefixStore(newest, store), place) else ""
+    except BaseException:
+        if joined:
+            _leave_unopened(PrefixStore(joined, store), place)
+        raise
+    if not joined:
+        raise _absence(place, timeout, "rank(s) (0) did not come")
+    if _leave_unopened(PrefixStore(joined, store), place):
+        raise _absence_error(PrefixStore(joined, store), place, timeout)
+    return joined
+
+
+def _join(here: Store, place: Place) -> bool:
+    """Join a world; returns whether this is the first process of its rank there."""
+    if here.add(f"joined/{place.rank}", 1) != 1:
+        return False
+    here.set(f"rank/{place.rank}", place.node)
+    here.add("joined", 1)
     return True
+
+
+def _leave_unopened(here: Store, place: Place) -> bool:
+    """Leave a world that is not open; returns False if rank 0 has opened it meanwhile."""
+    if here.add(_DECIDED, 1) != 1 and any(_is_open(here, place.size) for _ in _pauses(1, 1.0)):
+        return False
+    here.add(f"joined/{place.rank}", -1)
+    here.set(f"rank/{place.rank}", "left")
+    here.add("joined", -1)
+    return True
+
+
+def _is_open(here: Store, size: int) -> bool:
+    """Whether rank 0 has opened a world, for so many ranks."""
+    return here.check([_OPENED]) and int(here.get(_OPENED)) == size
+
+
+def _pauses(size: int, timeout: float) -> Iterator[None]:
+    """Pauses between questions to a store that `size` ranks ask, until the time is over, and a last question."""
+    began = time.monotonic()
+    while True:
+        yield
+        waited = time.monotonic() - began
+        if waited >= timeout:
+            return
+        time.sleep(min(timeout - waited, max(0.003, size / 5000, min(waited / 8, 0.2))))
 
 
 def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
@@ -153,9 +211,13 @@ def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
     departed = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]
     causes = [f"rank(s) {excerpt(absent)} did not come"] if absent else []
     causes += [f"rank(s) {excerpt(departed)} came and left again"] if departed else []
+    return _absence(place, timeout, " and ".join(causes) or "the last came too late")
+
+
+def _absence(place: Place, timeout: float, cause: str) -> CommError:
     return CommError(
-        f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: "
-        f"{' and '.join(causes) or 'the last came too late'}; start them all, or give more time"
+        f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: {cause}; start "
+        "them all, or give more time"
     )
 
 

@@ -51,9 +51,11 @@ class StopSignal:
         leave_closed_output()
         if number in self._save_on:
             if now - self._save_at > SAME_PRESS:
-                self.save_asked, self._save_at = name, now
+                self.save_asked: str = name
+                self._save_at = now
         elif not self.received:
-            self.received, self._at = name, now
+            self.received: str = name
+            self._at = now
         elif now - self._at > SAME_PRESS:
             raise Interrupted(number)
 

@@ -6,13 +6,15 @@ The answers that other ranks get meanwhile are in `answering`, what they exchang
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from longspan.comm.failure_reports import FailureReports
+from longspan.comm.failure_reports import Activity, FailureReport, FailureReports
+from longspan.comm.recorded import PREFIXES, last_collective, ras_lines, write_traces
 from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.layout.layout import excerpt
 
@@ -44,17 +46,22 @@ class Operation:
     failure report. Inside another one, this rank is in the inner one until it ends.
     """
 
-    __slots__ = ("outer", "ranks", "started", "step", "watch", "what")
+    __slots__ = ("limit", "outer", "ranks", "started", "step", "watch", "what")
 
     def __init__(self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None) -> None:
-        self.watch, self.what, self.ranks, self.started = watch, what, ranks, 0.0
+        self.watch: Watch = watch
+        self.what: str = what
+        self.ranks: Sequence[int] = ranks
+        self.started = 0.0
+        self.limit: float = watch.timeout  # seconds
         self.step = step  # that errors name; None: the world's
         if step is None and watch.named is not None:
             self.step = watch.named.step
         self.outer: Operation | None = None
 
     def __enter__(self) -> "Operation":
-        self.started = time.monotonic()
+        self.started: float = time.monotonic()
+        self.limit = self.watch.timeout
         self.outer, self.watch.current = self.watch.current, self
         return self
 
@@ -83,12 +90,18 @@ class Watch:
     def __init__(
         self, rank: int, ranks: Sequence[int], timeout: float, reports: FailureReports | None, *, gpu: bool = False
     ) -> None:
-        self.rank, self.ranks, self.timeout, self.reports = rank, tuple(ranks), timeout, reports
+        self.rank: int = rank
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.timeout: float = timeout
+        self.reports: FailureReports | None = reports
         self.step = 0
         self.current: Operation | None = None
         self.finished = "nothing yet"
+        self.folder: Path | None = None  # where what torch recorded is written when a collective fails
+        self.notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
         self.others: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
         self.named: Operation | None = None  # around collectives that others start
+        self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
         # The last collective that was waited for, and how to ask whether the device is past it.
         self.last: tuple[Operation, Callable[[], bool]] | None = None
         self._passed = torch.cuda.Event() if gpu else None
@@ -137,25 +150,47 @@ class Watch:
     def failure(self, operation: Operation, error: BaseException) -> CommError:
         """Return the error to raise for a collective that failed here, with a failure report.
 
+        The rank that collected the report has all of it, in at most 20 lines; the others have its causes, in one line.
         It is a RankLostError unless a rank left with an error of its own, which would come again.
         """
         seconds = time.monotonic() - operation.started
         outcome = "timed out" if "timed out" in str(error).lower() else "failed"
-        report, own_error = self._failure_report(operation.started)
-        failure = (CommError if own_error else RankLostError)(
-            f"{operation} {outcome} on rank {self.rank} after {seconds:.1f} s (limit {self.timeout:g} s). "
-            f"Failure report: {report}. The backend said: {one_line(error)}"
+        report = self._failure_report(operation)
+        self.write_traces()
+        text = (
+            f"{operation} {outcome} on rank {self.rank} after {seconds:.1f} s (limit {operation.limit:g} s): "
+            f"{'; '.join(report.causes)}"
         )
+        if report.reporter in (self.rank, -1):
+            text = "\n  ".join([text, *report.activities, *self._details(), f"the backend said: {one_line(error)}"])
+        else:
+            text = f"{text} (rank {report.reporter} prints what each rank does)"
+        failure = (CommError if report.own_error else RankLostError)(text)
         failure.seen_from_outside = True  # type: ignore[attr-defined]
         return failure
 
-    def activity(self) -> str:
-        """Say what this rank is doing, for the others."""
+    def activity(self) -> Activity:
+        """What this rank is doing, for the others."""
+        recorded = last_collective()
         operation = self.current or next((watch.current for watch in self.others() if watch.current), None)
-        if operation is None:
-            step = self.step if self.named is None or self.named.step is None else self.named.step
-            return f"computing in step {step}, after '{self.finished}'"
-        return f"in {operation} for {time.monotonic() - operation.started:.1f} s"
+        if operation is not None:
+            text, name = f"in {operation} for {time.monotonic() - operation.started:.1f} s", operation.what
+        elif self.last is not None and not self.last[1]():
+            operation = self.last[0]
+            text = f"past {operation} in its program, its GPU in it for {time.monotonic() - operation.started:.1f} s"
+            name = operation.what
+        elif (named := self.named) is None:
+            text, name = f"computing in step {self.step}, after '{self.finished}'", ""
+        else:  # in a collective of FSDP2 or DTensor, which torch recorded, or after it
+            step = self.step if named.step is None else named.step
+            text, name = f"computing in step {step}, in '{named.what}', after '{self.finished}'", recorded
+        background = self.background()
+        return Activity(f"{text}, in the background in {background}" if background else text, name, recorded)
+
+    def write_traces(self) -> None:
+        """Write what torch recorded of this rank's collectives into the folder for it, if there is one."""
+        if self.folder is not None:
+            write_traces(self.folder, self.rank)
 
     def has_died(self, rank: int) -> bool:
         """Whether a rank is known to be dead, by its launcher."""
@@ -163,18 +198,23 @@ class Watch:
             return self.reports is not None and self.reports.has_died(rank)
         return False
 
-    def _failure_report(self, since: float) -> tuple[str, bool]:
-        """The report of a collective entered at `since`, and whether a rank left with an error of its own.
-
-        The first rank that notices requests it, all read it.
-        """
+    def _failure_report(self, operation: Operation) -> FailureReport:
+        """The report of a collective; the first rank that notices requests it, all read it."""
         if self.reports is None:
-            return "this process has no store to ask through", False
+            return FailureReport(("this process has no store to ask through",))
         try:
-            return self.reports.report(self.activity(), since)
+            return self.reports.report(self.activity(), operation.started)
         except RuntimeError:
             served = "the store does not answer, so the rank or launcher that served it is gone"
-            return served + self.reports.first_node(), False
+            return FailureReport((served + self.reports.first_node(),))
+
+    def _details(self) -> list[str]:
+        """What else helps whoever reads a report: notes, files, and what NCCL says."""
+        lines = list(self.notes)
+        if self.folder is not None:
+            prefix = PREFIXES["_dump_fr_trace" if self._passed is None else "_dump_nccl_trace"]
+            lines.append(f"what torch recorded on each rank: torchfrtrace --prefix {prefix} {self.folder}")
+        return [*lines, *(f"NCCL: {line}" for line in (ras_lines() if self._passed is not None else ()))]
 
 
 def _has_passed(query: Callable[[], bool]) -> bool:

@@ -72,8 +72,8 @@ class World:
 
     Reads torchrun's variables, or reuses an initialised default process group and does not destroy it on exit.
     `backend` is "gloo" (CPU) or "nccl" (GPU, with gloo for the host's integers); None takes GPUs where there are any.
-    `timeout` in seconds bounds every collective. `max_groups` bounds the communicators of their own that `prepare`
-    makes per slot (None: 4 on GPUs, where each costs 485 MiB, and none on CPUs, where they gain nothing).
+    `timeout` in seconds bounds every collective, unless `set_timeout` (`all_ranks`) changes it. `max_groups` bounds the
+    communicators of their own that `prepare` makes per slot (None: 4 on GPUs, where each costs 485 MiB, none on CPUs).
 
     `seed` is what dropout's masks are hashed from, with the step: the same on every rank. It begins as the first rank's
     `torch.initial_seed()`; whoever sets it sets the same on all ranks, before micro-batches are bound.
@@ -99,7 +99,9 @@ class World:
         *,
         max_groups: int | None = None,
     ) -> None:
-        self.home, self.timeout, self.key = home, float(timeout), -1
+        self.home: Layout = home
+        self.timeout: float = float(timeout)
+        self.key = -1
         self._arguments = (backend, device, max_groups)
         self._inner_worlds = ExitStack()  # worlds that are left with this one, and `on_leaving`
 
@@ -137,25 +139,25 @@ class World:
     def _take_place(self, place: Place) -> None:
         """Set this rank's place and device. An error here is this rank's only: nothing was communicated yet."""
         backend, device, max_groups = self._arguments
-        self.rank = place.rank
+        self.rank: int = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
-        self.slot = self.coordinates.slot
-        self.plane = self.home.plane(pp=self.coordinates.pp, tp=self.coordinates.tp)
-        self.device = choose_device(backend, device, place.local_rank)
+        self.slot: int = self.coordinates.slot
+        self.plane: tuple[int, ...] = self.home.plane(pp=self.coordinates.pp, tp=self.coordinates.tp)
+        self.device: torch.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
-        self.max_groups = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
-        self.machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
+        self.max_groups: int = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
+        self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make what the ranks talk through, with keys of this prefix in their store."""
         reports = None
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
-        self.watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
+        self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
         self.watch.others, self.watch.step = _watches, max((watch.step for watch in _watches()), default=0)
-        self.process_groups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
-        self.meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
-        self.key = next(_keys)
+        self.process_groups: ProcessGroups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
+        self.meshes: Meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
+        self.key: int = next(_keys)
         _worlds[self.key] = self
         self._answering = AnsweringThread(self.watch)
         self._answering.start()
@@ -163,8 +165,8 @@ class World:
             if self._made_default:
                 init_default_group(place, PrefixStore(prefix, store), self.backend, self.timeout)
             self.process_groups.share(_shareable.setdefault(dist.distributed_c10d._get_default_group(), {}))
-            self.control = ControlGroup(self.home, self.plane, self.process_groups)
-            self.channels = Channels(
+            self.control: ControlGroup = ControlGroup(self.home, self.plane, self.process_groups)
+            self.channels: Channels = Channels(
                 self.home, self.rank, self.device, self.process_groups, self.meshes, self.max_groups
             )
             self.channels.make_parents()
@@ -175,6 +177,8 @@ class World:
                 if reports is not None and place.rank == self.home.ranks[0]
                 else None
             )
+            self.node_size: int
+            self.seed: int
             self.node_size, self.seed, nodes = self.control.broadcast_object((slots, torch.initial_seed(), nodes))
             if reports is not None:
                 reports.nodes = nodes
@@ -267,15 +271,19 @@ class World:
             watch.step = step
 
 
+def open_worlds() -> list[World]:
+    """The worlds that are open on this rank."""
+    return [world for world in list(_worlds.values()) if "watch" in vars(world)]
+
+
 def _watches() -> list[Watch]:
-    """What this rank is doing in each open world."""
-    return [watch for world in list(_worlds.values()) if (watch := vars(world).get("watch")) is not None]
+    return [world.watch for world in open_worlds()]
 
 
 @atexit.register
 def _leave_open_worlds() -> None:
     """Leave the worlds that are open when the program ends, without the other ranks, which may have ended."""
-    for world in reversed(list(_worlds.values())):
+    for world in reversed(open_worlds()):
         error = getattr(sys, "last_value", None) or CommError("the program ended before it closed the world")
         with suppress(Exception):
             world.__exit__(type(error), error, error.__traceback__)

@@ -8,6 +8,7 @@ from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeInt, Posit
 from longspan.errors import DataError, plural
 
 PASSKEY = "passkey"  # the path of an evaluation set that is made, not read
+MAX_TEXT_BYTES = 1 << 26
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -64,6 +65,9 @@ class DataConfig:
     """Several sources with weights, in place of path: tables [[data.sources]]."""
     on_bad: Literal["error", "skip"] = "error"
     """A row that gives no document is an error that names file and line, or is counted and skipped."""
+    max_text_bytes: NonNegativeInt = MAX_TEXT_BYTES
+    """A line, a text file or a row of a table (without its images) of more bytes is a bad row, and is not parsed;
+    0: any."""
     check_images: Literal["headers", "pixels"] = "headers"
     """How images are looked at when tokens are made: headers and ends of files, by which those that were cut off are
     bad rows; or pixels: every image is decoded once, so that none is found broken in a step.

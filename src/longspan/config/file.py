@@ -44,7 +44,7 @@ def read_file(path: str | Path) -> RunConfig:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of texts
         raise ConfigError(f"{path} is not TOML: {error}") from error
     return _set_tables(RunConfig(), tables, source=str(path))
 

@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from longspan.config.data_sections import DataConfig, SourceConfig
 from longspan.config.keys import (
+    AUTO,
     NOT_GIVEN,
+    Above,
     AtLeast,
     NonNegativeFloat,
     NonNegativeInt,
@@ -119,10 +121,22 @@ class TrainConfig:
     """Metrics of your own, with the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
     eval_document_losses: bool = False
     """Write the loss of each document of an evaluation to RUN/evaluations, as JSON lines."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps that torch's profiler records, counted from 1: RUN/profiles has a trace of each rank and a table of what
+    took the time (docs/gpu.md). Such a step is slower."""
+    memory_history: NonNegativeInt = 0
+    """Allocations of a GPU whose place in the program is recorded for the snapshot of a rank that is out of memory
+    (RUN/memory), the last ones; each takes some microseconds. 0: none, a snapshot has sizes only."""
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only those of save_minutes, after the last step and when the run ends early."""
     save_minutes: NonNegativeFloat = 30.0
     """Minutes between checkpoints, as well as save_every; 0: never by the clock."""
+    save_async: Literal["auto", "off"] = "auto"
+    """Write checkpoints while training goes on, from copies on the host: auto (where every host has room for them), or
+    off (docs/checkpoints.md)."""
+    keep_best: str = ""
+    """Keep the checkpoint with the best figure of an evaluation too, such as eval_loss, or code/eval_loss of a set; the
+    lowest, or with :higher, as in eval_token_accuracy:higher, the highest. Empty: only the newest are kept."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,11 @@ class RunSection(MachineSection):
     """auto: go on from the newest good checkpoint; never: refuse a folder that holds one; must: refuse one without."""
     keep_checkpoints: NonNegativeInt = 2
     """Newest good checkpoints that are kept; 0: all."""
+    checkpoints: str = ""
+    """Where checkpoints are written and read: a folder, or a store that fsspec knows, such as s3://bucket/run (extra
+    stores); empty: the folder checkpoints of run.dir."""
+    save_timeout_seconds: PositiveFloat = 1800.0
+    """How long the writing of one checkpoint may take while training goes on, before the run ends with an error."""
     compile_cache: str = ""
     """Folder where kernels compiled for GPUs are kept for later runs; empty: longspan/kernels in the user's cache."""
     loggers: tuple[str, ...] = ()
@@ -153,8 +172,9 @@ class RunSection(MachineSection):
     refine: Literal["auto", "on", "off"] = "auto"
     """Correct the prices of coming plans by the seconds of steps, and name slow slots: auto (prices of dynamic plans
     on GPUs, slots on GPUs), on, or off, with which timing changes no plan (docs/planning.md)."""
-    timeout_seconds: PositiveFloat = 600.0
-    """How long a rank waits for the others before it names the one that is missing."""
+    timeout_seconds: Annotated[float | str, Above(0)] = AUTO
+    """How long a rank waits for the others before it names the one that is missing; auto: 10 times the predicted
+    seconds of a step or an evaluation, at least 60 (docs/gpu.md: What a hang prints)."""
     stopped_status: NonNegativeInt = 0
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""

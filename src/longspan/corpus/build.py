@@ -132,7 +132,7 @@ class _CorpusOfRun:
         data = self._settings.data
         paths = ", ".join(path for _, path in self._settings.paths())
         self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
-        trained = train_tokenizer(sample_texts(self._files), data.vocab_size)
+        trained = train_tokenizer(sample_texts(self._files, data.max_text_bytes), data.vocab_size)
         return reload_with_config(trained, self._run_dir / "config.json")
 
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:

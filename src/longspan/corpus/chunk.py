@@ -7,11 +7,14 @@ in a file that is one text 0. How files are read is in `row_files.py`.
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from longspan.corpus.rows.sample import BadRow, Row, type_name
 
 CHUNK_BYTES = 1 << 20  # of a file of lines or a table; the last row is completed
+SHOWN_BYTES = 240  # of a row that is too long: its beginning, for messages
+MOST_LEVELS = 100  # of lists and objects in each other in a row
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -19,7 +22,8 @@ class Chunk(NamedTuple):
     """Rows of the file `name`, beginning with row number `first` (from 0) at `position`.
 
     `data` are lines, a text, or a table in Arrow's stream format; `end` counts the bytes of the file read so far;
-    `folder` is the file's folder.
+    `folder` is the file's folder. A row of more than `most` bytes (0: any) is a bad one. If the last row is, it may
+    have been read over: `data` ends with its beginning, and `too_long` is the number of its bytes (0: it is whole).
     """
 
     form: Literal["lines", "text", "table"]
@@ -29,6 +33,8 @@ class Chunk(NamedTuple):
     data: bytes
     end: int
     folder: str = ""
+    most: int = 0
+    too_long: int = 0
 
 
 class PlacedRow(NamedTuple):
@@ -44,15 +50,36 @@ def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     Raises UnicodeDecodeError for a text that is not UTF-8.
     """
     if chunk.form == "text":
-        yield PlacedRow(0, Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder))
+        size = chunk.too_long or len(chunk.data)
+        bad = _check_size(size, chunk.most, chunk.name, "a text")
+        yield PlacedRow(0, bad or Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder))
     elif chunk.form == "table":
         yield from _read_table(chunk)
     else:
-        position = chunk.position
-        for number, line in enumerate(chunk.data.split(b"\n"), chunk.first + 1):
-            if line.removeprefix(BYTE_ORDER_MARK).strip():
-                yield PlacedRow(position, parse_line(line, f"{chunk.name}, line {number}", chunk.folder))
-            position += len(line) + 1
+        yield from _read_lines(chunk)
+
+
+def _read_lines(chunk: Chunk) -> Iterator[PlacedRow]:
+    """Yield the rows of a chunk of lines; one that is too long is not parsed."""
+    position, lines = chunk.position, chunk.data.split(b"\n")
+    for number, line in enumerate(lines, chunk.first + 1):
+        cut_off = chunk.too_long if number == chunk.first + len(lines) else 0
+        if cut_off or line.removeprefix(BYTE_ORDER_MARK).strip():
+            where, size = f"{chunk.name}, line {number}", cut_off or len(line)
+            bad = _check_size(size, chunk.most, where, "a line")
+            yield PlacedRow(position, bad or parse_line(line, where, chunk.folder))
+        position += len(line) + 1
+
+
+def _check_size(size: int, most: int, where: str, kind: str) -> BadRow | None:
+    """Return a bad row for one of more than `most` bytes (0: any); None for another."""
+    if not most or size <= most:
+        return None
+    return BadRow(
+        where,
+        f"{kind} of {size:,} bytes, and data.max_text_bytes is {most:,}; cut it into several, leave it out, or raise "
+        "the key (0: any; a text takes some 10 to 200 times its bytes while it is tokenized)",
+    )
 
 
 def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
@@ -72,10 +99,29 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
             where, f"an integer of more than {digits} digits, which no key of a row takes: {_beginning(line)}"
         )
     except RecursionError:
-        return BadRow(where, f"JSON that is nested too deeply: {_beginning(line)}")
+        return _deep_row(where, line)
     if not isinstance(record, dict):
         return BadRow(where, f'needs an object, such as {{"text": …}}; found {type_name(record)}: {_beginning(line)}')
+    if line.count(b"[") + line.count(b"{") > MOST_LEVELS and _is_deep(record):
+        return _deep_row(where, line)
     return Row(where, record, folder)
+
+
+def _deep_row(where: str, line: bytes) -> BadRow:
+    return BadRow(
+        where, f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_beginning(line)}"
+    )
+
+
+def _is_deep(record: dict[str, Any]) -> bool:
+    """Whether lists and objects stand in each other more than MOST_LEVELS deep."""
+    level: list[Any] = [record]
+    for _ in range(MOST_LEVELS):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def values_of_record(record: dict[str, Any]) -> dict[str, Any]:
@@ -90,13 +136,56 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
-    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file."""
+    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file; images count as no text."""
     import pyarrow
 
+    first = chunk.first
     for batch in pyarrow.ipc.open_stream(chunk.data):
-        for number, record in enumerate(batch.to_pylist(), chunk.first):
-            yield PlacedRow(number, Row(f"{chunk.name}, row {number + 1}", values_of_record(record), chunk.folder))
+        deep = str(batch.schema).count("<") > MOST_LEVELS
+        for number, record in enumerate(_records(batch, chunk.most), first):
+            where = f"{chunk.name}, row {number + 1}"
+            row: Row | BadRow
+            if isinstance(record, int):
+                row = _check_size(record, chunk.most, where, "a row") or BadRow(where, "a text that is not UTF-8")
+            elif deep and _is_deep(record):
+                row = BadRow(where, f"a row of more than {MOST_LEVELS} lists and objects in each other")
+            else:
+                row = Row(where, values_of_record(record), chunk.folder)
+            yield PlacedRow(number, row)
+        first += len(batch)
+
+
+def _records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
+    """Yield the records of a batch; for one of more than `most` bytes, or with a text that is not UTF-8, its bytes."""
+    types = str(batch.schema)
+    repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
+    if not repeats and (not most or batch.nbytes <= most):
+        with suppress(UnicodeDecodeError):
+            yield from batch.to_pylist()
+            return
+    for number in range(len(batch)):
+        row = batch.slice(number, 1)
+        size = sum(map(_text_bytes, row.columns))
+        try:
+            yield size if most and size > most else row.to_pylist()[0]
+        except UnicodeDecodeError:
+            yield min(size, most)
+
+
+def _text_bytes(column: Any) -> int:
+    """Count the bytes of an Arrow array; binary values are images, whose pixels have a limit of their own."""
+    from pyarrow import types
+
+    kind = column.type
+    if types.is_dictionary(kind):
+        return _text_bytes(column.dictionary_decode())
+    if types.is_struct(kind):
+        return sum(map(_text_bytes, column.flatten()))
+    if types.is_nested(kind):  # lists of any kind, and maps
+        return _text_bytes(column.flatten())
+    is_binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    return 0 if is_binary or types.is_binary_view(kind) else column.nbytes
 
 
 def _beginning(line: bytes) -> str:
-    return repr(line[:240].decode("utf-8", "replace").strip()[:60])
+    return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])

@@ -18,7 +18,7 @@ from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import Manifest
 
 # Keys of [data] that decide documents, with the paths and RowSettings.
-_DECIDING = ("max_document_tokens", "on_bad", "check_images")
+_DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes", "check_images")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def make_recipe(
     data, encodings = settings.data, list[RowEncoding]()
     for number, _ in enumerate(settings.paths()):
         of_source = [file for file in files if file.source == number]
-        kind = kind_of_files(of_source, skip_bad=data.on_bad == "skip")
+        kind = kind_of_files(of_source, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes)
         encodings.append(RowEncoding(kind, tokenizer, settings.row_settings(), data.check_images == "pixels"))
     return Recipe(
         path=" and ".join(f"{key} {path!r}" for key, path in settings.paths()),
@@ -102,6 +102,7 @@ def make_recipe(
         encodings=tuple(encodings),
         longest=data.max_document_tokens,
         skip_bad=data.on_bad == "skip",
+        most_bytes=data.max_text_bytes,
         workers=data.workers,
         stored=data.cache != NONE,
     )

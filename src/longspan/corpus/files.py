@@ -20,7 +20,7 @@ from stat import S_ISREG
 from longspan.corpus.row_files import SUFFIXES
 from longspan.data.manifest import SourceFile
 from longspan.errors import DataError, plural
-from longspan.files import write_atomically
+from longspan.files import read_json, write_atomically
 
 LogLine = Callable[[str], None]
 
@@ -201,7 +201,7 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
     `map`, `shuffle` and `select` of datasets leave other files there.
     """
     try:
-        settings = json.loads(state.read_text(encoding="utf-8"))
+        settings = read_json(state)
         parts = [str(part["filename"]) for part in settings["_data_files"]]
     except (ValueError, KeyError, TypeError):
         return names
@@ -221,7 +221,7 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
 def _split_folders(root: Path) -> str:
     """List the folders of the splits of a data set."""
     try:
-        names: list[str] = json.loads((root / _SPLITS).read_text(encoding="utf-8"))["splits"]
+        names: list[str] = read_json(root / _SPLITS)["splits"]
         return ", ".join(str(root / name) for name in names)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{root / _SPLITS} does not name its splits: {type(error).__name__}: {error}") from error

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from longspan.config.data_sections import MAX_TEXT_BYTES
 from longspan.corpus.chunk import chunk_rows
 from longspan.corpus.files import CorpusFile
 from longspan.corpus.row_files import row_file
@@ -17,14 +18,14 @@ FIRST_ROWS, FIRST_FILES = 20, 5
 SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 
 
-def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool) -> Kind:
+def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: int = MAX_TEXT_BYTES) -> Kind:
     """Return the kind of rows of these files, by the first rows of the first files.
 
     Raises DataError for rows of different kinds, and for a row of none unless bad ones are to be skipped.
     """
     rows, bad = list[Row](), list[BadRow]()
     for file in files[:FIRST_FILES]:
-        for row in islice(_rows_of_file(file), FIRST_ROWS):
+        for row in islice(_rows_of_file(file, most_bytes), FIRST_ROWS):
             if skip_bad and not _has_kind(row):
                 continue
             if isinstance(row, BadRow):
@@ -37,12 +38,12 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool) -> Kind:
     return kind
 
 
-def sample_texts(files: Sequence[CorpusFile]) -> Iterator[str]:
+def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) -> Iterator[str]:
     """Yield texts to train a tokenizer on: SAMPLE_CHARACTERS characters of files in a fixed shuffled order."""
     budget = SAMPLE_CHARACTERS
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
     for number in order:
-        for row in _rows_of_file(files[number]):
+        for row in _rows_of_file(files[number], most_bytes):
             text = "" if isinstance(row, BadRow) else _texts_in(row.values)
             yield text[:budget]
             budget -= len(text)
@@ -50,18 +51,18 @@ def sample_texts(files: Sequence[CorpusFile]) -> Iterator[str]:
                 return
 
 
-def text_sizes(files: Sequence[CorpusFile]) -> Iterator[int]:
+def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int]:
     """Yield the bytes of the texts of each row. Raises DataError for a bad row."""
     for file in files:
-        for row in _rows_of_file(file):
+        for row in _rows_of_file(file, most_bytes):
             if isinstance(row, BadRow):
                 raise DataError(f"{row.where}: {row.reason}")
             yield len(_texts_in(row.values).encode())
 
 
-def _rows_of_file(file: CorpusFile) -> Iterator[Row | BadRow]:
+def _rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
     """Yield the rows of a file; a text that is not UTF-8 has none."""
-    for chunk in row_file(file.name, file.path).chunks():
+    for chunk in row_file(file.name, file.path, most_bytes).chunks():
         try:
             for placed in chunk_rows(chunk):
                 yield placed.row

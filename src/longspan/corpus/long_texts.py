@@ -43,16 +43,26 @@ def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overla
 
     If two pieces cannot be joined, their overlap is doubled; if that does not help, the text is encoded as a whole.
     """
-    joined, left, first = list[Integers](), _encode_piece(engine, text, 0, piece), 0
+    return encode_with_spans(engine, text, piece=piece, overlap=overlap)[0]
+
+
+def encode_with_spans(
+    engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP
+) -> tuple[Integers, Integers]:
+    """Encode as `encode_in_pieces` does; returns the ids (n,), and the characters (n, 2) that each token covers."""
+    joined, left, first = list[tuple[Integers, Integers]](), _encode_piece(engine, text, 0, piece), 0
     while left.end < len(text):
         for right in _next_pieces(engine, text, left, piece, overlap):
             if seam := _find_seam(text, left, right, first):
                 break
         else:
-            return np.array(engine.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-        joined.append(left.ids[first : seam[0]])
+            whole = _encode_piece(engine, text, 0, len(text))
+            return whole.ids, whole.spans
+        joined.append((left.ids[first : seam[0]], left.spans[first : seam[0]]))
         left, first = right, seam[1]
-    return np.concatenate([*joined, left.ids[first:]])
+    joined.append((left.ids[first:], left.spans[first:]))
+    ids, spans = zip(*joined, strict=True)
+    return np.concatenate(ids), np.concatenate(spans)
 
 
 def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:

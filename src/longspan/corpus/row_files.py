@@ -1,11 +1,13 @@
 """Readers of source files: lines and texts, plain or compressed, parquet and Arrow tables; `row_file` picks by the
 name.
 
-Every reader reads a file in chunks, whatever its size, and also a single row by its position.
+Every reader reads a file in chunks, whatever its size, and also a single row by its position. A row of more bytes than
+its limit is read over, and is a bad one; images in tables do not count.
 """
 
 import gzip
 import io
+import sys
 import weakref
 import zlib
 from bisect import bisect_right
@@ -18,24 +20,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, Protocol, cast
 
-from longspan.corpus.chunk import CHUNK_BYTES, Chunk, parse_line, values_of_record
+from longspan.config.data_sections import MAX_TEXT_BYTES
+from longspan.corpus.chunk import CHUNK_BYTES, SHOWN_BYTES, Chunk, parse_line, values_of_record
 from longspan.corpus.rows.sample import BadRow, Row
 from longspan.errors import DataError
 
 GZIP, ZSTD = ".gz", ".zst"
+_PIECE = 16 << 20  # bytes of a line that is read over, after which its reader may report
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
 
 
 class LineFile:
     """A .jsonl file, plain or compressed; to reach a row of a compressed file the rows before it are decompressed."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+    def __init__(self, name: str, path: Path, most: int) -> None:
+        self.name: str = name
+        self.path: Path = path
+        self._most = most
         self._stream: BinaryIO | None = None
         self._close: Callable[[], object] = lambda: None
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield its lines in order, some at a time."""
+        """Yield its lines in order, some at a time; while it reads over a line, chunks without rows."""
+        folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1
         with (
             self.path.open("rb") as raw,
             name_read_errors(self.name, self.path),
@@ -43,9 +50,19 @@ class LineFile:
         ):
             first, position = 0, 0
             while data := lines.read(CHUNK_BYTES):
-                data += lines.readline()
-                yield Chunk("lines", self.name, first, position, data, raw.tell(), parent_folder(self.path))
-                first, position = first + data.count(b"\n"), position + len(data)
+                data += lines.readline(limit)
+                start, number = data.rfind(b"\n") + 1, first + data.count(b"\n")
+                rest, too_long = b"", 0
+                if self._most and len(data) - start > self._most:  # its end was not reached
+                    too_long = len(data) - start
+                    while (rest := lines.readline(_PIECE)) and not rest.endswith(b"\n"):
+                        too_long += len(rest)
+                        yield Chunk("lines", self.name, number, position, b"", raw.tell(), folder)
+                    too_long += max(0, len(rest) - 1)
+                    data = data[: start + SHOWN_BYTES]
+                yield Chunk("lines", self.name, first, position, data, raw.tell(), folder, self._most, too_long)
+                position += start + too_long + 1 if too_long else len(data)
+                first = number + bool(too_long)
 
     def row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte."""
@@ -66,19 +83,24 @@ class LineFile:
 class TextFile:
     """A .txt, .md or .py file: one row."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+    def __init__(self, name: str, path: Path, most: int) -> None:
+        self.name: str = name
+        self.path: Path = path
+        self._most = most
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its text."""
-        with name_read_errors(self.name, self.path):
-            data = self.path.read_bytes()
-        yield Chunk("text", self.name, 0, 0, data, len(data), parent_folder(self.path))
+        with name_read_errors(self.name, self.path), self.path.open("rb") as file:
+            size = self.path.stat().st_size
+            too_long = size if self._most and size > self._most else 0
+            data = file.read(SHOWN_BYTES if too_long else -1)
+        yield Chunk("text", self.name, 0, 0, data, size, parent_folder(self.path), self._most, too_long)
 
     def row_at(self, position: int) -> Row | BadRow:
         """Read its text."""
-        (chunk,) = self.chunks()
-        return Row(self.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder)
+        with name_read_errors(self.name, self.path):
+            text = self.path.read_bytes().decode("utf-8-sig")
+        return Row(self.name, {"text": text}, parent_folder(self.path))
 
 
 def parent_folder(path: Path) -> str:
@@ -91,11 +113,17 @@ def name_read_errors(name: str, path: Path) -> Iterator[None]:
     """Turn read errors of a file into DataErrors that name it."""
     try:
         yield
-    except (EOFError, zlib.error, OSError) as error:
+    except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"cannot read {name} of the corpus ({path}): {error.strerror}") from error
         reason = "cannot be decompressed, perhaps it was cut off" if _is_compressed(name) else "cannot be read"
         raise DataError(f"{name} of the corpus ({path}) {reason}: {error}") from error
+
+
+def _arrow_errors() -> tuple[type[Exception], ...]:
+    """What reading a damaged table raises; nothing while no table was read."""
+    pyarrow: Any = sys.modules.get("pyarrow")
+    return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
 
 
 def _is_compressed(name: str) -> bool:
@@ -146,8 +174,10 @@ def _skip_to(stream: BinaryIO, position: int, *, seekable: bool) -> None:
 class ParquetFile:
     """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+    def __init__(self, name: str, path: Path, most: int) -> None:
+        self.name: str = name
+        self.path: Path = path
+        self._most = most
         self._group = lru_cache(maxsize=1)(self._read_group)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -158,8 +188,8 @@ class ParquetFile:
                 group = meta.row_group(number)
                 rows = max(1, CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1))
                 for batch in self._file.iter_batches(batch_size=min(rows, 1 << 16), row_groups=[number]):
-                    end = size * (first + len(batch)) // meta.num_rows
-                    yield Chunk("table", self.name, first, first, _serialize(batch), end, parent_folder(self.path))
+                    end, data = size * (first + len(batch)) // meta.num_rows, _serialize(batch)
+                    yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
                     first += len(batch)
 
     def row_at(self, position: int) -> Row:
@@ -187,20 +217,24 @@ class ParquetFile:
 class ArrowFile:
     """An .arrow file, mapped into memory."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+    def __init__(self, name: str, path: Path, most: int) -> None:
+        self.name: str = name
+        self.path: Path = path
+        self._most = most
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""
         first, size = 0, self.path.stat().st_size
-        rows = self._table_in_file.num_rows
-        for batch in self._table_in_file.to_batches():
-            step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
-            for start in range(0, len(batch), step):
-                piece = batch.slice(start, step)
-                end = size * (first + len(piece)) // rows
-                yield Chunk("table", self.name, first, first, _serialize(piece), end, parent_folder(self.path))
-                first += len(piece)
+        with name_read_errors(self.name, self.path):
+            rows = self._table_in_file.num_rows
+            for batch in self._table_in_file.to_batches():
+                batch.validate(full=True)  # Arrow would follow places outside of the file
+                step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
+                for start in range(0, len(batch), step):
+                    piece = batch.slice(start, step)
+                    end, data = size * (first + len(piece)) // rows, _serialize(piece)
+                    yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
+                    first += len(piece)
 
     def row_at(self, position: int) -> Row:
         """Read the row of this number."""
@@ -230,7 +264,7 @@ def _open_table(read: Any, name: str, path: Path) -> Any:
     pyarrow: Any = import_reader("pyarrow", name)
     try:
         return read(path)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # also of names of columns that are not UTF-8
         raise DataError(f"cannot read {name} of the corpus ({path}): {error}") from error
 
 
@@ -269,9 +303,12 @@ class RowFile(Protocol):
         ...
 
 
-def row_file(name: str, path: Path) -> RowFile:
-    """Return the reader for the ending of `name`; nothing is read yet."""
-    return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path)
+def row_file(name: str, path: Path, most: int = MAX_TEXT_BYTES) -> RowFile:
+    """Return the reader for the ending of `name`; nothing is read yet. Rows of more than `most` bytes are bad ones.
+
+    0: rows may have any size. A row that is read by its position has no limit: it was within it before.
+    """
+    return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most)
 
 
 def import_reader(module: str, name: str) -> ModuleType:

@@ -21,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from longspan.corpus.long_texts import PIECE, encode_in_pieces, has_pieces
+from longspan.corpus.long_texts import PIECE, encode_in_pieces, encode_with_spans, has_pieces
 from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
 from longspan.errors import DataError
+from longspan.files import read_json
+from longspan.layout import Integers
 from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, refusal_reason
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -94,6 +96,11 @@ class TextTokenizer:
         opening, closing = self.surrounding_ids
         ids = encode_in_pieces(self.engine, text)
         return np.concatenate([opening, ids, closing, self.end_of_text]).astype(np.int64)
+
+    def encode_with_spans(self, text: str) -> tuple[Integers, Integers]:
+        """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token."""
+        piece = PIECE if has_pieces(self.engine) else max(len(text), 1)
+        return encode_with_spans(self.engine, text, piece=piece)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
         """Return the tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""
@@ -178,7 +185,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
 def _check_settings(settings: Path) -> None:
     """Raise DataError for a file of settings that is no JSON object."""
     try:
-        if not isinstance(json.loads(settings.read_text(encoding="utf-8")), dict):
+        if not isinstance(read_json(settings), dict):
             raise ValueError("it holds something else")
     except ValueError as error:
         raise DataError(f"{settings} is not a JSON object: {error}") from error

@@ -1,11 +1,11 @@
 """The files of a Hugging Face folder that a run copies: tokenizer, image processor, and generation settings."""
 
-import json
 import shutil
 from pathlib import Path
 
 from longspan.corpus.images.without_torchvision import FILES
 from longspan.errors import DataError, short_text
+from longspan.files import read_json
 from longspan.model.weights.hf_folder import TOKENIZER_FILES, VOCABULARIES
 
 GENERATION = "generation_config.json"
@@ -54,7 +54,7 @@ def ends_of_generation(folder: Path) -> set[int]:
     if not file.is_file():
         return set()
     try:
-        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        named = read_json(file).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise DataError(f"{file} is no JSON object: {error}") from error
     ids = [i for i in (named if isinstance(named, list) else [named]) if i is not None]

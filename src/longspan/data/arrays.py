@@ -9,6 +9,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from longspan.errors import DataError
+
 _BLOCK = 1 << 20
 Array = npt.NDArray[Any]
 
@@ -117,5 +119,13 @@ class GrowingCodes:
 
 
 def map_array(path: Path) -> Array:
-    """Map the values of a .npy file; only those that are used are read."""
-    return np.asarray(np.load(path, mmap_mode="r"))
+    """Map the values of a .npy file; only those that are used are read. Raises DataError if it is damaged."""
+    try:
+        array = np.asarray(np.load(path, mmap_mode="r"))
+        if array.ndim != 1 or array.dtype.kind not in "iuf":
+            raise ValueError(f"it holds {array.dtype} of {array.ndim} dims, and not a list of numbers")
+    except OSError:
+        raise
+    except Exception as error:  # numpy reads the header as Python, whose errors are of many kinds
+        raise DataError(f"{path} is damaged: {error}; remove its folder, and it is built again") from error
+    return array

@@ -80,7 +80,7 @@ class Corpus:
 
     def _open_columns(self, place: Path) -> None:
         """Map the columns of the folder; without sources of documents, all are of source 0."""
-        self.manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
+        self.manifest: Manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
         self.sources: Sequence[SourceFile] = SourceLines(place)
         self._origins = map_array(place / "origins.npy")
         self.lengths: npt.NDArray[Any] = map_array(place / "lengths.npy")
@@ -88,7 +88,7 @@ class Corpus:
         zero = np.broadcast_to(np.int16(0), len(self.lengths))
         self.source_of: npt.NDArray[Any] = map_array(several) if several.is_file() else zero
         self.targets: npt.NDArray[Any] | None = map_array(masked) if masked.is_file() else None
-        self.images = ImageTable.of(place)
+        self.images: ImageTable | None = ImageTable.of(place)
 
     def _find_tokens(
         self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
@@ -164,11 +164,21 @@ class StoredTokens:
 
     def ids(self, document: int, positions: Integers) -> Any:
         """Return the tokens of a document at these positions."""
-        return self._tokens[positions + int(self._offsets[document])]
+        return self._read_array(self._tokens, document, positions)
 
     def codes(self, document: int, positions: Integers) -> Any:
         """Return their codes; None if there are none."""
-        return None if self._codes is None else self._codes[positions + int(self._offsets[document])]
+        return None if self._codes is None else self._read_array(self._codes, document, positions)
+
+    def _read_array(self, values: Any, document: int, positions: Integers) -> Any:
+        """Return a document's values at these positions. Raises DataError if it is said to be outside of the file."""
+        start = int(self._offsets[document])
+        if len(positions) and not 0 <= start <= start + int(positions.max()) < len(values):
+            raise DataError(
+                f"the corpus is damaged: document {document} begins at token {start} and has {int(positions.max()) + 1}"
+                f" tokens or more, and {len(values)} are stored; remove its folder, and it is built again"
+            )
+        return values[positions + start]
 
 
 def encode_labels(ids: Integers, labels: Integers | None) -> Integers | None:

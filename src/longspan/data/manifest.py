@@ -17,6 +17,7 @@ import numpy as np
 
 from longspan.data.arrays import GrowingArray, map_array
 from longspan.errors import DataError
+from longspan.files import parse_json, read_json
 
 FILE = "corpus.json"
 SHORTEST = 2  # tokens of a document: a single token predicts nothing
@@ -80,7 +81,9 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
         """Read a manifest; KeyError, TypeError or ValueError if the text is no manifest."""
-        values: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = parse_json(text)
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
         for key in values.keys() & {*_TUPLES}:
             values[key] = tuple(values[key])
         return cls(**{**values, "left_out": LeftOut(**values.pop("left_out", {}))})
@@ -119,7 +122,13 @@ class SourceLines(Sequence[SourceFile]):
         if not 0 <= index < len(self):
             raise IndexError(f"file {index} of {len(self)}")
         start = int(self._ends[index - 1]) if index else 0
-        return SourceFile(**json.loads(self._lines[start : int(self._ends[index])].tobytes()))
+        try:
+            return SourceFile(**parse_json(self._lines[start : int(self._ends[index])].tobytes()))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"sources.jsonl of the corpus is damaged in its line {index + 1}: {error}; remove its folder, and it "
+                "is built again"
+            ) from error
 
     def __iter__(self) -> Iterator[SourceFile]:
         return (self[i] for i in range(len(self)))
@@ -168,7 +177,7 @@ class Record:
 def read_record(folder: Path) -> Record | None:
     """Read the record of a folder; None if there is none that can be read. Raises DataError for an earlier format."""
     try:
-        values: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        values: dict[str, Any] = read_json(folder / FILE)
         if not has_earlier_format(values):
             return Record(**{**values, "around": tuple(values["around"])})
     except (OSError, KeyError, TypeError, ValueError):

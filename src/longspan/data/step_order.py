@@ -62,7 +62,9 @@ class StepOrder:
             )
         held_out = np.sort(shuffled_sample(len(self.lengths), eval_documents, seed, HELD_OUT))
         self.evaluation: tuple[int, ...] = tuple(held_out.tolist())
-        self.stream = DocumentStream(self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed))
+        self.stream: DocumentStream = DocumentStream(
+            self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed)
+        )
         self._budget = tokens_per_step
         self._open()
 
@@ -184,7 +186,8 @@ class PackOrder:
     def __init__(
         self, order: StepOrder, *, pack_to: int, tokens_per_step: int, across: bool, uncut: UncutSpans | None = None
     ) -> None:
-        self.stream, self.evaluation = order.stream, order.evaluation
+        self.stream: DocumentStream = order.stream
+        self.evaluation: tuple[int, ...] = order.evaluation
         self._across, packs = across, max(1, tokens_per_step // pack_to)
         self._equal = [pack_to] * packs if uncut is None else None
         self._borders = (

@@ -115,7 +115,8 @@ class DocumentStream:
     """
 
     def __init__(self, lengths: npt.NDArray[Any], sources: Sequence[ShuffledSource]) -> None:
-        self.lengths, self.sources = lengths, tuple(sources)
+        self.sources: tuple[ShuffledSource, ...] = tuple(sources)
+        self.lengths = lengths
         rates = [source.weight * source.documents / source.tokens for source in sources]  # of documents
         self._counts = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]
         self._marks, self._places, self._tokens = [_Mark((0,) * len(sources), (0,) * len(sources))], [0], [0]

@@ -54,7 +54,9 @@ def _make_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Make the model of a configuration on the meta device, in bfloat16, with our attention."""
     with torch.device("meta"):
         automatic = AutoModelForImageTextToText if reads_images_alone(config) else AutoModelForCausalLM
-        model = automatic.from_config(type(config).from_dict(config.to_dict()), dtype=torch.bfloat16)
+        model = automatic.from_config(
+            type(config).from_dict(config.to_dict()), dtype=torch.bfloat16, trust_remote_code=False
+        )
     model.set_attn_implementation(IMPLEMENTATION)
     number_layers(model)
     use_experts(model)

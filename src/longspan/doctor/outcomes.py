@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from longspan.doctor.cases import Case
 from longspan.errors import plural
-from longspan.report.plain_text import text_table
+from longspan.plain_text import text_table
 
 Status = Literal["exact", "refused", "wrong", "crashed", "not built"]
 

@@ -59,7 +59,9 @@ class Stock:
     def __init__(
         self, config: PreTrainedConfig, documents: Sequence[Any], images: Sequence[TrialDocument] = ()
     ) -> None:
-        self.config, self.documents, self.images = config, documents, images
+        self.config: PreTrainedConfig = config
+        self.documents: Sequence[Any] = documents
+        self.images: Sequence[TrialDocument] = images
 
     def compute_answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
         """Compute the expected answer, or why there is none, for every dtype that the cases use.

@@ -117,20 +117,22 @@ class CaseRun:
 
     def __init__(self, task: Task, world: World, first: Case) -> None:
         """Prepare a model as the first of these cases wants it, which all of them do."""
-        self.task, self.world, self.dtype = task, world, getattr(torch, first.dtype)
+        self.task: Task = task
+        self.world: World = world
+        self.dtype: Any = getattr(torch, first.dtype)
         self.refusal, self.model = "", nn.Module()
         expected = task.expected[first.dtype, False, first.encoder > 0]
-        self.whole = expected.whole
-        self.config = choose_every_expert(task.config) if expected.every_expert else task.config
+        self.whole: bool = expected.whole
+        self.config: PreTrainedConfig = choose_every_expert(task.config) if expected.every_expert else task.config
         self.documents: Any = item_documents(task.config, task.images) if first.encoder else task.documents
         self._began = time.perf_counter()
         try:
             with precision_mode(self.dtype, whole=self.whole):
-                self.model = self._prepare_model(first)
+                self.model: nn.Module = self._prepare_model(first)
         except LongspanError as error:
             if isinstance(error, CommError):
                 raise
-            self.refusal = str(error).partition(DOCTOR)[0]  # this is what it names
+            self.refusal: str = str(error).partition(DOCTOR)[0]  # this is what it names
 
     def _prepare_model(self, first: Case) -> nn.Module:
         """Prepare a small model, with an encoder if the case has one, as the first case wants it."""

@@ -168,10 +168,14 @@ class Portions:
     """Runs one evaluation a portion of its micro-batches at a time."""
 
     def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
-        self.inputs, self.options, self.started = inputs, options, started
-        self.plan, self.world, self.items = inputs.plan, inputs.world, inputs.documents.items
-        self.sums = RowSums(self.plan.lengths, options, self.world.device)
-        self.largest = PORTION * self.world.home.pp
+        self.inputs: StepInputs = inputs
+        self.options: EvaluationOptions = options
+        self.started: float = started
+        self.plan: Plan = inputs.plan
+        self.world: World = inputs.world
+        self.items = inputs.documents.items
+        self.sums: RowSums = RowSums(self.plan.lengths, options, self.world.device)
+        self.largest: int = PORTION * self.world.home.pp
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end
         kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
@@ -190,7 +194,7 @@ class Portions:
                 started = time.perf_counter()
                 run_passes(self.passes, batches)
                 self.sums.collect_measured()
-                self.long = time.perf_counter() - started >= SHORT_SECONDS
+                self.long: bool = time.perf_counter() - started >= SHORT_SECONDS
                 size = size if self.any_long else min(2 * size, self.largest)
                 done += max(len(portion), 1)
                 if self.options.progress is not None:
@@ -224,7 +228,7 @@ class Portions:
         if self._agree_on_end(error is not None, first=not done):
             raise_first_error(self.world, error)
         if not done:
-            self.passes = replace(self.passes, frees_parameters=not self.gathered)
+            self.passes: Passes = replace(self.passes, frees_parameters=not self.gathered)
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
         return batches
 
@@ -235,8 +239,9 @@ class Portions:
                 self.world.control.agree(self.items.digest(), what="lists of items")
             room = self._gathering_bytes()
             any_ended, no_room = self.world.control.agree_on_flags(self.plan.digest(), ended, not room)
-            self.gathered = 0 if no_room else room
+            self.gathered: int = 0 if no_room else room
             return any_ended
+        self.any_long: bool
         any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
         return any_ended
 

@@ -24,7 +24,7 @@ class GivenArguments:
         self._positional, self._rest = positional, rest
         self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameters(_signature(base))[0])
         stock = _signature(self._stock)
-        self.takes = {*self._names, *stock.parameters}
+        self.takes: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
         with suppress(TypeError):  # positions of another constructor: names alone are known
             passed = stock.bind_partial(None, *self._rest_of(positional, ()), **self._rest_of(rest, {}))

@@ -95,8 +95,8 @@ class TokenOutput(dict[str, Any]):
             "fused_lm_head=True).log_probs (docs/trainer.md)"
         )
 
-    def __missing__(self, name: str) -> Any:
-        return self.__getattr__(name)
+    def __missing__(self, name: Any) -> Any:
+        return getattr(self, name) if isinstance(name, str) else self.__getattr__(name)
 
 
 class Offset(NamedTuple):
@@ -135,11 +135,13 @@ class Facade:
         token_values: Callable[["Facade", list[Document]], TokenLogProbs],
         head: FusedHead | None = None,
     ) -> None:
-        self._model, self._token_values, self.head = model, token_values, head or FusedHead()
+        self.head: FusedHead = head or FusedHead()
+        self._model, self._token_values = model, token_values
         self.called: list[CalledBatch] = []  # of this optimizer step, with gradients
         self.ahead: list[AheadBatch] = []  # of this optimizer step, not called with yet
         self.evaluated = (0.0, 0)  # of an evaluation: the sum of losses, and tokens
         self.logits_of: Callable[[Facade, list[Document]], list[Tensor]] | None = None  # where they are wanted
+        self.labels_apart: Any = None  # of a batch that comes without them: those that compute_loss_func= gets
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -172,6 +174,8 @@ class Facade:
                 "output_router_logits asks for the balance loss as transformers computes it, a batch at a time; under "
                 "longspan leave it out: router_aux_loss_coef of the model's configuration is not applied"
             )
+        if labels is None and self.labels_apart is not None:
+            labels, fused_lm_head = self.labels_apart, self.logits_of is None
         rows = read_batch({"input_ids": input_ids, "labels": labels, **batch})
         if self.logits_of is not None and not fused_lm_head:
             return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
@@ -203,7 +207,7 @@ class Facade:
         if torch.is_grad_enabled():
             self.called.append(CalledBatch(rows, leaf))
         else:
-            self.evaluated = (self.evaluated[0] + total.item(), self.evaluated[1] + int(targets))
+            self.evaluated: tuple[float, int] = (self.evaluated[0] + total.item(), self.evaluated[1] + int(targets))
         return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
 
     def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
@@ -220,7 +224,10 @@ class Facade:
         if labels is None:
             return TokenOutput(logits=table)
         dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
-        return TokenOutput(self._answer_loss(rows, log_probs[:, 1:].to(dtype), labels, items), logits=table)
+        leaf = log_probs[:, 1:].to(dtype)
+        out = TokenOutput(self._answer_loss(rows, leaf, labels, items), logits=table)
+        vars(out).update(log_probs=leaf, label_mask=_mask(labels))  # may be read, and are no predictions
+        return out
 
     def _empty_table(self, rows: BatchDocuments, width: int) -> Tensor:
         parameter = next(self.inner_model.parameters())

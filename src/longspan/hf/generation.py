@@ -152,7 +152,7 @@ class GenerationPart(StockTrainer):
             if isinstance(reward, nn.Module):
                 reward.to("cpu")
         if getattr(self, "environment_factories", None) is not None:
-            self.environment_factories = dict.fromkeys(self.environment_factories, NoEnvironment)
+            self.environment_factories: dict[Any, Any] = dict.fromkeys(self.environment_factories, NoEnvironment)
             self._environment_pool = {name: [] for name in self.environment_factories}
 
 

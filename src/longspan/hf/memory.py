@@ -29,6 +29,11 @@ def checkpoints(args: Any) -> bool:
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
 
+def computes_in_bfloat16(args: Any) -> bool:
+    """Whether arguments, or the configuration of `accelerate launch`, ask to compute in bfloat16."""
+    return args.mixed_precision == "bf16"
+
+
 def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     """The configuration of a trainer's plans, with rows of a slot, and the plan of memory where one is made.
 
@@ -59,7 +64,9 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         sequence_parallel=config.parallel.sequence_parallel,
         attention_kernel=config.context.attention_kernel or None,
         mixer_kernels=config.context.mixer_kernels,
-        compute_dtype=torch.bfloat16 if args.bf16 and unwrap_model(model).dtype != torch.bfloat16 else None,
+        compute_dtype=torch.bfloat16
+        if computes_in_bfloat16(args) and unwrap_model(model).dtype != torch.bfloat16
+        else None,
     )
     if not training:
         return options
@@ -78,7 +85,7 @@ def _run_config(trainer: Any) -> RunConfig:
     """The configuration that a run with a trainer's model, precision and optimizer would have."""
     config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
-    model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if args.bf16 else dtype)
+    model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if computes_in_bfloat16(args) else dtype)
     name = OPTIMIZERS.get(getattr(args.optim, "value", args.optim), "torch.optim.AdamW")
     adapter = find_adapter(model)
     lora = LoraSection()

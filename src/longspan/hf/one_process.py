@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Callable
 from functools import cached_property, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +21,36 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 
-StockTrainer: Any = object  # the Trainer class that comes after our parts in the order of bases
+if TYPE_CHECKING:
+
+    class StockTrainer:
+        """The Trainer class that comes after our parts in the order of bases: any, with whatever names it has."""
+
+        def __init__(self, *args: Any, **keywords: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+        # what our parts call of it
+        _calculate_rewards: Any
+        _generate: Any
+        _get_output_dir: Any
+        _load_rng_state: Any
+        _precompute_ref_logps: Any
+        _prepare_for_training: Any
+        _save_checkpoint: Any
+        _save_rng_state: Any
+        _token_values: Any
+        compute_loss: Any
+        create_accelerator_and_postprocess: Any
+        evaluate: Any
+        evaluation_loop: Any
+        get_batch_samples: Any
+        predict: Any
+        prediction_step: Any
+        train: Any
+        training_step: Any
+else:
+    StockTrainer = object
+
 OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
 
 
@@ -31,7 +60,9 @@ class OneProcess:
     now: "OneProcess | None" = None
 
     def __init__(self, home: Layout, world: World) -> None:
-        self.home, self.world, self.trainers = home, world, 0
+        self.home: Layout = home
+        self.world: World = world
+        self.trainers = 0
         self._state = dict(PartialState._shared_state)
         self._patched: list[tuple[Any, str, Any]] = []
 
@@ -93,7 +124,8 @@ class OneProcess:
 
     def _tell_accelerate(self) -> None:
         PartialState._shared_state.update(self._one())
-        make_stock, set_up = Trainer.__init__, TrainingArguments.__dict__["_setup_devices"]
+        make_stock, save_stock = Trainer.__init__, Trainer.save_model
+        set_up = TrainingArguments.__dict__["_setup_devices"]
         one = self
 
         @wraps(make_stock)  # constructors are asked for their signature
@@ -106,6 +138,13 @@ class OneProcess:
                 )
             make_stock(trainer, *args, **keywords)
 
+        @wraps(save_stock)
+        def save_on_all_ranks(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            if hasattr(trainer, "longspan"):  # transformers 5.17 to 5.22 would have only the first rank save
+                trainer._save(output_dir)
+            else:
+                save_stock(trainer, output_dir, _internal_call)
+
         def set_up_devices(args: TrainingArguments) -> torch.device:
             return one._as_before(lambda: set_up.func(args))
 
@@ -114,6 +153,7 @@ class OneProcess:
         stock_size: Any = TrainingArguments.__dict__["world_size"].fget
         size = property(lambda args: 1 if hasattr(args, OURS) else one.ranks if stock_size(args) else 0)
         self._patch(Trainer, "__init__", refuse_stock)
+        self._patch(Trainer, "save_model", save_on_all_ranks)
         self._patch(TrainingArguments, "_setup_devices", devices)
         self._patch(TrainingArguments, "world_size", size)
         self._patch(PartialState, "wait_for_everyone", lambda state: one.world.control.barrier("accelerate"))

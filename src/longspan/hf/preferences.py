@@ -1,14 +1,20 @@
-"""What DPO and KTO do with a reference model before training: its log-probabilities as columns of the dataset."""
+"""References of TRL's trainers: log-probabilities as columns of a dataset, and the adapter that training began with."""
 
 import copy
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
+from longspan.model.adapters import adapter_parameters
+from longspan.model.weights.local_tensors import local_tensor
+
+REFERENCE = "ref"  # TRL's name of the copy of a trained adapter that it keeps for the reference
 
 
 def load_on_one_device(args: Any) -> None:
@@ -52,11 +58,11 @@ class PreferencesPart(StockTrainer):
 
     def _refuse_reference(self) -> None:
         """Raise ModelError or ConfigError for a reference that longspan does not prepare."""
-        if len(getattr(self.model, "peft_config", ())) > 1:
+        names = [name for name in getattr(self.model, "peft_config", ()) if name != REFERENCE]
+        if len(names) > 1:
             raise ModelError(
-                f"the model has {len(self.model.peft_config)} adapters ({', '.join(self.model.peft_config)}), as TRL "
-                "keeps a copy of a trained adapter for the reference; a longspan trainer runs one: merge it into the "
-                "model first (model.merge_and_unload()) and give a new one as peft_config="
+                f"the model has {len(names)} adapters ({', '.join(names)}), and a longspan trainer runs one, which it "
+                "trains; keep one: model.delete_adapter(name)"
             )
         reference = getattr(self, "ref_model", None)
         if reference is not None and not isinstance(getattr(reference, "inner_model", reference), PreTrainedModel):
@@ -83,3 +89,43 @@ class PreferencesPart(StockTrainer):
         if content is not None:
             mine.write_bytes(content)
         return str(mine)
+
+
+def take_reference_adapter(model: Any) -> Any:
+    """Remove TRL's copy of a model's adapter, before `prepare`; returns its configuration, or None without a copy."""
+    configs = getattr(model, "peft_config", {})
+    if REFERENCE not in configs or len(configs) == 1:
+        return None
+    config = configs[REFERENCE]
+    model.delete_adapter(REFERENCE)
+    return config
+
+
+class ReferenceAdapter:
+    """The adapter that training began with, in place of TRL's copy: the trained one has its values for a while.
+
+    `config` is the copy's; TRL finds it in `peft_config`, and asks the PeftModel around the prepared model to
+    `set_adapter("ref")` before the reference's passes, and the trained one after them.
+    """
+
+    def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
+        (self._trained,) = peft_model.peft_config
+        self._now, self._refuse = self._trained, peft_model.set_adapter
+        self._parameters = [parameter for _, parameter in adapter_parameters(prepared)]
+        self._others = [local_tensor(parameter).clone() for parameter in self._parameters]
+        peft_model.base_model.peft_config = {**peft_model.peft_config, REFERENCE: config}
+        peft_model.set_adapter = self.set_adapter
+
+    @torch.no_grad()
+    def set_adapter(self, name: str, *args: Any, **keywords: Any) -> None:
+        """Let the model compute with the trained adapter or with the reference's; refuse others as `prepare` does."""
+        if name not in (self._trained, REFERENCE):
+            self._refuse(name, *args, **keywords)
+        if name == self._now:
+            return
+        self._now = name
+        for parameter, other in zip(self._parameters, self._others, strict=True):
+            values = local_tensor(parameter)
+            before = values.clone()
+            values.copy_(other)
+            other.copy_(before)

@@ -3,6 +3,7 @@
 Arguments are read as they stand then: `args.fsdp` set after they were made counts, too.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,14 @@ _SETTINGS: dict[str, str] = {
     "enable_jit_checkpoint": "each rank would save by a timer of its own; use save_steps",
     "push_to_hub": "files are pushed by one process; push the saved folder afterwards",
 }
+# What the configuration of `accelerate launch` asks for, as accelerate reads it.
+_OF_LAUNCHER: dict[str, str] = {
+    "ACCELERATE_USE_DEEPSPEED": _SETTINGS["deepspeed"],
+    "ACCELERATE_USE_FSDP": _SETTINGS["fsdp"],
+    "ACCELERATE_USE_MEGATRON_LM": f"Megatron-LM would shard and step on its own; leave it out: {_LAYOUT}",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": _SETTINGS["parallelism_config"],
+    "ACCELERATE_DYNAMO_BACKEND": _SETTINGS["torch_compile"],
+}
 
 
 def refuse_arguments(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> None:
@@ -45,16 +54,21 @@ def _reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) 
     for name, why in _SETTINGS.items():
         if value := getattr(args, name, None):
             yield f"args.{name} is {value!r}, which a longspan trainer does not run: {why}"
+    if args.mixed_precision not in ("no", "bf16"):
+        yield (
+            f"args.mixed_precision is {args.mixed_precision!r}, from the launcher's ACCELERATE_MIXED_PRECISION, which "
+            "a longspan trainer does not run; use bf16"
+        )
+    for name, why in _OF_LAUNCHER.items():
+        if (value := os.environ.get(name, "no")).lower() not in ("", "no", "false", "0"):
+            yield (
+                f"{name} is {value!r} in the environment, from the configuration of accelerate launch, which "
+                f"a longspan trainer does not run: {why}"
+            )
     if any(part is not None for part in given.get("optimizers") or ()):
         yield (
             "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "
             "class and arguments: optimizer_cls_and_kwargs=(torch.optim.AdamW, {…}), or args.optim"
-        )
-    if given.get("compute_loss_func") is not None:
-        yield (
-            "compute_loss_func= gets the model's output of a batch without labels, which is logits only, and rows of "
-            "logits are never whole on a rank; override compute_loss of the Trainer instead, over model(**inputs).loss "
-            "or model(**inputs, fused_lm_head=True).log_probs (docs/trainer.md)"
         )
     name = getattr(args.optim, "value", args.optim)
     if name not in OPTIMIZERS and given.get("optimizer_cls_and_kwargs") is None:
@@ -114,17 +128,19 @@ def refuse_model(trainer: Any) -> None:
             "args.router_aux_loss_coef to 0.0; or use longspan train"
         )
     if not is_cross_entropy(trainer) and (dropped := _dropout(trainer.model)):
+        way = ", or args.disable_dropout to True" if hasattr(trainer.args, "disable_dropout") else ""
         raise ModelError(
             f"{dropped} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "
-            "different values; set it to 0"
+            f"different values; set it to 0{way}"
         )
 
 
 def is_cross_entropy(trainer: Any) -> bool:
     """Whether the loss of a trainer is known to be the cross entropy, which takes one pass."""
-    if trainer.compute_loss_func is not None:
+    if callable(trainer.compute_loss_func):  # before transformers 5.19 TRL puts a text there
         return False
-    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    owners = (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    owner = next(kind for kind in owners if not kind.__module__.startswith("longspan.hf."))
     return owner is Trainer or getattr(trainer.args, "loss_type", None) == "nll"
 
 

@@ -43,7 +43,8 @@ class StepsPart(StockTrainer):
     _guesses = True
 
     _coming: Sequence[Any] = ()  # batches of the optimizer step that begins
-    _guessed: Sequence[Document] = ()  # documents of a step that ran ahead
+    _guessed: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
+    _cut = False  # a callback ended an epoch before the Trainer called the model with all of them
 
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
@@ -68,11 +69,12 @@ class StepsPart(StockTrainer):
         prepared = facade.inner_model
         training = prepared.training
         plan = self._plan(documents, training=training)
+        head = facade.head
         try:
-            head = facade.head
-            return token_log_probs(
-                prepared, plan, documents, self.world, also=head.values, temperature=head.temperature
-            )
+            with torch.autocast(self.args.device.type, enabled=False):
+                return token_log_probs(
+                    prepared, plan, documents, self.world, also=head.values, temperature=head.temperature
+                )
         finally:
             prepared.train(training)
 
@@ -89,11 +91,27 @@ class StepsPart(StockTrainer):
 
     # ---- a step
 
+    def _prepare_for_training(self, *args: Any) -> Any:
+        """Begin without what a training left that was stopped in the middle of a step, as gradients begin at zero."""
+        self._coming, self._guessed, self._cut = (), (), False
+        self._facade.called, self._facade.ahead = [], []
+        return super()._prepare_for_training(*args)
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._coming = batches
+        if self._facade.ahead:
+            self._cut, self._facade.ahead = True, []
         return batches, items
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+        """Take the Trainer's loss. It calls the model without the labels that its `compute_loss_func` gets."""
+        self._facade.labels_apart = inputs.get("labels") if callable(self.compute_loss_func) else None
+        try:
+            return super().compute_loss(model, inputs, *args, **keywords)
+        finally:
+            self._facade.labels_apart = None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take the Trainer's own loss of a batch; the last batch of an accumulation runs the step."""
@@ -113,14 +131,14 @@ class StepsPart(StockTrainer):
         documents, firsts = list[Document](), list[int]()
         for batch in batches:
             rows = [document for document in read_batch(_document_entries(batch)).documents if document.targets]
-            counted = float(items) if items is not None and self.model_accepts_loss_kwargs else 0.0
+            counted = 0.0 if items is None else float(items)
             divisor = counted or max(1, sum(document.targets for document in rows)) * len(batches)
             firsts.append(len(documents))
             documents += [document.with_values(coefficient=-1.0 / divisor) for document in rows]
         if not documents:
             return
         values = self._run_step(documents, names=self._facade.head.values)
-        self._guessed = documents
+        self._guessed = [*self._guessed, *documents]  # a stream that ended in the middle of a step goes on with it
         self._facade.ahead = [
             AheadBatch(batch["input_ids"], batch["labels"], Offset(values, first))
             for batch, first in zip(batches, firsts, strict=True)
@@ -130,6 +148,7 @@ class StepsPart(StockTrainer):
         """Run the step by what the Trainer's loss left, unless it ran ahead with the same coefficients."""
         called, self._facade.called = self._facade.called, []
         guessed, self._guessed = self._guessed, ()
+        cut, self._cut = self._cut, False
         unasked, self._facade.ahead = self._facade.ahead, []
         for number, batch in enumerate(called):
             if not batch.is_finite():
@@ -142,8 +161,9 @@ class StepsPart(StockTrainer):
         if guessed and not unasked and _same_coefficients(documents, guessed, called[0].leaf.dtype):
             return
         if guessed:
-            self._guesses = False
             self._facade.inner_model.zero_grad()
+        if guessed and not cut:
+            self._guesses = False
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
         refuse_two_pass_dropout(self._facade.inner_model, "losses that are not the mean cross entropy")
         documents = [d for d in documents if np.any(d.token_values(np.arange(len(d)))["coefficient"])]

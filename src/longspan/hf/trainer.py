@@ -18,10 +18,11 @@ from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.memory import CHECKPOINTING, choose_memory, prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.preferences import PreferencesPart, load_on_one_device
+from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, load_on_one_device, take_reference_adapter
 from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import unwrap_model
+from longspan.plan import MemoryPlan
 
 
 class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, FilesPart):
@@ -34,7 +35,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     hyperparameter_search = refuse_search
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
-        self.longspan = longspan or LongspanArguments()
+        self.longspan: LongspanArguments = longspan or LongspanArguments()
         construction = GivenArguments(type(self), super().__init__, args, keywords)
         arguments, model = construction.args, construction.values.get("model")
         refuse_arguments(arguments, self.longspan, construction.values)
@@ -82,9 +83,13 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             return
         inside = unwrap_model(self.model)
         self._facade.head = take_fused_head(inside)
+        copied = take_reference_adapter(self.model)
+        self.memory_plan: MemoryPlan | None
         self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)
-        self.model_wrapped = self._facade
+        if copied is not None:
+            ReferenceAdapter(self.model, self._facade.inner_model, copied)
+        self.model_wrapped: Facade = self._facade
         self._prepared_model = self.model
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, PreTrainedModel):

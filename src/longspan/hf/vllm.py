@@ -72,7 +72,8 @@ class RankAccelerator:
 
     def __init__(self, accelerator: Any, world: Any) -> None:
         self._accelerator = accelerator
-        self.num_processes, self.process_index = len(world.home.ranks), world.rank
+        self.num_processes: int = len(world.home.ranks)
+        self.process_index: int = world.rank
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)

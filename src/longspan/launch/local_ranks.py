@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 
+LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing outside this host reaches them
 # Imported once, by the fork server; a module that cannot be imported is left out.
 PRELOAD: tuple[str, ...] = (
     "__main__",
     "torch",
+    "longspan.launch.no_name_server",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
@@ -42,6 +45,12 @@ PRELOAD: tuple[str, ...] = (
     "longspan.train.step",
     "longspan.run.loop",
 )
+
+
+_USUAL_CAUSES: dict[int, str] = {
+    signal.SIGKILL: ", as Linux does where memory runs out",
+    signal.SIGBUS: ", as Linux does where a mapped file, as of a corpus, was cut, or the disk below it fails",
+}
 
 
 def start_fork_server() -> ForkServerContext:
@@ -79,10 +88,15 @@ def kill_fork_server() -> None:
 
 
 def start_store_server() -> Any:
-    """A store in this process on a free port, which all ranks share."""
+    """A store in this process on a free port, which all ranks share and only processes of this host reach.
+
+    Its messages may be Python objects, and torch's own server would listen on every network of the host.
+    """
     from torch.distributed import TCPStore
 
-    return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    listening = socket.create_server((LOOPBACK, 0), backlog=1024)
+    port: int = listening.getsockname()[1]
+    return TCPStore(LOOPBACK, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
@@ -91,13 +105,13 @@ def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
         "WORLD_SIZE": n,
         "LOCAL_WORLD_SIZE": n,
         "GROUP_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
         "OMP_NUM_THREADS": threads,
     }
-    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    if sys.platform == "linux":
+        variables |= {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
     return {name: str(value) for name, value in variables.items()}
 
 
@@ -105,7 +119,9 @@ class LocalRank:
     """One process, its answer when it has come, and what it was doing when its time was up."""
 
     def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
-        self.index, self.process, self.pipe = index, process, pipe
+        self.index: int = index
+        self.process: ForkServerProcess = process
+        self.pipe = pipe
         self.answer: Answer | None = None
         self.death: str | None = None
         self.killed_by = 0  # the signal that it died of
@@ -117,12 +133,14 @@ class LocalRank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
-            self.death, self.killed_by = _describe_death(self.process.exitcode), -min(0, self.process.exitcode or 0)
+            self.killed_by: int = -min(0, self.process.exitcode or 0)
+            self.death = _describe_death(self.process.exitcode)
         self.waiting = False
 
     def send(self, task: Task) -> None:
         """Send a task to a rank that takes them through its pipe."""
-        self.answer, self.waiting = None, True
+        self.waiting: bool = True
+        self.answer = None
         self.pipe.send_bytes(pickle.dumps(task))
 
     @property
@@ -191,7 +209,8 @@ class LocalRanks:
 
     def call(self, payload: bytes, n: int) -> None:
         """Let the first n ranks make a call, with a store of its own."""
-        self.store, self.ranks, self.failed, self.failure = start_store_server(), self._all[:n], [], None
+        self.store: Any = start_store_server()
+        self.ranks, self.failed, self.failure = self._all[:n], [], None
         for rank in self.ranks:
             rank.send(self._task(rank.index, n, payload))
 
@@ -294,11 +313,14 @@ class LocalRanks:
 
 def _describe_death(code: int | None) -> str:
     if code is not None and code < 0:
-        return describe_end(code) + (", as Linux does where memory runs out" if -code == signal.SIGKILL else "")
+        return describe_end(code) + _USUAL_CAUSES.get(-code, "")
     return f"{describe_end(code)} before it answered"
 
 
 def _dump(folder: Path, index: int) -> str:
+    """Where a rank was, as its faulthandler has written it: the thread that got the signal, where that is known."""
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""
-    return "\n".join(text.splitlines()[:14])
+    head, current, thread = text.partition("Current thread")
+    lines = [*head.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
+    return "\n".join(lines[:14])

@@ -11,8 +11,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspan.errors import CommError
+from longspan.launch.orphans import stop_without_launcher
 from longspan.launch.stop_signals import pass_over, unblock_signals
 from longspan.launch.worker import pickle_error
 
@@ -109,7 +108,8 @@ class RankError(Exception):
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(rank, text)
-        self.rank, self.text = rank, text
+        self.rank: int = rank
+        self.text: str = text
 
     def __str__(self) -> str:
         return f"on rank {self.rank}\n{self.text}"
@@ -143,9 +143,10 @@ def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
         message = Answer(True, pickle.dumps(result))
     except BaseException as error:
         message = _error_answer(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pipe.send_bytes(pickle.dumps(message))
+    with suppress(OSError):  # the launcher was killed: nobody waits for an answer
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send_bytes(pickle.dumps(message))
 
 
 def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
@@ -165,12 +166,12 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     """Put this process into a group of its own, with the launcher's output, environment and number of threads.
 
     Signals come only from the launcher then. What the fork server imported is no garbage: collections pass over it, and
-    its memory stays shared.
-
-    What the fork server imported is no garbage: collections pass over it, and its memory stays shared.
+    its memory stays shared. Processes that a rank starts, such as a loader's workers, start as elsewhere in Python, and
+    not from a fork server of their own, which would import torch and transformers again.
     """
     gc.freeze()
     gc.enable()
+    multiprocessing.set_start_method(None, force=True)
     os.setpgid(0, 0)
     for stream, target in ((out, 1), (err, 2)):
         os.dup2(stream.number, target)
@@ -178,7 +179,8 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
     faulthandler.register(DUMP, file=log, all_threads=False)
     faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
-    threading.Thread(target=_end_with_launcher, name="launcher watch", daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:
+        stop_without_launcher(lambda: connection.wait([parent.sentinel]), says=spec.rank == 0)
     if spec.task is not None:  # before anything of torch is used
         os.environ.clear()
         os.environ.update(spec.task.environment)
@@ -186,16 +188,6 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     import torch
 
     torch.set_num_threads(spec.threads)
-
-
-def _end_with_launcher() -> None:
-    """End this process when the launcher ends, also if the launcher is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _error_answer(error: BaseException) -> Answer:

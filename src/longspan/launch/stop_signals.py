@@ -26,7 +26,8 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.number, self.status = number, 128 + number
+        self.number: int = number
+        self.status: int = 128 + number
 
     def __str__(self) -> str:
         return signal.Signals(self.number).name

@@ -41,6 +41,7 @@ class Worker:
     def __init__(
         self, serve: Serve, *, environment: Mapping[str, str] | None = None, own_session: bool = False
     ) -> None:
+        self.connection: Connection[Any, Any]
         self.connection, worker_end = Pipe()
         arguments = [str(worker_end.fileno()), str(os.getpid()), serve.__module__, serve.__name__]
         self.process = subprocess.Popen(

@@ -22,15 +22,15 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a model: its name in peft and its configuration (a peft.LoraConfig)."""
+    """The adapter of a model: its name in peft, and its configuration (a peft.LoraConfig).
+
+    `dropout` is the rate at which its modules drop their inputs in training, which may be 0 where the configuration has
+    another, as where a trainer of preferences turned it off.
+    """
 
     name: str
     config: Any
-
-    @property
-    def dropout(self) -> float:
-        """The rate at which inputs of the adapter are dropped in training."""
-        return float(self.config.lora_dropout)
+    dropout: float = 0.0
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -80,7 +80,8 @@ def find_adapter(model: nn.Module) -> Adapter | None:
             "one is trained; keep one: peft_model.delete_adapter(name)"
         )
     ((name, config),) = configs.items()
-    return Adapter(name, config)
+    drops = (m.p for path, m in model.named_modules() if isinstance(m, nn.Dropout) and ".lora_dropout." in f".{path}.")
+    return Adapter(name, config, max(drops, default=0.0))
 
 
 def model_adapter(model: nn.Module) -> Adapter | None:

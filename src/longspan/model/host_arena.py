@@ -49,7 +49,7 @@ class HostArena:
 
     def __init__(self, device: torch.device, bytes: int = 0) -> None:
         self.device = device
-        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.RLock()  # backward passes run in threads of their own
         self._freed: deque[tuple[_Part, int, int]] = deque()  # ranges are collected in any thread, also inside `take`
         self._parts: list[_Part] = []
@@ -137,7 +137,7 @@ class HostRange:
         self, freed: "deque[tuple[_Part, int, int]]", part: "_Part", start: int, size: int, bytes: int
     ) -> None:
         self._freed, self._part, self._start, self._size = freed, part, start, size
-        self.memory = part.memory[start : start + bytes]  # (bytes,) of uint8
+        self.memory: Tensor = part.memory[start : start + bytes]  # (bytes,) of uint8
 
     def __del__(self) -> None:
         self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
@@ -157,7 +157,7 @@ class _Part:
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # processes of data loaders would copy pinned pages
             with suppress(AttributeError, OSError):  # Linux only; a kernel may be built without
                 pages.madvise(getattr(mmap, advice))
-        self.memory = torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages
+        self.memory: Tensor = torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages
         if copies is not None:
             _pin_memory(self.memory)
             # The end of a process unregisters too, and waits for nothing: a failed run may have copies that never end.

@@ -1,9 +1,9 @@
 """Plans from JSON: the inverse of `Plan.to_json`, strict, with errors that name the part that is missing or wrong."""
 
-import json
 from typing import Any, cast
 
 from longspan.errors import PlanError
+from longspan.files import parse_json
 from longspan.plan.cost.cost import Cost
 from longspan.plan.micro_batch import Group, MicroBatch
 
@@ -20,7 +20,7 @@ def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
     Raises PlanError.
     """
     try:
-        document = json.loads(text)
+        document = parse_json(text)
     except ValueError as error:
         raise PlanError(f"a plan must be JSON as Plan.to_json writes it: {error}") from None
     values = _read_object("the plan", document, _PLAN, _PLAN_MORE)

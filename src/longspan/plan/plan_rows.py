@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from longspan.errors import PlanError
+from longspan.files import parse_json
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
@@ -49,10 +50,10 @@ def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
             if not line.endswith("\n"):
                 return
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 cost = Cost.from_json(row["cost"]) if "cost" in row else cost
                 plan = replace(_read_plan(row), cost=cost).check()
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
                 raise PlanError(f"{path}, line {number} holds no plan: {type(error).__name__}: {error}") from error
             yield int(row["step"]), plan
 

@@ -49,7 +49,7 @@ class Refinement:
     """
 
     def __init__(self, cost: Cost, *, first: int = 0) -> None:
-        self.cost = hashlib.sha256(json.dumps(cost.to_json(), sort_keys=True).encode()).hexdigest()
+        self.cost: str = hashlib.sha256(json.dumps(cost.to_json(), sort_keys=True).encode()).hexdigest()
         self._steps: list[MeasuredStep] = []
         block = first // EVERY
         self._corrections = {block: NO_CORRECTION, block + 1: NO_CORRECTION}  # by step // EVERY

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from longspan.plain_text import bytes_text, number_text
 from longspan.report.markup import key, label, tag, text
-from longspan.report.plain_text import bytes_text, number_text
 from longspan.report.series import byte_ticks, log_ticks, thin_curve, ticks
 
 Format = Literal["number", "loss", "percent", "bytes"]

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from longspan.errors import plural
+from longspan.plain_text import seconds_text
 from longspan.report.chart import chart_figure
 from longspan.report.evaluation_sections import HELD_OUT, bucket_charts
 from longspan.report.markup import page, section, tag, text
-from longspan.report.plain_text import seconds_text
 
 _COLUMNS = ("eval_loss", "eval_perplexity")  # before metrics
 _COUNTS = ("eval_documents", "eval_tokens", "eval_targets")

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from longspan.plain_text import bytes_text, number_text
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.markup import section, tag, text
-from longspan.report.plain_text import bytes_text, number_text
 from longspan.report.run_folder import EvalRow, RunFolder, last_evaluations
 
 WIDTH, HEIGHT = 560, 260
@@ -154,7 +154,7 @@ def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
     difference = "" if row is base else f"{relative:+.1e}"
     added = [bytes_text(row.activation_bytes)] * memory
     cells = (row.degree, f"{row.loss:.9f}", row.perplexity, f"{row.tokens:,}", *added, difference)
-    figures = (tag("td", cell, class_="minor" if i in (2, 3) else None) for i, cell in enumerate(cells))
+    figures = (tag("td", text(cell), class_="minor" if i in (2, 3) else None) for i, cell in enumerate(cells))
     return tag("tr", *figures, tag("td", verdict[0], class_=verdict[1]))
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from longspan.errors import plural
+from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, Group, Plan
 from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
 from longspan.report.markup import label, tag
-from longspan.report.plain_text import number_text, ranges_text, seconds_text
 from longspan.report.series import ticks
 
 WIDTH = 1120

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from longspan.plain_text import bytes_text
 from longspan.report.markup import key, label, section, tag, text
-from longspan.report.plain_text import bytes_text
 from longspan.report.run_folder import RunFolder
 
 KINDS = {

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from longspan.errors import plural
+from longspan.plain_text import number_text, seconds_text
 from longspan.plan import Cost, Plan
 from longspan.report.gantt import WIDTH, gantt_svg
 from longspan.report.markup import PATTERNS, key, label, style_sheet, tag, text
-from longspan.report.plain_text import number_text, seconds_text
 
 HEAD, FOOT = 68, 44  # above and below the drawing of a document: title and facts, and legend
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longspan.errors import RunFolderError
+from longspan.errors import ConfigError, RunFolderError
 from longspan.files import naming_file, os_error_text
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.cost import FORWARD_ALONE
@@ -63,10 +63,7 @@ def write_report(run_dir: str | Path) -> Path:
     >>> write_report("runs/first")
     """
     run = RunFolder.read(run_dir)
-    body = [*run_sections(run)]
-    if run.plans:
-        took = {name: step_seconds(run, name) for name, _ in run.plans}
-        body.insert(-1 if run.config_text else len(body), plan_section(plans_at_run_speed(run), took=took))
+    body = _run_body(run)
     path = run.path / "report.html"
     try:
         with naming_file(path):
@@ -74,6 +71,22 @@ def write_report(run_dir: str | Path) -> Path:
     except OSError as error:
         raise RunFolderError(os_error_text(error)) from error
     return path
+
+
+def _run_body(run: RunFolder) -> list[str]:
+    """The parts of the page of a run. Raises ConfigError for values of its records that no run writes."""
+    try:
+        with np.errstate(all="ignore"):
+            body = [*run_sections(run)]
+            if run.plans:
+                took = {name: step_seconds(run, name) for name, _ in run.plans}
+                body.insert(-1 if run.config_text else len(body), plan_section(plans_at_run_speed(run), took=took))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the records in {run.path} make no report ({type(error).__name__}: {error}): metrics.jsonl, run.json, "
+            "summary.json, samples.jsonl or plans/ hold values that no run writes; restore them"
+        ) from error
+    return body
 
 
 def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:

@@ -4,7 +4,6 @@ A run writes `metrics.jsonl` (one object a step, and evaluation rows with `eval_
 `run.json` (what is running), `plans/*.json` and, at its end, `summary.json`. Only the metrics are needed here.
 """
 
-import json
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.evaluation.result import PasskeyGrid
+from longspan.files import json_values, parse_json
 from longspan.plan import Plan
 from longspan.plan.cost.correction import PARTS
 from longspan.report.passkey import passkey_grids
@@ -24,6 +24,7 @@ from longspan.run.metrics_log import read_json_rows
 
 SAMPLE_KEYS = ("name", "text", "answer", "predicted", "images")
 EVALUATION_KEYS = ("step", "cp", "planner", "eval_tokens", "eval_documents", "by_position", "by_length")
+MOST = 1e30  # a larger number of a record is taken for none
 _NO_METRIC = {"eval_loss", "eval_tokens", "eval_targets", "eval_documents", "eval_perplexity", "eval_activation_bytes"}
 
 
@@ -83,7 +84,7 @@ class EvalRow:
             documents=documents,
             planner=str(row["planner"]),
             name=str(row.get("eval_name", "")),
-            activation_bytes=int(row.get("eval_activation_bytes", 0)),
+            activation_bytes=int(np.nan_to_num(number(row.get("eval_activation_bytes", 0)))),
             metrics=tuple(metrics.items()),
             by_position=_read_buckets(row["by_position"]),
             by_length=_read_buckets(row["by_length"]),
@@ -117,8 +118,10 @@ def last_evaluations(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
 
 
 def number(value: object) -> float:
-    """A number of a record; NaN for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    """A number of a record that a figure can show; NaN for anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST:
+        return float(value)
+    return math.nan
 
 
 def _read_buckets(rows: object) -> tuple[BucketRow, ...]:
@@ -247,7 +250,7 @@ def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
     rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
     if damaged:
         notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
-    return tuple(row for row in rows if all(key in row for key in SAMPLE_KEYS))
+    return tuple(row for row in rows if all(key in row for key in SAMPLE_KEYS) and isinstance(row["images"], list))
 
 
 def _read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -255,8 +258,8 @@ def _read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except ValueError:
+        value = json_values(parse_json(path.read_text(encoding="utf-8", errors="replace")))
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         notes.append(f"{path.name} could not be read")
@@ -287,7 +290,7 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     words = file.read_text(encoding="utf-8", errors="replace")
     try:
         return words, tomllib.loads(words)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         notes.append(f"{file.name} could not be read: {error}")
         return words, {}
 
@@ -302,7 +305,7 @@ def _read_plans(folder: Path) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
     for file in files:
         try:
             plans.append((_plan_name(file.stem), Plan.from_json(file.read_text(encoding="utf-8"))))
-        except (PlanError, UnicodeDecodeError) as error:
+        except (PlanError, UnicodeDecodeError, OSError) as error:
             notes.append(f"plans/{file.name} is left out: {error}")
     return tuple(plans), notes
 

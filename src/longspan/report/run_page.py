@@ -12,6 +12,7 @@ import numpy as np
 
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.errors import plural
+from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan.cost.correction import PARTS
 from longspan.report.chart import Chart, Series, chart_figure
 from longspan.report.evaluation_sections import (
@@ -24,7 +25,7 @@ from longspan.report.evaluation_sections import (
 from longspan.report.markup import section, tag, text
 from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
 from longspan.report.passkey import passkey_section
-from longspan.report.plain_text import bytes_text, number_text, seconds_text
+from longspan.report.profile_section import profile_section
 from longspan.report.run_folder import CORRECTION, MTP_LOSS, EvalRow, RunFolder, last_evaluations, number
 from longspan.report.series import smooth
 from longspan.run.facts import RunFacts
@@ -155,6 +156,7 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     if run.samples:
         yield samples_section(run.samples)
     yield memory_section(run)
+    yield profile_section(run.path)
     yield section("Steps", tag("div", *_small_figures(run), class_="grid-3"))
     if run.notes:
         yield section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))

@@ -8,7 +8,7 @@ target, `<image>` for an image), answer, predicted, and images, each a small PNG
 import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from longspan.run.folder import is_due
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records
 from longspan.run.run_data import TrainingRun
+from longspan.run.time_limits import TimeLimits
 from longspan.train.plans import PlanChoice
 
 SAMPLES, LARGEST = 8, 96  # documents of a set; pixels of the longer side of a picture
@@ -143,6 +144,14 @@ class Evaluations:
     display: ProgressDisplay
     records: Records
     stop: StopSignal
+    limits: TimeLimits
+    _recorded: list[dict[str, Any]] = field(default_factory=list)
+
+    def take_rows(self) -> list[dict[str, Any]]:
+        """The rows of evaluations since the last call, one of each set, at the degree that it is configured with."""
+        rows = self._recorded.copy()
+        self._recorded.clear()
+        return rows
 
     def evaluate_due(self, done: int, *, unless_recorded: bool = False) -> str:
         """Evaluate the sets that are due after so many steps; returns the signal that came meanwhile, or ""."""
@@ -206,7 +215,9 @@ class Evaluations:
             progress=partial(self.display.show_eval_progress, entry.name),
         )
         try:
-            evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)
+            with self.limits.around_evaluation((entry.name, choice)):
+                evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)
+            self.limits.note_evaluation((entry.name, choice), evaluation)
         except EvaluationStopped as stopped:
             self.display.log(str(stopped))
             return None
@@ -227,6 +238,7 @@ class Evaluations:
         Losses of documents are written for the first one only: all have the same weights and documents.
         """
         world = self.run.world
+        self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])
         for evaluation in sorted(evaluations, key=_largest_degree):
             row = evaluation.row()
             run_on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)

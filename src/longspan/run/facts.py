@@ -4,7 +4,7 @@ Only values, without torch, because the report reads them too; `run_facts.py` co
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +122,19 @@ class RunFacts:
         """The facts in a run.json; None if another release wrote it."""
         try:
             sessions = tuple((step, ranks) for step, ranks in values.get("sessions", ()))
-            return cls(**{**values, "kernels": tuple(values["kernels"]), "sessions": sessions})
+            facts = cls(**{**values, "kernels": tuple(values["kernels"]), "sessions": sessions})
         except (KeyError, TypeError, ValueError):
             return None
+        return facts if facts._has_types() else None
+
+    def _has_types(self) -> bool:
+        """Whether every value is of its type, as files may come from elsewhere."""
+        kinds: dict[Any, Any] = {int: int, float: int | float, float | None: int | float | None, str: str, bool: bool}
+        plain = all(isinstance(vars(self)[field.name], kinds.get(field.type, object)) for field in fields(self))
+        counts = [count for session in self.sessions for count in session]
+        lists = all(isinstance(word, str) for word in self.kernels) and all(isinstance(n, int) for n in counts)
+        home = isinstance(self.home, dict) and all(isinstance(n, int) for n in self.home.values())
+        return plain and lists and home and "slots" in self.home and isinstance(self.memory, dict)
 
 
 def facts_text(facts: RunFacts) -> str:

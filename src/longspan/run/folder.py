@@ -2,8 +2,9 @@
 
 The lock is the system's, on the open file `run.lock` (POSIX, also over NFS), so that a killed process leaves none
 behind; the file names its holder. Checkpoints are written every so many steps or minutes, at the end, and before an
-error that every rank raises; how they are written is in `checkpoint/`. An error of one rank, such as the loss of
-another rank, saves nothing: no rank can tell whether the others would join, and the last checkpoint stands.
+error that every rank raises; how they are written, and that training goes on meanwhile, is in `checkpoint/`. An error
+of one rank, such as the loss of another rank, saves nothing: no rank can tell whether the others would join, and the
+last checkpoint stands.
 """
 
 import errno
@@ -11,17 +12,27 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from longspan.checkpoint.checkpoint import save_checkpoint
+from longspan.checkpoint.files import complete_checkpoints, remove_old_checkpoints, step_of
+from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.data.stream import ORDER
-from longspan.errors import CheckpointError, LongspanError, NonFiniteError, RunFolderError, plural
+from longspan.errors import (
+    CheckpointError,
+    LongspanError,
+    NonFiniteError,
+    RankLostError,
+    RunFolderError,
+    plural,
+)
 from longspan.files import naming_file
+from longspan.run.best import BestCheckpoint
 from longspan.run.refining import STATE
 from longspan.run.run_data import TrainingRun
 
@@ -78,15 +89,35 @@ def _lock_holder_text(directory: Path, file: TextIO) -> str:
 class Saves:
     """The checkpoints of a run; `done` counts the steps that its weights have taken.
 
-    >>> saves = Saves(run)
-    >>> with saves.before_errors():
+    >>> saves = Saves(run, display.log)
+    >>> with saves.save_before_errors():
     ...     saves.done += 1
     ...     saves.save()
+    ...     saves.wait()
+
+    They are written while training goes on, unless `train.save_async` is off (`checkpoint/saver.py`).
     """
 
-    def __init__(self, run: TrainingRun) -> None:
-        self.done = run.done
+    def __init__(self, run: TrainingRun, log: LogLine) -> None:
+        self.done: int = run.done
         self._run, self._saved, self._since = run, run.done, time.monotonic()
+        self.saver: CheckpointSaver = CheckpointSaver(
+            run.checkpoints,
+            run.world,
+            keep=run.config.run.keep_checkpoints,
+            background=run.config.train.save_async == "auto",
+            timeout=run.config.run.save_timeout_seconds,
+            log=log,
+        )
+        self._best: BestCheckpoint | None = None
+        if figure := run.config.train.keep_best:
+            self._best = BestCheckpoint(figure, run.dir, run.world, log)
+            self._best.figure.check_sets({entry.name for entry in run.sets})
+            saved = run_on_first_rank(
+                run.world, lambda: [*map(step_of, complete_checkpoints(run.checkpoints))], CheckpointError
+            )
+            self._best.take_up(run.done, saved)
+            self.saver.best = self._best.step
 
     def minutes_are_over(self) -> bool:
         """Whether the next checkpoint is due by the clock of the first rank, which the other ranks follow."""
@@ -98,41 +129,91 @@ class Saves:
         settings = self._run.config.train
         return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps
 
+    def prepare(self) -> None:
+        """Take the memory for copies, after the first step and unless a checkpoint is written now."""
+        if self.done == self._run.done + 1 and self.done > self._saved:
+            self.saver.prepare(self._run.model, self._run.optimizer)
+
     def save(self, *, keep_all: bool = False) -> None:
-        """Write a checkpoint of the weights as they are; all ranks call it together."""
+        """Begin a checkpoint of the weights as they are; all ranks call it together."""
         run = self._run
         state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": ORDER}
         state |= {STATE: run.refinement.to_json()} if run.refinement else {}
-        keep = 0 if keep_all else run.config.run.keep_checkpoints
-        save_checkpoint(run.checkpoints, run.model, run.optimizer, run.world, step=self.done, state=state, keep=keep)
+        self.saver.keep = 0 if keep_all else run.config.run.keep_checkpoints
+        self.saver.save(run.model, run.optimizer, step=self.done, state=state)
         self._saved, self._since = self.done, time.monotonic()
 
     def save_rest(self) -> None:
-        """Write a checkpoint unless the last one has these weights."""
+        """Begin a checkpoint unless the last one has these weights."""
         if self.done > self._saved:
             self.save()
+
+    def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the checkpoint of this step if its evaluations have the best figure so far; write it where it lacks."""
+        if self._best is None or not rows or not self._best.is_new(rows, self.done):
+            return
+        self.save_rest()
+        self.saver.best = self.done
+
+    def remove_old(self) -> None:
+        """Remove what is not kept any more, after the last evaluation; all ranks call it together."""
+        keep = self._run.config.run.keep_checkpoints
+        if self._best is not None:
+            self.wait()
+            remove = partial(remove_old_checkpoints, self._run.checkpoints, keep, best=self.saver.best)
+            run_on_first_rank(self._run.world, remove, CheckpointError)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is published; all ranks call it together."""
+        self.saver.wait()
+
+    def columns(self) -> dict[str, Any]:
+        """What the last save took, for the first row of metrics after it is known."""
+        figures = self.saver.take_figures()
+        if figures is None:
+            return {}
+        return {
+            "save_shown_seconds": round(figures.shown_seconds, 6),
+            "save_seconds": round(figures.seconds, 6),
+            "save_bytes": figures.bytes,
+        }
 
     @contextmanager
     def save_before_errors(self) -> Iterator[None]:
         """Before an error that all ranks raise together, write what was trained since the last checkpoint.
 
-        Weights that are not finite are not written, and nothing is written after a checkpoint that failed.
+        Weights that are not finite are not written, and nothing is written after a checkpoint that failed. A checkpoint
+        that is being written is waited for, unless a rank is lost.
         """
         try:
             yield
         except LongspanError as error:
             refused = isinstance(error, CheckpointError)
             broken = isinstance(error, NonFiniteError) and not error.weights_are_finite
-            if error.on_all_ranks and self.done > self._saved and not refused and not broken:
+            if isinstance(error, RankLostError):
+                self.saver.give_up()
+            elif not error.on_all_ranks:
+                self.saver.wait_here(self._run.world.timeout / 4)
+            elif self.done > self._saved and not refused and not broken:
                 error.add_note(self._try_to_save())
+            else:
+                self._try_to_wait(error)
             raise
 
     def _try_to_save(self) -> str:
+        saved = self._saved
         try:
             self.save(keep_all=True)
+            self.wait()
         except LongspanError as error:  # a disk that is full, or a rank that died meanwhile
-            return f"What was trained since step {self._saved} is lost: {error}"
+            return f"What was trained since step {saved} is lost: {error}"
         return f"The weights after {plural(self.done, 'step')} are saved in {self._run.checkpoints}"
+
+    def _try_to_wait(self, error: LongspanError) -> None:
+        try:
+            self.wait()
+        except LongspanError as failure:
+            error.add_note(str(failure))
 
 
 def is_due(done: int, every: int) -> bool:

@@ -2,7 +2,8 @@
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
 corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, plans.jsonl, groups.jsonl, plans/,
-checkpoints/, model/ (Hugging Face), summary.json; and run.lock, which keeps a second run out.
+checkpoints/, model/ (Hugging Face), summary.json; run.lock, which keeps a second run out; profiles/ of steps that were
+profiled; memory/, where memory was short; hang/, where a collective failed.
 """
 
 import math
@@ -17,6 +18,7 @@ from longspan.bridge.item_documents import find_item_table
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, asking_signal, received_signal
+from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
@@ -29,9 +31,11 @@ from longspan.plan import Plan, PlanAhead
 from longspan.plan.plan_rows import group_counts
 from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
-from longspan.run.folder import Saves, run_lock
+from longspan.run.folder import LOCK, Saves, run_lock
 from longspan.run.loggers import logger_classes
+from longspan.run.memory_short import memory_explained, record_history
 from longspan.run.metrics_log import read_metrics
+from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, open_records
 from longspan.run.refining import correction_columns, note_step, refine_prices
@@ -40,12 +44,15 @@ from longspan.run.run_data import TrainingRun
 from longspan.run.run_facts import facts_of
 from longspan.run.set_up import check_targets, set_up
 from longspan.run.slow_slots import SlowSlots
+from longspan.run.time_limits import TimeLimits
 from longspan.run.warm_up import warm_up_run
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plan_steps
 from longspan.train.reading.gather import share_documents
 from longspan.train.reading.step_inputs import count_pack_targets
 from longspan.train.terms import plan_waves_ahead
+
+HANG = "hang"  # of what torch recorded of collectives, where one failed
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
@@ -66,7 +73,12 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         run = set_up(config, world, display.log)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
-            result = _Loop(run, display, records, Evaluations(run, display, records, stop)).train(stop)
+            for opened in open_worlds():
+                opened.watch.folder = run.dir / HANG
+            limits = TimeLimits(config, world, is_priced=run.figures.priced_here)
+            evaluations = Evaluations(run, display, records, stop, limits)
+            profiles = StepProfiles(config.train.profile_steps, run.dir / FOLDER, world, display.log)
+            result = _Loop(run, display, records, evaluations, profiles).train(stop)
         summary = as_json(result.summary(), indent=1)
         run_on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
         return result
@@ -80,6 +92,7 @@ class _Loop:
     display: ProgressDisplay
     records: Records
     evaluations: Evaluations
+    profiles: StepProfiles
 
     def train(self, stop: StopSignal) -> TrainResult:
         """Run the remaining steps and, unless the run is stopped, the end of the run."""
@@ -88,9 +101,11 @@ class _Loop:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
             warm_up_run(run, self.display.log)
-            done, stopped = self.run_steps(plans, stop)
+            saves = Saves(run, self.display.log)
+            stopped = self.run_steps(plans, stop, saves)
+        done = saves.done
         self.display.end_bar()
-        final = Final() if stopped else self.finish()
+        final = Final() if stopped else self.finish(saves)
         return TrainResult(
             dir=run.dir,
             done=done,
@@ -104,21 +119,27 @@ class _Loop:
             ratios=run.refinement.ratios() if run.refinement else {},
         )
 
-    def run_steps(self, plans: PlanAhead, stop: StopSignal) -> tuple[int, str]:
-        """Run the remaining steps; returns the number of steps done, and the signal that stopped them ("" for none)."""
-        run, settings, saves, stopped = self.run, self.run.config.train, Saves(self.run), ""
-        slow_slots = SlowSlots()
-        if run.done < settings.steps:
-            stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
+    def run_steps(self, plans: PlanAhead, stop: StopSignal, saves: Saves) -> str:
+        """Run the remaining steps; returns the signal that stopped them ("" for none)."""
+        run, settings, stopped = self.run, self.run.config.train, ""
+        slow_slots, limits = SlowSlots(), self.evaluations.limits
+        record_history(run)
         with saves.save_before_errors():
+            if run.done < settings.steps:
+                stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
+                if run.done:
+                    saves.keep_if_best(self.evaluations.take_rows())
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 refine_prices(run, saves.done)
-                row, plan = _take_step(run, plans, saves.done, slow_slots)
+                row, plan = _take_step(run, plans, saves.done, slow_slots, limits, self.profiles)
                 saves.done += 1
-                _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
-                self.display.show_step(row)
-                agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
+                self.profiles.write()
+                row |= saves.columns()
+                with limits.around_end_of_step():
+                    _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
+                    self.display.show_step(row)
+                    agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
                 stopped = agreed.stopped
                 if agreed.slow is not None:
                     slow_slots.name(agreed.slow, run.world, self.display.log)
@@ -127,27 +148,43 @@ class _Loop:
                 if stopped or agreed.save_on or saves.due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.answer_save()  # also what other ranks received meanwhile
+                saves.prepare()
                 if agreed.save_on and not stopped:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
+                    saves.keep_if_best(self.evaluations.take_rows())
                     if stopped:
                         saves.save_rest()
-        return saves.done, stopped
+            saves.wait()
+            if figures := saves.saver.take_figures():  # of a checkpoint that no step's row follows
+                self.display.log(str(figures))
+        return stopped
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
-        """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses."""
+        """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
+
+        Raises RunFolderError where the run's folder was removed: the files that are open would still be written.
+        """
+        if is_first_rank(self.run.world) and not (self.run.dir / LOCK).exists():
+            raise RunFolderError(
+                f"{self.run.dir} was removed or renamed while the run was at work in it: it has no {LOCK}; put it back "
+                "if it is elsewhere, and start the command again"
+            )
         self.records.groups.note(plan)
         self.records.plans.write(row["step"], plan)
         self.records.metrics.write(row)
 
-    def finish(self) -> Final:
+    def finish(self, saves: Saves) -> Final:
         """After the last step: save the weights (under [lora] the adapter), and run the last evaluations."""
         run = self.run
         dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
         dtype = None if run.config.lora.rank else dtype
         save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
-        return self.evaluations.evaluate_at_end()
+        final = self.evaluations.evaluate_at_end()
+        saves.keep_if_best(self.evaluations.take_rows())
+        saves.remove_old()
+        return final
 
 
 def _plans(run: TrainingRun) -> PlanAhead:
@@ -156,20 +193,28 @@ def _plans(run: TrainingRun) -> PlanAhead:
     return plan_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
 
 
-def _take_step(run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots) -> tuple[dict[str, Any], Plan]:
+def _take_step(
+    run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
+) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
-    started = time.perf_counter()
+    started, is_usual = time.perf_counter(), not profiles.has(step + 1)
     documents = _documents_of_step(run, step)
     plan = count_pack_targets(documents, plans.plan(step))
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         _prepare_next_step(run, run.model, plans, step + 1)
-    result = run.take_step(plan, documents, step)
+    limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
+    with limit, memory_explained(run, step + 1), profiles.around_step(step + 1):
+        result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
-    slow_slots.note(result.slot_ratio)
-    note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
+    if is_usual:
+        slow_slots.note(result.slot_ratio)
+        note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
     row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
-    row |= {"tokens_per_second": round(result.tokens / seconds, 3), "memory_bytes": peak_memory_bytes(run.world.device)}
+    row |= {
+        "tokens_per_second": round(result.tokens / seconds, 3),
+        "memory_bytes": peak_memory_bytes(run.world.device),
+    }
     row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
     row["groups"] = group_counts(plan)
     if len(run.order.stream.sources) > 1:
@@ -224,10 +269,12 @@ def _agree_on_end(
     """
     flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
     slow = world.rank + 1 if slow_slots.is_slow else 0
-    stops, saves_now, minutes, slowest = world.control.largest_of(
-        [*map(float, flags), float(slow)], "agreement on a flag"
+    stops, saves_now, minutes, save_failed, slowest = world.control.largest_of(
+        [*map(float, flags), float(saves.saver.has_failed), float(slow)], "agreement on a flag"
     )
     stopped = save_on = ""
+    if save_failed:
+        saves.saver.raise_failure()
     if stops:
         raise_first_error(world, failure)
         stopped = received_signal(world, stop)

@@ -5,6 +5,9 @@ efficiency; groups, [{degree, cp_comm_type, count, tokens}] of the plan; if they
 predicted_seconds and bound_share, and of a model with images encoder_share, encoder_balance and both as predicted
 (`step_figures.py`); where prices are refined (`refining.py`), the factors that priced the plan: correction_linear,
 correction_attention, correction_inside and correction_across; source_tokens, those of each of several sources;
+save_shown_seconds, save_seconds and save_bytes of a checkpoint, in the row of the first step that ended after it was
+published: the seconds that training stood for it, those until it was published, and all ranks' bytes (of the last
+checkpoint a line of the log says them);
 router_balance_loss and router_z_loss of models with experts; and mtp_loss_1, mtp_loss_2 and so on of depths of
 multi-token prediction. docs/figures.md explains them.
 
@@ -16,14 +19,16 @@ loss, targets, documents] of each bucket of positions, or of documents' lengths.
 finite, for which JSON has no word, is written and read as null.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longspan.files import as_json, json_values, naming_file, write_atomically
+from longspan.files import as_json, json_values, naming_file, parse_json, read_lines, write_atomically
 from longspan.run.loggers import RunLoggers
+
+_MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
+_MOST_STEPS = 1 << 53
 
 
 class MetricsLog:
@@ -76,15 +81,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_json_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a file like metrics.jsonl that can be read, and how many lines cannot."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    rows = [row for row in map(_row, lines) if row is not None]
-    return rows, sum(bool(line.strip()) for line in lines) - len(rows)
+    lines = [line for line in read_lines(path, _MOST_BYTES) if line is None or line.strip()]
+    rows = [row for line in lines if line is not None and (row := _row(line)) is not None]
+    return rows, len(lines) - len(rows)
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = parse_json(line.decode("utf-8", "replace"))
+        step = row.get("step") if isinstance(row, dict) else None
+        is_row = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MOST_STEPS
+        return json_values(row) if is_row else None
+    except (ValueError, RecursionError):
         return None
-    is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool)
-    return json_values(row) if is_row else None

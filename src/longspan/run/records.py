@@ -32,6 +32,7 @@ PRINTED = 8  # hierarchical groups that are printed; all are in the file
 # Along which axis of the home, or for what, a kind of communicator is.
 AXES = {
     "control": "control",
+    "saves": "control",
     "parent": "plane",
     "everyone": "all",
     "slots": "slots",

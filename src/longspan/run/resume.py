@@ -8,6 +8,7 @@ from typing import Any
 
 from longspan.checkpoint.checkpoint import find_checkpoint
 from longspan.checkpoint.files import read_state, remove_unfinished_saves
+from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
@@ -40,7 +41,7 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
 
     Raises CheckpointError if `run.resume` does not allow that, ConfigError if another run saved it.
     """
-    root = Path(config.run.dir) / "checkpoints"
+    root = checkpoints_root(Path(config.run.dir), config.run.checkpoints)
     run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
     checkpoint = find_checkpoint(root, world, log, note=True)
     if checkpoint is None:

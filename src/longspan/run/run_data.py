@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedConfig
 
+from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import RunConfig, held_out_set
@@ -45,8 +46,8 @@ class TrainingRun(Training):
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return self.dir / "checkpoints"
+        """Where the run's checkpoints are: a folder or a place in a store."""
+        return checkpoints_root(self.dir, self.config.run.checkpoints)
 
     @property
     def held_out(self) -> CorpusDocuments:

@@ -1,6 +1,5 @@
 """Collects the facts of a run after its set-up, on all ranks together; the first rank logs them before step 1."""
 
-import json
 from contextlib import suppress
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from longspan.comm import World
 from longspan.config.sections import MtpSection
 from longspan.errors import plural
+from longspan.files import read_json
 from longspan.launch.launch import usable_cores
 from longspan.model.execution import Execution, model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -89,7 +89,7 @@ def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
     """The sessions of the run: earlier ones, except those whose steps are all repeated, and this one."""
     earlier = tuple[tuple[int, int], ...]()
     with suppress(OSError, ValueError):
-        facts = RunFacts.from_json(json.loads((run.dir / "run.json").read_text(encoding="utf-8")))
+        facts = RunFacts.from_json(read_json(run.dir / "run.json"))
         earlier = (facts.sessions or ((facts.done, facts.ranks),)) if facts is not None else ()
     return (*(session for session in earlier if session[0] < run.done), (run.done, len(run.world.home.ranks)))
 

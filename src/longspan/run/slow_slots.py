@@ -1,4 +1,5 @@
-"""Slots that are slower than their plan: named once, with their host, in a line of the run's log.
+"""Slots that are slower than their plan: named once, with their host, in a line of the run's log, and in the report of
+a collective that fails later.
 
 Each rank watches its own slot (`train/terms/slot_pace.py`). The number of a rank whose slot is slow goes with the
 message by which ranks agree on the end of each step: nothing is gathered.
@@ -10,9 +11,11 @@ from statistics import median
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
+from longspan.comm.world import open_worlds
 
 STEPS = 20  # whose median counts
 SLOWER = 1.10  # than the other slots for the same rows
+KEPT = 2  # slow slots that a report of a failed collective names
 
 
 class SlowSlots:
@@ -50,4 +53,7 @@ class SlowSlots:
                 "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
                 "its device and at what else runs there"
             )
-        log(world.control.broadcast_object(text, source=rank, what="name of a slow slot"))
+        text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
+        log(text)
+        for opened in open_worlds():  # each of which may have to say why it waits
+            opened.watch.notes = (*opened.watch.notes, text)[-KEPT:]

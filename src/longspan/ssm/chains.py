@@ -41,8 +41,10 @@ class Chains:
     """The chains of one group, and which of their runs this member holds. Made once per shard, for all layers."""
 
     def __init__(self, part: ShardPart, device: torch.device) -> None:
-        self.part, self.device, self.member = part, device, part.member
-        self.degree = part.degree
+        self.part: ShardPart = part
+        self.device: torch.device = device
+        self.member: int = part.member
+        self.degree: int = part.degree
         self.halos: dict[int, Any] = {}  # by width, of `conv.py`
 
     @property
@@ -96,11 +98,12 @@ class Passing:
     """Which runs give the others a state, and also a transition, and how all of them lie in the gathered rows."""
 
     def __init__(self, chains: Chains, leaves: Flags, carries: Flags) -> None:
-        self.chains, self._leaves, self._carries = chains, leaves, carries
+        self.chains: Chains = chains
+        self._leaves, self._carries = leaves, carries
         mine = chains.local_indices
-        self.leaving = np.flatnonzero(leaves[mine])  # of this member's runs, in held order
-        self.carrying = np.flatnonzero(carries[mine])
-        self.any = bool(leaves.any())  # whether the members have anything to give each other
+        self.leaving: Integers = np.flatnonzero(leaves[mine])  # of this member's runs, in held order
+        self.carrying: Integers = np.flatnonzero(carries[mine])
+        self.any: bool = bool(leaves.any())  # whether the members have anything to give each other
         self._counts: dict[tuple[int, int], list[int]] = {}
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 

@@ -44,15 +44,15 @@ class Halo:
         me, runs = chains.member, self._runs
         owners = [runs.member[run] for run, _ in needs]
         leaving = [np.flatnonzero(owner == me) for owner in owners]
-        self.sends = [len(index) for index in leaving]
-        self.receives = np.bincount(owners[me], minlength=chains.degree).tolist()
+        self.sends: list[int] = [len(index) for index in leaving]
+        self.receives: list[int] = np.bincount(owners[me], minlength=chains.degree).tolist()
         rows = [runs.offset[run[i]] + at[i] - runs.start[run[i]] for (run, at), i in zip(needs, leaving, strict=True)]
-        self.rows = to_device(np.concatenate(rows), chains.device)
-        self.travels = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
+        self.rows: Tensor = to_device(np.concatenate(rows), chains.device)
+        self.travels: bool = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
         arrived = self._arrival_table(chains, owners[me])
-        self.before = self._lay_out_runs(chains.lengths, arrived)
-        self.isolated = self._lay_out_runs(chains.lengths, np.full_like(arrived, -1))
-        self.first = self._index_first_rows(chains.lengths, arrived)
+        self.before: Before = self._lay_out_runs(chains.lengths, arrived)
+        self.isolated: Before = self._lay_out_runs(chains.lengths, np.full_like(arrived, -1))
+        self.first: FirstRows = self._index_first_rows(chains.lengths, arrived)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
         """Return the rows before a member's runs, in held order: which run has each, and at which position."""

@@ -21,13 +21,14 @@ class ForwardFold:
     """Sends the summaries of one part's runs to the members, and folds the states that enter this member's runs."""
 
     def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
-        self.chains, self.inputs = chains, inputs
+        self.chains: Chains = chains
+        self.inputs: Inputs = inputs
         self.transitions = inputs.k.new_zeros(0)
         self._passing = chains.forward
         if not self._passing.any:
             return
         states, transitions = scan.summaries(self._passing.leaving, self._passing.carrying)
-        self.transitions = transitions  # backward gives them once more
+        self.transitions: Tensor = transitions  # backward gives them once more
         self._gathered = _GatheredSummaries(chains, self._passing, states, transitions, "states of runs")
 
     def entering_states(self) -> Tensor:

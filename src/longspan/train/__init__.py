@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from longspan.checkpoint.checkpoint import find_checkpoint as find_checkpoint
     from longspan.checkpoint.checkpoint import load_checkpoint as load_checkpoint
     from longspan.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+    from longspan.checkpoint.saver import CheckpointSaver as CheckpointSaver
     from longspan.data.batch_documents import BatchDocuments as BatchDocuments
     from longspan.data.batch_documents import documents_of as documents_of
     from longspan.data.document import Document as Document

@@ -167,12 +167,12 @@ def default_divisor(plan: Plan) -> float:
     return float(max(plan.targets, 1))
 
 
-def read_batches(inputs: StepInputs, terms: Sequence[Term]) -> list[LocalBatch]:
+def read_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
     """Read this rank's rows of a whole step, and what its terms need besides; entered by all ranks.
 
-    Raises DataError on every rank where any cannot read.
+    Raises DataError on every rank where any cannot read, CommError unless the plan and the temperature are the same.
     """
-    batches = read_local_batches(inputs, sum(term.depths for term in terms))
+    batches = read_local_batches(inputs, sum(term.depths for term in terms), temperature)
     for term in terms:
         term.read(batches)
     return batches

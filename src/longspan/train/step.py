@@ -126,7 +126,7 @@ def run_step(
         world.step = step
     terms = step_terms(inputs, loss=loss, divisor=divisor, router=router, mtp=mtp, chunk_rows=loss_chunk_rows)
     terms = (*terms, SlotPaceTerm(world)) if times_slots else terms  # around the measure that all others made
-    batches = read_batches(inputs, terms)
+    batches = read_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     measure, divisor = CrossEntropy(loss_chunk_rows), default_divisor(plan)
@@ -234,7 +234,7 @@ def token_log_probs(
     inputs = check_step(model, plan, documents, world, backward=False)
     agree_on_names(also, world)
     terms = input_terms(inputs)
-    batches = read_batches(inputs, terms)
+    batches = read_batches(inputs, terms, temperature)
     log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also)
     run_passes(Passes.of(inputs, terms, log_probs, temperature=temperature), batches)
     return log_probs.sum_over_ranks(world)

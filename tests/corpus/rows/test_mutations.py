@@ -20,8 +20,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "marks are counted with the others": (SPANS, "removed += len(match.group())", "removed += 0"),
     "tokens by where they end": (f"{ROWS}.chat", "(begins < stop) & (ends > start)",
                                  "(begins < stop) & (ends >= start)"),
-    "the beginning of text twice": (f"{ROWS}.chat", "text, add_special_tokens=False",
-                                    "chr(65) + text, add_special_tokens=False"),
+    "the beginning of text twice": (f"{ROWS}.chat", "encode_with_spans(text)", "encode_with_spans(chr(65) + text)"),
 }  # fmt: skip
 
 

@@ -49,6 +49,9 @@ REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed
     "infinite divisor": (lambda rank: {"divisor": float("inf")}, LossError, "divisor is inf; give a positive number"),
     "true divisor": (lambda rank: {"divisor": True}, LossError, "divisor is True"),
     "divisors of ranks": (lambda rank: {"divisor": 1 + rank}, CommError, "2 different losses, sets or divisors"),
+    "temperatures of ranks": (
+        lambda rank: {"temperature": 0.7 if rank else 1.0}, CommError, "hold 2 different plans .* temperature= be the"
+    ),
     "a loss on one rank": (lambda rank: {"loss": policy_loss} if rank else {}, CommError, "the ranks hold 2 different"),
     "sets of ranks": (
         lambda rank: {"loss": DocumentLoss(pair_loss, [(0, 1 + rank)])}, CommError, "2 different losses, sets or"

@@ -32,19 +32,19 @@ class Blocks(NamedTuple):
 
 # By the head's width (a power of two), the fastest on an H200 first; where a device's shared memory is too small, the
 # next.
-FORWARD = {
+FORWARD: dict[int, tuple[Blocks, ...]] = {
     64: (Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)),
     128: (Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)),
     256: (Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
     512: (Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1)),
 }
-QUERY_GRADIENTS = {
+QUERY_GRADIENTS: dict[int, tuple[Blocks, ...]] = {
     64: (Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2)),
     128: (Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2)),
     256: (Blocks(128, 64, 8, 1), Blocks(64, 32, 4, 1), Blocks(32, 16, 4, 1)),
     512: (Blocks(64, 32, 8, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
 }
-KEY_GRADIENTS = {
+KEY_GRADIENTS: dict[int, tuple[Blocks, ...]] = {
     64: (Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
     128: (Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
     256: (Blocks(32, 64, 8, 2), Blocks(16, 32, 4, 1)),

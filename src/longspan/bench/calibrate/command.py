@@ -15,10 +15,10 @@ from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import is_reporting, run_on_ranks
 from longspan.errors import ConfigError, plural
+from longspan.plain_text import text_table
 from longspan.plan import Machine
 from longspan.plan.cost.links import LEVELS
 from longspan.plan.cost.machine import find_device
-from longspan.report.plain_text import text_table
 from longspan.run.result import versions
 
 CPU_RANKS = 2

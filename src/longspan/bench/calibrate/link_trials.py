@@ -41,11 +41,13 @@ class LinkTrials:
     """The messages between the slots of a world; made and run by all ranks together."""
 
     def __init__(self, world: World, sizes: Sequence[int]) -> None:
-        self.world, self.sizes = world, message_sizes(sizes)
-        slots, self.node_size = world.home.slots, world.node_size
-        self.hosts = launcher_hosts(slots, self.node_size)
-        self.host = self.hosts[world.slot // self.node_size]
-        self.even = len({len(host) for host in self.hosts}) == 1
+        self.world: World = world
+        self.sizes: list[tuple[int, bool]] = message_sizes(sizes)
+        self.node_size: int = world.node_size
+        slots = world.home.slots
+        self.hosts: tuple[tuple[int, ...], ...] = launcher_hosts(slots, self.node_size)
+        self.host: tuple[int, ...] = self.hosts[world.slot // self.node_size]
+        self.even: bool = len({len(host) for host in self.hosts}) == 1
         for degree in {len(self.host) if self.even else 1, slots}:  # communicators, as a run of this degree has them
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
 

@@ -33,7 +33,7 @@ from longspan.train.plans.run_machine import device_name
 VOCABULARY = 2048  # of a preset, which has no tokenizer to take it from
 MOST_SECONDS = 200.0  # after which no round begins
 PRODUCT_WIDTHS = {"cuda": (2048, 4096), "cpu": (256, 512)}
-PRODUCT_ROWS = {"cuda": (1024, 4096, 16384), "cpu": (64, 256)}
+PRODUCT_ROWS: dict[str, tuple[int, ...]] = {"cuda": (1024, 4096, 16384), "cpu": (64, 256)}
 PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
 SHORT, LONG = 4, 1 << 20  # bytes of the messages by which hosts are told apart
 OF_BOTH = 3.5  # products of a forward and a backward pass, over the two of forward

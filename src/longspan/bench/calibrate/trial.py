@@ -26,7 +26,9 @@ class Clock:
     """Times trials on all ranks of a world, until its minutes are over."""
 
     def __init__(self, world: World, *, most_seconds: float) -> None:
-        self.world, self.most_seconds, self.began = world, most_seconds, time.perf_counter()
+        self.world: World = world
+        self.most_seconds: float = most_seconds
+        self.began: float = time.perf_counter()
 
     @property
     def seconds(self) -> float:

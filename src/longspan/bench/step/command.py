@@ -8,10 +8,10 @@ from longspan.bench.record import origin_text, show_record
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.ranks import measure_step_on_rank
 from longspan.bench.step.settings import make_settings
-from longspan.bench.timing import ORDER
 from longspan.cli.processes import run_on_ranks
+from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.report.memory_section import measures_text
-from longspan.report.plain_text import bytes_text, markdown_table, text_table
+from longspan.run.profile import KERNEL_TITLES, TITLES, kernel_rows, part_cells
 
 _NAMES = (
     "step",
@@ -31,12 +31,11 @@ _NORMS = {
     "on": ", fused norms",
     "off": ", the model's own norms",
 }
-_PARTS = ("part of a profiled step, ms", *ORDER, "idle", "step")
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """Write a record for a terminal."""
-    parts = f"\n\n{text_table(_PARTS, rows)}" if (rows := _part_rows(record)) else ""
+    """A record for a terminal."""
+    parts = f"\n\n{text_table(TITLES, rows)}" if (rows := _part_rows(record)) else ""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
     return f"{_record_title(record)}\n\n{text_table(_NAMES, _table_rows(record))}{memory}{parts}{_missing_text(record)}"
 
@@ -44,7 +43,7 @@ def record_text(record: dict[str, Any]) -> str:
 def record_markdown(record: dict[str, Any]) -> str:
     """Write a record for people who read bench/records."""
     memory = f"{text}.\n\n" if (text := _memory_text(record)) else ""
-    parts = f"{markdown_table(_PARTS, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
+    parts = f"{markdown_table(TITLES, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
     return (
         f"# {_record_title(record)}\n\n"
         f"{origin_text(record)}\n\n"
@@ -120,17 +119,14 @@ def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
 
 def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = [row for row in record["rows"] if "parts" in row]
-    return [(row["name"], *(f"{1e3 * row['parts'][part]:.1f}" for part in _PARTS[1:])) for row in rows]
+    return [(row["name"], *part_cells(row)) for row in rows]
 
 
 def _kernel_tables(record: dict[str, Any]) -> str:
     """Write the kernels that take most of the first rank's profiled steps, by row."""
     tables = [
         f"Longest kernels of {row['name']}:\n\n"
-        + markdown_table(
-            ("kernel", "part", "calls", "ms"),
-            [(f"`{k['name']}`", k["part"], str(k["calls"]), f"{1e3 * k['seconds']:.1f}") for k in row["kernels"]],
-        )
+        + markdown_table(KERNEL_TITLES, [(f"`{name}`", *cells) for name, *cells in kernel_rows(row)])
         for row in record["rows"]
         if "kernels" in row
     ]

@@ -84,7 +84,7 @@ def _shard_model(settings: StepSettings, world: World, mesh: Any) -> Any:
     torch.manual_seed(0)
     with torch.device(world.device):
         dtype = getattr(torch, settings.config.model.dtype)
-        model: Any = AutoModelForCausalLM.from_config(settings.configuration, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(settings.configuration, dtype=dtype, trust_remote_code=False)
     model.set_attn_implementation("sdpa")
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

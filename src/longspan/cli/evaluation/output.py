@@ -18,9 +18,9 @@ from longspan.evaluation.saved.comparison import (
 )
 from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.files import as_json, json_values, os_error_text
+from longspan.plain_text import text_table
 from longspan.report.eval_page import eval_page
 from longspan.report.passkey import passkey_pictures
-from longspan.report.plain_text import text_table
 
 if TYPE_CHECKING:
     from longspan.evaluation.metrics import Bucket

@@ -7,9 +7,9 @@ from typing import Any
 
 from longspan.cli.gpu_plans.answer import Answer, Column
 from longspan.errors import plural
+from longspan.plain_text import seconds_text, text_table
 from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.report.chart_documents import StackedBar, stack_document
-from longspan.report.plain_text import seconds_text, text_table
 
 WIDTH = 110  # of a command's lines
 MEASURE_WORDS = "none: all; selective: their input and attention's output; full: their input; auto: as chosen above"

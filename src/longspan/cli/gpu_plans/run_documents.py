@@ -107,7 +107,7 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
     paths = find_files(data.path or STDLIB, key="--data")
-    sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()))
+    sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()), data.max_text_bytes)
     limit = data.max_document_tokens
     counts = [n for size in sizes for n in _cut_lengths(size // BYTES_PER_TOKEN, limit) if n >= 2]
     if not counts:

@@ -9,6 +9,7 @@ import numpy as np
 
 from longspan.cli.plans.planning import UNPRICED
 from longspan.errors import plural
+from longspan.plain_text import bytes_text, number_text, seconds_text, text_table
 from longspan.plan import Plan, slot_rows
 from longspan.plan.simulate.compare import NamedSimulation
 from longspan.plan.simulate.evaluation import DegreeComparison
@@ -18,7 +19,6 @@ from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.type_and_partition import plan_type_text
 from longspan.report.chart import Chart, Series
 from longspan.report.chart_documents import NamedBar, bar_document, chart_document
-from longspan.report.plain_text import bytes_text, number_text, seconds_text, text_table
 
 _COMPARISON_NOTE = """\
 type: how groups share attention, of each plan the fastest (--cp-comm-type chooses one for all). x bound: over what no

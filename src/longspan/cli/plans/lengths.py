@@ -3,7 +3,6 @@
 They come from a JSON file, text files (estimated as bytes / 4 unless a tokenizer is given), or a named distribution.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from longspan.corpus.files import CorpusFile, find_files
 from longspan.corpus.first_rows import kind_of_files, text_sizes
 from longspan.corpus.row_files import row_file
 from longspan.errors import ConfigError, DataError
+from longspan.files import parse_json
 from longspan.layout import check_lengths
 from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
 
@@ -86,7 +86,7 @@ def _equal_lengths(text: str) -> tuple[int, ...]:
 def _read_json(path: str) -> Any:
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        return json.loads(text)
+        return parse_json(text)
     except OSError as error:
         raise ConfigError(f"cannot read lengths from {path}: {error.strerror}") from error
     except ValueError as error:
@@ -112,10 +112,10 @@ def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.tokenizer import load_tokenizer
 
-    encoding = RowEncoding(kind_of_files(files, skip_bad=False), load_tokenizer(tokenizer))
+    encoding = RowEncoding(kind_of_files(files, skip_bad=False, most_bytes=0), load_tokenizer(tokenizer))
     encoder, lengths = DocumentEncoder((encoding,), 0, "<u4"), list[int]()
     for number, file in enumerate(files):
-        for chunk in row_file(file.name, file.path).chunks():
+        for chunk in row_file(file.name, file.path, 0).chunks():
             lengths += encoder.encode([FileChunk(0, number, chunk)]).lengths.tolist()
     return lengths
 

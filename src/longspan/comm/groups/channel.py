@@ -5,6 +5,7 @@ their own (`process_groups.py`), one call of it does the same.
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
@@ -26,10 +27,11 @@ class Handle:
     """A started exchange. `wait()` returns its result once its tensors may be used; a second call returns it again.
 
     On a GPU, waiting orders the current stream behind the exchange and does not stop the host. `keep` is kept alive
-    until then, `finish` makes the result, `work_bytes` are the bytes that the works themselves hold on to.
+    until then, `finish` makes the result, `work_bytes` are the bytes that the works themselves hold on to. With
+    `on_host` the works are gloo's.
     """
 
-    __slots__ = ("_finish", "_keep", "_operation", "_result", "_work_bytes", "_works")
+    __slots__ = ("_finish", "_keep", "_on_host", "_operation", "_result", "_work_bytes", "_works")
 
     def __init__(
         self,
@@ -38,16 +40,21 @@ class Handle:
         keep: object = None,
         finish: Callable[[], Any] | None = None,
         work_bytes: int = 0,
+        *,
+        on_host: bool = False,
     ) -> None:
         self._operation, self._works, self._keep, self._work_bytes = operation, works, keep, work_bytes
-        self._finish, self._result = finish, None
+        self._finish, self._result, self._on_host = finish, None, on_host
 
     def wait(self) -> Any:
         """Wait for the exchange. Raises CommError, with a failure report, where it fails or times out."""
         if self._works:
             with self._operation as operation:
                 for work in self._works:
-                    work.wait()
+                    if self._on_host:  # gloo waits for messages as long as when their group was made, unless told
+                        work.wait(timedelta(seconds=operation.watch.timeout))
+                    else:
+                        work.wait()
                 if self._work_bytes < EVENT_BYTES:
                     operation.watch.watch_works(operation, self._works)
                 else:
@@ -83,7 +90,9 @@ class Channel:
         device: torch.device,
         parent: ParentName = "plane",
     ) -> None:
-        self.ranks, self.index, self.device = ranks, index, device
+        self.ranks: tuple[int, ...] = ranks
+        self.index: int = index
+        self.device: torch.device = device
         self._by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # members in the order that torch has them in
         self._groups = groups
         self._parent: ParentName = parent
@@ -126,7 +135,12 @@ class Channel:
         if ops:
             with operation:
                 works = dist.batch_isend_irecv(ops)
-        return Handle(operation, works, keep=ops, finish=lambda: result, work_bytes=work_bytes)
+        return self._handle(operation, works, ops, lambda: result, work_bytes)
+
+    def _handle(
+        self, operation: Operation, works: Sequence[Work], keep: object, finish: Callable[[], Any], work_bytes: int
+    ) -> Handle:
+        return Handle(operation, works, keep, finish, work_bytes, on_host=self.device.type == "cpu")
 
     def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], what: str) -> Handle:
         """Start sending runs of rows of x (sum of sends, …), `sends[m]` to member m, one after another.
@@ -185,7 +199,7 @@ class Channel:
         sends, receives = ([runs[member] for member in self._by_rank] for runs in counts)
         with self.watch.during(what, self.ranks) as operation:
             work = communicator.alltoall_base(into, x, receives, sends)
-        return Handle(operation, (work,), keep=x, finish=lambda: into, work_bytes=into.nbytes)
+        return self._handle(operation, (work,), x, lambda: into, into.nbytes)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         """Start gathering every member's rows; `wait()` returns a list of (counts[m], …) tensors, views of one buffer.
@@ -204,7 +218,7 @@ class Channel:
             buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
             with self.watch.during(what, self.ranks) as operation:
                 work = _all_gather_single(buffer, padded, group=communicator, async_op=True)
-            return Handle(operation, (work,), keep=padded, finish=lambda: buffer, work_bytes=buffer.nbytes)
+            return self._handle(operation, (work,), padded, lambda: buffer, buffer.nbytes)
         buffer = x.new_empty((sum(counts), *x.shape[1:]))
         parts = buffer.split(list(counts))
         parts[self.index].copy_(x)

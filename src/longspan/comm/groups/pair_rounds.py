@@ -10,6 +10,7 @@ before the rounds, and gets the result after them. Large arrays are for gloo's r
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -24,14 +25,18 @@ Exchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -
 class PairRounds:
     """The rounds of one member. `ranks` are the members in their order, `group` a gloo group that has all of them.
 
+    `limit()` is how many seconds a message is waited for.
+
     >>> PairRounds(group, ranks=(0, 1, 2), rank=0).reduce(x, torch.maximum, "largest lengths")
 
     Every method is entered by all members, one call at a time. Messages match by the name of the call, its number and
     the size of its tensor, so that members which are in different calls wait, and do not take each other's values.
     """
 
-    def __init__(self, group: ProcessGroup, ranks: Sequence[int], rank: int) -> None:
-        self._group, self._ranks = group, tuple(ranks)
+    def __init__(
+        self, group: ProcessGroup, ranks: Sequence[int], rank: int, limit: Callable[[], float] = lambda: 600.0
+    ) -> None:
+        self._group, self._ranks, self._limit = group, tuple(ranks), limit
         places = 1 << (len(ranks).bit_length() - 1)
         self._pairs = len(ranks) - places  # places of two members each, the first ones
         self._bits = [1 << k for k in range(places.bit_length() - 1)]
@@ -128,7 +133,7 @@ class PairRounds:
         works = [self._group.recv([into], peer, self._tag)] if into is not None and into.numel() else []
         works += [self._group.send([sent], peer, self._tag)] if sent is not None and sent.numel() else []
         for work in works:
-            work.wait()
+            work.wait(timedelta(seconds=self._limit()))
 
 
 def _pack(value: object) -> Tensor:

@@ -35,8 +35,8 @@ class GroupRecord:
     """One communicator that a world made: its ranks, what it is for, and the seconds that it took.
 
     `kind` is "control" (host values), "parent" (point-to-point of a plane), "everyone" (of all planes), "slots",
-    "replicate", "tp", "outer" and "ep" (axes of device meshes), "pipeline" (the stages of a slot), or "communicator"
-    (a plan's group).
+    "replicate", "tp", "outer" and "ep" (axes of device meshes), "pipeline" (the stages of a slot), "saves" (of the
+    threads that write checkpoints), or "communicator" (a plan's group).
     """
 
     ranks: tuple[int, ...]
@@ -51,7 +51,8 @@ class Shareable:
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self.group, self.users = group, 0
+        self.group: dist.ProcessGroup | None = group
+        self.users: int = 0
 
 
 ByRanks = dict[tuple[object, ...], list[Shareable]]  # by ranks, torch's options and purpose, in the order made
@@ -66,6 +67,7 @@ class ProcessGroups:
         self.made: list[GroupRecord] = []
         self._backend, self._timeout = backend, timeout
         self._used: list[Shareable] = []
+        self._timed: list[Shareable] = []  # those whose time-out is the world's
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._parents: dict[ParentName, ProcessGroup] = {}
 
@@ -73,36 +75,53 @@ class ProcessGroups:
         """Share communicators with the open worlds that have the same `shareable`; before any is made."""
         self._shareable = shareable
 
-    def make_group(self, ranks: Sequence[int], kind: str, *, backend: str | None = None) -> ProcessGroup | None:
+    def make_group(
+        self, ranks: Sequence[int], kind: str, *, backend: str | None = None, timeout: float | None = None
+    ) -> ProcessGroup | None:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
 
         If another open world has a communicator of these ranks for the same purpose, and this world does not use it
-        yet, it is shared; it is not among `made` then. Only members use the result: torch never gets None.
+        yet, it is shared; it is not among `made` then. Only members use the result: torch never gets None. `timeout` is
+        that of the group's collectives in seconds (None: the world's).
         """
-        backend = backend or self._backend
-        purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline") else "meshes"
-        candidates = self._shareable.setdefault((tuple(sorted(ranks)), backend, self._timeout, purpose), [])
+        backend, keeps_timeout, timeout = backend or self._backend, timeout is not None, timeout or self._timeout
+        purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline", "saves") else "meshes"
+        candidates = self._shareable.setdefault((tuple(sorted(ranks)), backend, timeout, purpose), [])
         shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
         if shareable is None:
-            shareable = Shareable(self._new_group(ranks, kind, backend))
+            shareable = Shareable(self._new_group(ranks, kind, backend, timeout))
             candidates.append(shareable)
         shareable.users += 1
         self._used.append(shareable)
+        if not keeps_timeout:
+            self._timed.append(shareable)
         return shareable.group
 
-    def _new_group(self, ranks: Sequence[int], kind: str, backend: str) -> ProcessGroup | None:
+    def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
         """Have torch make a group, and record it in `made`; None where this rank is no member."""
-        started, timeout = time.monotonic(), timedelta(seconds=self._timeout)
+        started, timeout = time.monotonic(), timedelta(seconds=seconds)
         options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
-        of_host_values = kind == "control" or backend != "gloo"  # then tensors travel over NCCL
+        of_host_values = kind in ("control", "saves") or backend != "gloo"  # then tensors travel over NCCL
         connecting = connecting_at_first_message() if of_host_values else nullcontext()
         with self.watch.during(f"making the {kind} group", ranks), connecting:
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+            group = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
+            )
         if self.watch.rank not in ranks:
             return None
         assert isinstance(group, ProcessGroup)
         self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
         return group
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long collectives of these communicators may last that start from now on.
+
+        Those that were made with a time-out of their own keep it.
+        gloo's messages from rank to rank are not among them: whoever waits for one says for how long (2.11 to 2.13).
+        """
+        for shareable in self._timed:
+            if shareable.group is not None:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), shareable.group)
 
     def add_communicator(self, ranks: tuple[int, ...], group: ProcessGroup) -> None:
         """Remember the communicator of these ranks, whatever their order."""
@@ -137,6 +156,7 @@ class ProcessGroups:
         for shareables in self._shareable.values():
             shareables[:] = [candidate for candidate in shareables if candidate.users]
         self._used.clear()
+        self._timed.clear()
         self._parents.clear()
         self._by_ranks.clear()
         return unused

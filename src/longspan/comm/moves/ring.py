@@ -65,7 +65,7 @@ class RingBlocks:
         if self._spare:
             return self._spare.pop()
         self._live += 1
-        self.peak_blocks = max(self.peak_blocks, self._live)
+        self.peak_blocks: int = max(self.peak_blocks, self._live)
         return like.new_empty((max(self._counts), *like.shape[1:]))
 
 

@@ -65,7 +65,9 @@ class RowExchange:
                 f"the exchange is among {exchange.have.degree} ranks, the channel has {channel.degree}; give one list "
                 f"of rows, which may be empty, for each rank"
             )
-        self.exchange, self.channel, self.gradient = exchange, channel, gradient
+        self.exchange: Exchange = exchange
+        self.channel: Channel = channel
+        self.gradient = gradient
         self._rows = exchange.have.counts[channel.index]
         groups: dict[str, Groups | None] = {
             "partial": [[member] for member in range(channel.degree)],

@@ -1,7 +1,9 @@
 """Images in files or in rows, and videos as lists of frames: their sizes from headers, and their pixels.
 
 Images are turned upright by the EXIF orientation in their header, with three channels, as transformers' `load_image`
-does (which also looks after the pixels of a PNG). What an image becomes for a model is in `processor.py`.
+does (which also looks after the pixels of a PNG). Only formats that are nothing but pixels are read: Pillow gives some
+others to programs, as EPS to Ghostscript. Of several frames in a file the first is read. What an image becomes for a
+model is in `processor.py`.
 """
 
 import io
@@ -10,6 +12,7 @@ import warnings
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longspan.data.images import Stamp, file_stamp
@@ -25,6 +28,10 @@ Size = tuple[int, int]  # height, width
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that exchange height and width
 _TAIL = 64  # last bytes of a file, which contain the end mark of a complete one
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "GIF": b";"}
+MAX_PIXELS = 178_956_970  # of an image, twice what Pillow warns of: 537 MB in three channels
+MAX_IMAGE_BYTES = 1 << 29  # of a file
+# By Pillow's names; its reader of JPEG reads MPO too.
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "AVIF", "BMP", "TIFF", "PPM", "JPEG2000")
 _SHOWN = 80  # characters of each end of a path in messages
 
 
@@ -73,7 +80,10 @@ class ImageFile(NamedTuple):
         """Open the image, unread. Inside, errors of reading it become DataErrors that name it."""
         pil: Any = import_pillow()
         try:
-            with pil.open(self.path or io.BytesIO(self.data)) as image:
+            self._check_file()
+            with pil.open(self.path or io.BytesIO(self.data), formats=_readable_formats()) as image:
+                if (pixels := image.width * image.height) > MAX_PIXELS:
+                    raise self._too_large(pixels, MAX_PIXELS)
                 yield image
         except FileNotFoundError as error:
             raise DataError(f"{self._name} does not exist") from error
@@ -81,16 +91,35 @@ class ImageFile(NamedTuple):
             raise
         except pil.DecompressionBombError as error:
             pixels = re.search(r"\d+", str(error))
-            raise DataError(
-                f"{self._name} has {int(pixels.group()) if pixels else 0:,} pixels, and at most "
-                f"{2 * pil.MAX_IMAGE_PIXELS:,} are read, as one with more fills the memory; store it with fewer: "
-                "processors make a large image smaller"
-            ) from error
+            raise self._too_large(int(pixels.group()) if pixels else 0, 2 * pil.MAX_IMAGE_PIXELS) from error
         except pil.UnidentifiedImageError as error:  # its message is the path, or an address in memory
-            raise DataError(f"{self._name} is no image that Pillow can read: it knows no such format") from error
+            raise DataError(
+                f"{self._name} is no image that Pillow can read: it is none of {', '.join(_readable_formats())}"
+            ) from error
         except Exception as error:  # decoders raise errors of any kind for broken files
             reason = (isinstance(error, OSError) and error.strerror) or error
             raise DataError(f"{self._name} is no image that Pillow can read: {reason}") from error
+
+    def _check_file(self) -> None:
+        """Raise DataError for what is no regular file, which may never end, and for too many bytes."""
+        size = len(self.data)
+        if self.path:
+            stat = Path(self.path).stat()
+            if not S_ISREG(stat.st_mode):
+                raise DataError(f"{self._name} is no regular file; give the path of an image")
+            size = stat.st_size
+        if size > MAX_IMAGE_BYTES:
+            raise DataError(
+                f"{self._name} has {size:,} bytes, and an image has at most {MAX_IMAGE_BYTES:,}; store it with fewer "
+                "pixels, and without what is not its pixels"
+            )
+
+    def _too_large(self, pixels: int, most: int) -> DataError:
+        """The error of an image with too many pixels."""
+        return DataError(
+            f"{self._name} has {pixels:,} pixels, and at most {most:,} are read, as one with more fills the memory; "
+            "store it with fewer: processors make a large image smaller"
+        )
 
     @property
     def _name(self) -> str:
@@ -98,7 +127,8 @@ class ImageFile(NamedTuple):
 
 
 def shorten_path(path: str) -> str:
-    """Return a path for messages: both ends of a long one."""
+    """Return a path for messages: both ends of a long one, and no character that steers a terminal."""
+    path = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in path)
     if len(path) <= 2 * _SHOWN:
         return path
     return f"{path[:_SHOWN]}…{path[-_SHOWN:]} ({len(path):,} characters)"
@@ -109,6 +139,14 @@ def _orientation(image: Any) -> int:
     if image.format == "PNG" and "exif" not in image.info:
         return 0
     return int(image.getexif().get(_ORIENTATION, 0))
+
+
+@lru_cache(maxsize=1)
+def _readable_formats() -> tuple[str, ...]:
+    """FORMATS that this Pillow has a reader for."""
+    pil: Any = import_pillow()
+    pil.init()
+    return tuple(name for name in FORMATS if name in pil.OPEN)
 
 
 @lru_cache(maxsize=1)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.corpus.images.image_file import Size
 from longspan.errors import DataError
+from longspan.files import read_json
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _class_name(folder: Path) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
 def processor_digest(folder: Path) -> str:

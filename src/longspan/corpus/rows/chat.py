@@ -90,9 +90,8 @@ class ChatEncoding:
 
     def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
         """Tokenize a rendering: its ids (n,), and labels (n,) for tokens in spans."""
-        encoding = self.tokenizer.parsing(True).engine.encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.int64)
-        return ids, np.where(tokens_in_spans(encoding.offsets, spans), ids, NO_TARGET)
+        ids, offsets = self.tokenizer.parsing(True).encode_with_spans(text)
+        return ids, np.where(tokens_in_spans(offsets, spans), ids, NO_TARGET)
 
     def _check_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
         """Raise RowError if a rendering has other special tokens than one of the same chat with harmless texts.
@@ -130,10 +129,12 @@ class ChatEncoding:
             return self._plain
 
 
-def tokens_in_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+def tokens_in_spans(
+    offsets: Sequence[tuple[int, int]] | Integers, spans: Sequence[tuple[int, int]]
+) -> npt.NDArray[np.bool_]:
     """Return which tokens (n,) have a character in a span; offsets and spans are (start, stop) in characters."""
-    inside = np.zeros(len(offsets), dtype=bool)
     begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    inside = np.zeros(len(begins), dtype=bool)
     for start, stop in spans:
         inside |= (begins < stop) & (ends > start)
     return inside

@@ -60,11 +60,12 @@ def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sa
     Targets are the tokens with a character of the completion (also one across the border), and the end of text.
     """
     prompt, completion = (require_string(require_key(values, key), key) for key in ("prompt", "completion"))
-    encoding = tokenizer.engine.encode(prompt + completion, add_special_tokens=False)
+    text_ids, spans = tokenizer.encode_with_spans(prompt + completion)
     (opening, closing), end = tokenizer.surrounding_ids, tokenizer.end_of_text
-    in_completion = [stop > len(prompt) for _, stop in encoding.offsets]
-    ids = np.array([*opening, *encoding.ids, *closing, *end], dtype=np.int64)
-    mask = np.array([*([False] * len(opening)), *in_completion, *([True] * len([*closing, *end]))])
+    ids = np.concatenate([opening, text_ids, closing, end]).astype(np.int64)
+    mask = np.ones(len(ids), dtype=bool)
+    mask[: len(opening)] = False
+    mask[len(opening) : len(opening) + len(text_ids)] = spans[:, 1] > len(prompt)
     return Sample(ids, np.where(mask, ids, NO_TARGET))
 
 
@@ -79,8 +80,8 @@ def token_sample(values: Mapping[str, Any], vocabulary: int) -> Sample:
         raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
     _check_one_document(values, len(ids))
     padding = values.get("attention_mask")
-    if padding is not None and not all(padding):
-        raise RowError(f"attention_mask masks {list(padding).count(0)} tokens of padding; leave the padding out")
+    if padding is not None and (masked := int((_read_integers(padding, "attention_mask") == 0).sum())):
+        raise RowError(f"attention_mask masks {masked} tokens of padding; leave the padding out")
     if labels is not None:
         targets = _check_length(_read_integers(labels, "labels"), "labels", len(ids))
         _check_ids(targets[targets != NO_TARGET], "labels", vocabulary)

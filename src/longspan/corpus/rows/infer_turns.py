@@ -28,6 +28,7 @@ from longspan.corpus.rows.sample import RowError, Unseen
 from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
 from longspan.corpus.rows.turn_tokens import TurnTokens
 
+_HEAD, _MOST_WORK = 64, 1 << 32  # characters that are compared first, and in all
 _CONTEXT = 16  # characters at the end of a question by which its end is recognized
 _LONGEST_CLOSING = 32
 Render = Callable[[Sequence[Message]], str]
@@ -219,7 +220,24 @@ def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Tur
     text, end = conversation.text, before.ends[-1]
     words = str(before.fields[-1].value).rstrip()[-_CONTEXT:] if before.fields else ""
     begin = end - len(words) if words and text[:end].endswith(words) else end
-    return next((stop for stop in range(turn.ends[0], end, -1) if prompt.text.endswith(text[begin:stop])), None)
+    length = longest_overlap(prompt.text, text[begin : turn.ends[0]])
+    return begin + length if length > end - begin else None
+
+
+def longest_overlap(text: str, other: str) -> int:
+    """Return how many characters, at most, both end `text` and begin `other`; both may be long.
+
+    >>> longest_overlap("who?<a>", "<a>I")
+    3
+    """
+    head, work = other[:_HEAD], _MOST_WORK
+    at = text.find(head, max(0, len(text) - len(other))) if len(other) >= _HEAD else -1
+    while at >= 0 and work > 0:  # only texts that repeat themselves have many places
+        if other.startswith(text[at:]):
+            return len(text) - at
+        work -= len(text) - at
+        at = text.find(head, at + 1)
+    return next((n for n in range(min(_HEAD, len(text), len(other)), 0, -1) if text.endswith(other[:n])), 0)
 
 
 def locate_ends(

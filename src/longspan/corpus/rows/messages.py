@@ -1,11 +1,11 @@
 """Messages of a row: checks of their form before a template renders them, which of them are learnt, and their texts."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longspan.corpus.rows.sample import RowError, preview, type_name
+from longspan.files import parse_json
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 LEARNT = ("weight", "train", "loss")  # keys of a message, in other formats, that decide whether it is learnt
@@ -100,7 +100,7 @@ def read_tools(value: Any) -> list[Any] | None:
     """Read the tools of a row: a list of schemas, or its JSON; None if there are none."""
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else None
+            value = parse_json(value) if value.strip() else None
         except ValueError as error:
             raise RowError(f'"tools" is a string that is no JSON: {error}') from error
     if value is None or value == []:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from longspan.config.data_sections import MAX_TEXT_BYTES
 from longspan.corpus.files import CorpusFile, LogLine
 from longspan.corpus.row_files import row_file
 from longspan.corpus.store.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes
@@ -44,7 +45,8 @@ class Recipe:
     """Everything that decides the documents of a corpus, and how to make them: with `stored` tokens, by `workers`.
 
     `sources` are the sums of `files`, `encodings` make tokens of the rows of each source, `longest` is the most tokens
-    of a document (0: any); with `skip_bad` a bad row is left out. `path` names the corpus in messages.
+    of a document (0: any); with `skip_bad` a bad row is left out, as one of more than `most_bytes` (0: any) is. `path`
+    names the corpus in messages.
     """
 
     path: str
@@ -53,6 +55,7 @@ class Recipe:
     encodings: "tuple[RowEncoding, ...]"
     longest: int
     skip_bad: bool = False
+    most_bytes: int = MAX_TEXT_BYTES
     workers: int = 0
     stored: bool = True
 
@@ -60,8 +63,8 @@ class Recipe:
     def key(self) -> str:
         """SHA-256 of everything that decides the documents; equal files give equal keys wherever they are."""
         digests = [encoding.digest for encoding in self.encodings]
-        checked = ["pixels"] * self.checks_pixels
-        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *checked]).encode())
+        others = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
+        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *others]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
             if self.images:  # relative paths of images begin there
@@ -96,6 +99,7 @@ class Recipe:
 
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
+_LONG_BYTES = 16 << 20
 _NEWS_SECONDS = 5.0
 
 
@@ -107,7 +111,8 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
-        for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe.files), recipe.processes):
+        batches = progress.announce_long(_batch_rows(recipe))
+        for batch, encoded in encode_batches(recipe.encoder, batches, recipe.processes):
             writer.write_rows(encoded)
             progress.log_batch(batch, writer)
         progress.log_total(writer)
@@ -220,6 +225,17 @@ class _Progress:
         self._began = self._last_line = time.monotonic()
         self._read = 0
 
+    def announce_long(self, batches: Iterable[list[FileChunk]]) -> Iterator[list[FileChunk]]:
+        """Yield batches; before one that takes long, as a row of it is long, a line says so."""
+        for batch in batches:
+            longest = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))
+            if (size := len(longest.data)) > _LONG_BYTES:
+                self._log(
+                    f"tokenizing {size / 1e6:,.0f} MB of {longest.name} in one piece, which takes a while and "
+                    "memory: its rows are long"
+                )
+            yield batch
+
     def log_batch(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
         """Log the progress after this batch, if some seconds have passed."""
         last = batch[-1]
@@ -249,14 +265,14 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _batch_rows(files: Iterable[CorpusFile]) -> Iterator[list[FileChunk]]:
-    """Yield the rows of files in order, some megabytes at a time."""
+def _batch_rows(recipe: Recipe) -> Iterator[list[FileChunk]]:
+    """Yield the rows of files in order, some megabytes at a time; a chunk without rows at once, for progress."""
     batch, size = list[FileChunk](), 0
-    for number, file in enumerate(files):
-        for chunk in row_file(file.name, file.path).chunks():
+    for number, file in enumerate(recipe.files):
+        for chunk in row_file(file.name, file.path, recipe.most_bytes).chunks():
             batch.append(FileChunk(file.source, number, chunk))
             size += len(chunk.data)
-            if size >= BATCH_BYTES:
+            if size >= BATCH_BYTES or not chunk.data:
                 yield batch
                 batch, size = [], 0
     if batch:

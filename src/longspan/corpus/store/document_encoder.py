@@ -40,7 +40,9 @@ class Notes:
 
     def __init__(self) -> None:
         self.rows = 0
-        self.left_out, self.special, self.names_as_text = Counter[str](), Counter[str](), Counter[str]()
+        self.left_out: Counter[str] = Counter[str]()
+        self.special: Counter[str] = Counter[str]()
+        self.names_as_text: Counter[str] = Counter[str]()
         self.bad, self.skipped = list[str](), list[str]()
 
     def add(self, other: "Notes") -> None:

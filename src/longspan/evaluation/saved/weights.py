@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, holds_encoders, load_checkpoint
 from longspan.checkpoint.files import read_state
+from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import RunConfig
@@ -44,7 +45,7 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
     elif checkpoint is not None:
         check_checkpoint(checkpoint, world)
     else:
-        checkpoint = find_checkpoint(weights.run_dir / "checkpoints", world, log)
+        checkpoint = find_checkpoint(checkpoints_root(weights.run_dir, subject.config.run.checkpoints), world, log)
         if checkpoint is None:
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"

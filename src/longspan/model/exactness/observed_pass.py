@@ -145,8 +145,11 @@ class ObservedPass:
     """
 
     def __init__(self, rows: TrialRows, precision: Precision, before: "ObservedPass | None" = None) -> None:
-        self.rows, self.precision, self.before = rows, precision, before
-        self.tensors, self.errors = dict[Key, Tensor](), dict[Key, Tensor]()
+        self.rows: TrialRows = rows
+        self.precision: Precision = precision
+        self.before: ObservedPass | None = before
+        self.tensors: dict[Key, Tensor] = dict[Key, Tensor]()
+        self.errors: dict[Key, Tensor] = dict[Key, Tensor]()
         self._calls, self._places = dict[str, int](), dict[tuple[int, int], Any]()
 
     @contextmanager

@@ -96,11 +96,13 @@ def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> Pr
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         automatic = AutoModel  # of a text model inside a wrapper
     try:
-        return automatic.from_config(deepcopy(config), attn_implementation=attention, **settings)
+        return automatic.from_config(
+            deepcopy(config), attn_implementation=attention, trust_remote_code=False, **settings
+        )
     except ValueError as error:
         if "does not support" not in str(error):
             raise
-        return automatic.from_config(deepcopy(config), attn_implementation="eager", **settings)
+        return automatic.from_config(deepcopy(config), attn_implementation="eager", trust_remote_code=False, **settings)
 
 
 def reads_images_alone(config: PreTrainedConfig) -> bool:

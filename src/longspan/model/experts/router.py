@@ -64,7 +64,7 @@ class RouterSums:
     __slots__ = ("by_router", "statistics")
 
     def __init__(self, statistics: "RouterStatistics") -> None:
-        self.statistics = statistics
+        self.statistics: RouterStatistics = statistics
         self.by_router: dict[int, Tensor] = {}  # (2 E + 1,): loads, sums of probabilities, sum of z
 
     def record_routing(
@@ -84,8 +84,10 @@ class RouterStatistics:
     def __init__(
         self, coefficients: RouterCoefficients, world: World, *, tokens: int, layers: int, experts: int
     ) -> None:
-        self.coefficients, self.world, self.experts = coefficients, world, experts
-        self.token_layers = max(tokens * layers, 1)
+        self.coefficients: RouterCoefficients = coefficients
+        self.world: World = world
+        self.experts: int = experts
+        self.token_layers: int = max(tokens * layers, 1)
         self.micro_batches: list[RouterSums] = []
         self.counted_ahead: list[RouterSums] = []  # of micro-batches that run again, with a graph
         self.fractions: Tensor | None = None  # F (E,)

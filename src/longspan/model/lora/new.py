@@ -94,7 +94,8 @@ class AdapterOver:
     """The weights of a base model, and an adapter, of these names and shapes, that is drawn."""
 
     def __init__(self, base: WeightSource, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
-        self.base, self._shapes, self._seed = base, dict(shapes), seed
+        self.base: WeightSource = base
+        self._shapes, self._seed = dict(shapes), seed
 
     def __str__(self) -> str:
         return str(self.base)

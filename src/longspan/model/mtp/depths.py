@@ -51,6 +51,9 @@ class MtpDepth(nn.Module):
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
         super().__init__()
+        self.enorm: nn.Module
+        self.hnorm: nn.Module
+        self.post_norm: nn.Module
         self.enorm, self.hnorm, self.post_norm = norms
         self.eh_proj = eh_proj
         self.mtp_block = block
@@ -71,7 +74,8 @@ class MtpDepths(nn.Module):
 
     def __init__(self, depths: list[MtpDepth], copied: CopiedLayer) -> None:
         super().__init__()
-        self.layers, self.copied = nn.ModuleList(depths), copied
+        self.layers: nn.ModuleList = nn.ModuleList(depths)
+        self.copied: CopiedLayer = copied
 
 
 def model_depths(model: nn.Module) -> tuple[MtpDepth, ...]:

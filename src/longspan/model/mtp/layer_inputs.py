@@ -59,7 +59,7 @@ class NotedLayer(Absent):
 
     def __init__(self, layer: nn.Module, outputs: int) -> None:
         super().__init__(layer, outputs)
-        self.note = Note()
+        self.note: Note = Note()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the first input as it is."""

@@ -55,13 +55,16 @@ class MultimodalModel(nn.Module):
         check_image_mask(encoders, language_model)
         modules = {f"the encoder of {modality}": encoder.module for modality, encoder in encoders.items()}
         check_shared({**modules, "the language model": language_model})
-        self.encoder_settings, self.world = dict(encoders), world
-        self.encoders = nn.ModuleDict({modality: encoder.module for modality, encoder in encoders.items()})
+        self.encoder_settings: dict[str, Encoder] = dict(encoders)
+        self.world: World = world
+        self.encoders: nn.ModuleDict = nn.ModuleDict(
+            {modality: encoder.module for modality, encoder in encoders.items()}
+        )
         self.language_model = language_model
         self.config: Any = language_model.config
         rules: Any = language_model
         rules.call_rules = replace(call_rules(language_model), in_spans=span_modalities(encoders))
-        self.training = language_model.training  # encoders keep the modes of their modules
+        self.training: bool = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
         check_deep_layers(encoders, language_model)
         hook_item_rows(language_model, tuple(encoders.values()))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from longspan.comm import SequenceShard, World, world_of
@@ -109,13 +109,16 @@ class PipelineModel(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.training = model.training
+        self.training: bool = model.training
         # What the whole model is, whatever stages are here.
-        self.config, self.generation_config, self.architecture = model.config, model.generation_config, type(model)
-        self.stages = tuple(stages)  # a tuple: not by these names
-        self.layers_of_stages = self.stages[0].layers_of_stages  # of all stages, whatever are here
-        self.pipeline_settings, self.dtype = pipeline_settings, dtype
-        self.copies = StageCopies(
+        self.architecture: type[PreTrainedModel] = type(model)
+        self.config: PreTrainedConfig = model.config
+        self.generation_config: GenerationConfig = model.generation_config
+        self.stages: tuple[Stage, ...] = tuple(stages)  # a tuple: not by these names
+        self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages  # of all stages, whatever are here
+        self.pipeline_settings: PipelineSettings = pipeline_settings
+        self.dtype: torch.dtype = dtype
+        self.copies: StageCopies = StageCopies(
             self.stages[0].shared,
             {stage.index: stage.model for stage in self.stages},
             pipeline_settings.positions,
@@ -125,8 +128,8 @@ class PipelineModel(nn.Module):
         self._world_key = world.key
         _ = world.channels.pipeline  # makes its group, on all ranks together
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
-        self.routers = router_sizes(model)
-        self.depths = len(model_depths(model))  # of multi-token prediction, which is on the last stage
+        self.routers: tuple[int, ...] = router_sizes(model)
+        self.depths: int = len(model_depths(model))  # of multi-token prediction, which is on the last stage
         self._schedules: dict[tuple[int, bool], _Schedule] = {}
         add_named_modules(self, [stage.model for stage in self.stages], self.copies)
         self._unnamed = {
@@ -197,7 +200,7 @@ class PipelineModel(nn.Module):
         refusals = world.control.gather_objects(refusal, "attention of all stages")
         if refusal := next((text for text in refusals if text is not None), None):
             raise ModelError(refusal)
-        self.probed = True
+        self.probed: bool = True
 
     def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
         """Make the schedule for so many micro-batches with its stages, made once."""

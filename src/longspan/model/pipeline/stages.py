@@ -86,7 +86,10 @@ class StageInput:
     def __init__(
         self, shard: SequenceShard, ids: Tensor, make_output: MakeOutput, keywords: Mapping[str, Any] | None = None
     ) -> None:
-        self.shard, self.ids, self.make_output, self.keywords = shard, ids, make_output, keywords or {}
+        self.shard: SequenceShard = shard
+        self.ids: Tensor = ids
+        self.make_output: MakeOutput = make_output
+        self.keywords: Mapping[str, Any] = keywords or {}
 
 
 class Stage(nn.Module):
@@ -107,9 +110,14 @@ class Stage(nn.Module):
         with_embedding: bool = False,
     ) -> None:
         super().__init__()
-        self.index, self.count, self.layers, self.shared = index, len(layers), layers[index], shared
-        self.layers_of_stages, self.with_embedding = tuple(layers), with_embedding
-        self.model, self.training = model, model.training
+        self.index: int = index
+        self.count: int = len(layers)
+        self.layers: range = layers[index]
+        self.shared: tuple[SharedParameter, ...] = shared
+        self.layers_of_stages: tuple[range, ...] = tuple(layers)
+        self.with_embedding: bool = with_embedding
+        self.model: PreTrainedModel = model
+        self.training: bool = model.training
 
     @property
     def first(self) -> bool:

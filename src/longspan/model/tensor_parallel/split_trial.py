@@ -42,7 +42,8 @@ class SplitTrial:
     """
 
     def __init__(self, name: str, unit: nn.Module, world: World) -> None:
-        self.unit, self._key = unit, world.key
+        self.unit: nn.Module = unit
+        self._key = world.key
         self._name = f"{name} ({type(unit).__name__})"
         self._twin = _copy_without_values(unit)
 

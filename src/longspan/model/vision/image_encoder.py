@@ -45,7 +45,7 @@ class ImageEncoder(nn.Module):
             for part, child in base.named_children():
                 self.add_module(part, child)
         vision = getattr(base.config, "vision_config", None)
-        self.deep_layers = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+        self.deep_layers: int = len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     @property
     def base(self) -> Any:

@@ -191,7 +191,8 @@ def _fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
         raise ModelError(f"{name}: its vision_config has no image_size, so rows of an image are not known")
     try:
         with torch.device("meta"), torch.no_grad():
-            model: Any = AutoModel.from_config(config).to(torch.float32)  # pyright: ignore[reportArgumentType]
+            model: Any = AutoModel.from_config(config, trust_remote_code=False)
+            model.to(torch.float32)
             pixels = torch.zeros(1, getattr(vision, "num_channels", 3), height, width).to(next(model.parameters()))
             return len(model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output[0])
     except Exception as error:  # whatever a model's own code raises

@@ -3,7 +3,6 @@
 Nothing is downloaded.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from longspan.errors import ModelError, plural
+from longspan.files import read_json
 from longspan.model.presets import PRESETS
 
 FAST_TOKENIZER = "tokenizer.json"
@@ -67,11 +67,12 @@ def read_configuration(path: Path) -> PreTrainedConfig:
 def _forget_code(config: PreTrainedConfig) -> None:
     """Take out what would have transformers run other code than its own: a folder's, or a kernel's of the hub."""
     vars(config).pop("auto_map", None)
-    parts = (getattr(config, name, None) for name in config.sub_configs)
-    for part in (config, *(part for part in parts if isinstance(part, PreTrainedConfig))):
-        for key in ("_attn_implementation", "_experts_implementation"):
-            if "/" in str(getattr(part, key, None)):
-                setattr(part, key, None)
+    for key in ("_attn_implementation", "_experts_implementation"):
+        if "/" in str(getattr(config, key, None)):
+            setattr(config, key, None)
+    for part in (getattr(config, name, None) for name in config.sub_configs):
+        if isinstance(part, PreTrainedConfig):
+            _forget_code(part)
 
 
 def refusal_reason(error: Exception, instead: str) -> str:
@@ -110,7 +111,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _index_files(folder: Path, index: Path) -> list[Path]:
     """Return the files that an index names. Raises ModelError if it is damaged, or if files are missing or outside."""
     try:
-        files: list[str] = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        files: list[str] = sorted({*read_json(index)["weight_map"].values()})
         outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is damaged: {type(error).__name__}: {error}") from error

@@ -1,11 +1,11 @@
 """Attributes of a model's configuration, which is an object or dict like transformers', a file or a folder."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from longspan.errors import PlanError
+from longspan.files import read_json
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -18,7 +18,8 @@ class ConfigReader:
     """
 
     def __init__(self, config: Any, where: str) -> None:
-        self._config, self.where = config, where
+        self.where: str = where
+        self._config = config
 
     @classmethod
     def of(cls, config: Any) -> "ConfigReader":
@@ -86,7 +87,7 @@ def _read_file(path: Path) -> tuple[Any, str]:
     """Read a config.json, or that of a folder; returns its object and its path. Raises PlanError for anything else."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file)
     except OSError as error:
         raise PlanError(f"cannot read a model's configuration from {file}: {error.strerror}") from error
     except ValueError as error:

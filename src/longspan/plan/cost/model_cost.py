@@ -4,12 +4,12 @@
 their files are still read.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError, LongspanError, plural
+from longspan.files import read_json
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.cost.machine import CostSettings, Machine, is_known
 
@@ -49,7 +49,7 @@ def read_machine(file: str, key: str) -> Machine | Cost:
         return Machine.known(file)
     values: Any = None
     try:
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
+        values = read_json(Path(file))
         if _is_machine(values):
             return replace(Machine.from_json(values), source=file)
         return replace(_fill_exchange_bytes(Cost.from_json(values), values), source=file)

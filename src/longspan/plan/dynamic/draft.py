@@ -61,7 +61,9 @@ class LeastLoaded:
 
     def __init__(self, bins: Bins, durations: list[float], problem: Problem) -> None:
         self.bins = bins
-        self.late = [seconds - durations[m] for seconds, m in zip(bins.seconds, bins.micro_batch, strict=True)]
+        self.late: list[float] = [
+            seconds - durations[m] for seconds, m in zip(bins.seconds, bins.micro_batch, strict=True)
+        ]
         by_width: list[list[tuple[float, int]]] = [[] for _ in range(problem.widest_block + 1)]
         for b, (width, late) in enumerate(zip(bins.width, self.late, strict=True)):
             if width in problem.degrees:

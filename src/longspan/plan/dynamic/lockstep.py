@@ -53,7 +53,7 @@ class Search:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.degrees = DegreeTable.of(problem)
+        self.degrees: DegreeTable = DegreeTable.of(problem)
         self.tried: list[float] = []
         self.best: Draft | None = None
 
@@ -63,7 +63,8 @@ class Search:
         draft = make_draft(self.problem, self.degrees, durations, settings.anchoring)
         self.tried.append(draft.seconds)
         if self.best is None or draft.seconds < self.best.seconds:
-            self.best, self.settings = draft, settings
+            self.settings: DraftSettings = settings
+            self.best = draft
 
     def improve_settings(self, steps: int, seed: int = 0) -> None:
         """Change the best settings a little, so many times, and keep what is better."""

@@ -81,7 +81,7 @@ class FreeSlots:
     def __init__(self, blocks: tuple[tuple[int, int], ...], degrees: DegreeSet) -> None:
         self.blocks = blocks
         self.degrees = degrees
-        self.left = [size for _, size in blocks]
+        self.left: list[int] = [size for _, size in blocks]
         self.total = sum(self.left)
         self.by_left: list[list[int]] = [[] for _ in range(max(self.left) + 1)]
         for block in range(len(self.left) - 1, -1, -1):

@@ -97,11 +97,12 @@ class ItemTable:
     """
 
     def __init__(self, lengths: Iterable[int], items: Iterable[Item], numbers: Iterable[int] | None = None) -> None:
-        self.lengths, self.items = tuple(lengths), tuple(items)
-        self.numbers = tuple(range(len(self.items)) if numbers is None else numbers)
+        self.lengths: tuple[int, ...] = tuple(lengths)
+        self.items: tuple[Item, ...] = tuple(items)
+        self.numbers: tuple[int, ...] = tuple(range(len(self.items)) if numbers is None else numbers)
         for index, item in enumerate(self.items):
             _check_types(index, item)
-        self.modalities = tuple(dict.fromkeys(item.modality for item in self.items))
+        self.modalities: tuple[str, ...] = tuple(dict.fromkeys(item.modality for item in self.items))
         self._stride = max(self.lengths, default=0) + 1
         self._spans = self._sort_spans()
 

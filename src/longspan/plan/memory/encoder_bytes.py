@@ -23,7 +23,7 @@ class EncoderBytes:
 
     def __init__(self, peak: StepPeak) -> None:
         self._peak, self._settings = peak, peak.settings
-        self.rows = peak.settings.encoder_rows
+        self.rows: int = peak.settings.encoder_rows
 
     @cached_property
     def _shape(self) -> EncoderShape | None:

@@ -33,10 +33,15 @@ class LayerBuilder:
         lean: bool = False,
     ) -> None:
         self.lean = lean
-        self.read, self.settings, self.load, self.tp, self.ep = read, settings, load, tp, ep
-        self.number, self.hidden = settings.compute_bytes, read.count("hidden_size")
-        self.residual = self.hidden // tp if settings.sequence_parallel else self.hidden
-        self.tape = Tape({"x": self.rows(self.residual)})
+        self.read: ConfigReader = read
+        self.settings: MemorySettings = settings
+        self.load: SlotLoad = load
+        self.tp: int = tp
+        self.ep: int = ep
+        self.number: int = settings.compute_bytes
+        self.hidden: int = read.count("hidden_size")
+        self.residual: int = self.hidden // tp if settings.sequence_parallel else self.hidden
+        self.tape: Tape = Tape({"x": self.rows(self.residual)})
 
     def rows(self, width: float, bytes_per_number: int = 0) -> float:
         """Return the bytes of a tensor so wide of all local rows; of the compute dtype unless another size is given."""

@@ -4,6 +4,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from longspan.checkpoint.store_path import as_root
+from longspan.config.best_figure import BestFigure
 from longspan.config.keys import AUTO, NOT_GIVEN, Above, AtLeast, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, TrainConfig, section_kinds
@@ -38,6 +40,14 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
         raise ConfigError(
             f"run.save_on has {wrong[0]!r}; it may have {', '.join(names)} (SIGINT and SIGTERM always end a run)"
         )
+    if any(step < 1 for step in config.train.profile_steps):
+        raise ConfigError(
+            f"train.profile_steps has {min(config.train.profile_steps)}; steps are counted from 1, as in [10, 11]"
+        )
+    if config.train.keep_best:
+        BestFigure.of(config.train.keep_best).check_sets({entry.name for entry in config.evaluations})
+    if config.run.checkpoints:
+        as_root(config.run.checkpoints)
     if not config.run.dir:
         raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
 
@@ -58,7 +68,7 @@ def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collecti
             raise ConfigError(f"{prefix}{key} is 1; a document of one token predicts nothing: use 2 or more")
         if isinstance(value, str):
             if value != AUTO:
-                units = {"eval_documents": "documents", "node_size": "slots"}
+                units = {"eval_documents": "documents", "node_size": "slots", "timeout_seconds": "seconds"}
                 number = f"a number of {units.get(key, 'rows')}"
                 number = "a degree" if key.endswith("parallel_size") else number
                 raise ConfigError(f'{prefix}{key} is {value!r}; give {number}, or "{AUTO}"')

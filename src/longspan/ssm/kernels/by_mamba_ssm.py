@@ -81,7 +81,7 @@ class MambaForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self._inputs, self._chunks = inputs, _Chunks(inputs, runs, scale)
-        self.activations = ()
+        self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""

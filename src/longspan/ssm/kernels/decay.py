@@ -92,7 +92,7 @@ class DecayForward:
         self._inputs, self._runs, self._scale = inputs, runs, scale
         self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
         self._added = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
-        self.activations = (self._decays.g,)
+        self.activations: tuple[Tensor] = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """Return the states that these runs add, and the decays of those, as `Forward.summaries`."""

@@ -83,6 +83,7 @@ class DeltaStates:
     def __init__(self, rows: Named, pieces: Pieces) -> None:
         self._rows, self._pieces = rows, pieces
         map_runs, inside = pieces.pieces_with_maps
+        self.transitions: Tensor
         self._states, self.transitions = run_maps({name: x[:, inside] for name, x in rows.items()}, map_runs)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:

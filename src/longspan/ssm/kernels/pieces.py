@@ -30,12 +30,12 @@ class Pieces:
             _piece_sizes(int(n), most_pieces) if s else [int(n)] for n, s in zip(runs.lengths, runs.shared, strict=True)
         ]
         counts = np.array([len(cut) for cut in sizes])
-        self.runs = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
+        self.runs: LocalRuns = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
         self._starts = np.cumsum(counts) - counts
         self._counts = counts
         pieces_with_maps = np.flatnonzero(runs.shared)
-        self.first = int(self._starts[pieces_with_maps[0]]) if len(pieces_with_maps) else 0
-        self.stop = int((self._starts + counts)[pieces_with_maps[-1]]) if len(pieces_with_maps) else 0
+        self.first: int = int(self._starts[pieces_with_maps[0]]) if len(pieces_with_maps) else 0
+        self.stop: int = int((self._starts + counts)[pieces_with_maps[-1]]) if len(pieces_with_maps) else 0
 
     @cached_property
     def pieces_with_maps(self) -> tuple[LocalRuns, slice]:

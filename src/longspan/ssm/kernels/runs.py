@@ -31,11 +31,13 @@ class LocalRuns:
     def __init__(
         self, lengths: Integers, device: torch.device, shared: Flags | None = None, *, chunk: int = CHUNK
     ) -> None:
-        self.lengths, self.device, self.chunk = lengths, device, chunk
-        self.shared = np.zeros(len(lengths), dtype=bool) if shared is None else shared
+        self.lengths: Integers = lengths
+        self.device: torch.device = device
+        self.chunk: int = chunk
+        self.shared: Flags = np.zeros(len(lengths), dtype=bool) if shared is None else shared
         self.pieces: dict[int, Any] = {}  # by heads
         self._of_chunks: dict[int, LocalRuns] = {}
-        self.rows = int(lengths.sum())
+        self.rows: int = int(lengths.sum())
         self._chunks = -(-lengths // chunk)
 
     def cut_chunks(self, chunk: int) -> "LocalRuns":

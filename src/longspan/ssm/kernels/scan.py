@@ -158,7 +158,7 @@ class TorchForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         self._inputs, self._runs = _repeat_heads(inputs, scale), runs
-        self.activations = ()
+        self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """Compute the summaries of runs in torch's operations."""

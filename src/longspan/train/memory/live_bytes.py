@@ -43,7 +43,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._live[key] = storage.nbytes()
         self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        self.peak: int = max(self.peak, self.now)
         weakref.finalize(storage, self._forget_storage, key)
 
     def _forget_storage(self, key: int) -> None:

@@ -19,7 +19,7 @@ from longspan.comm import World
 from longspan.comm.watch import is_out_of_memory
 from longspan.config.sections import EncoderSection, RunConfig
 from longspan.errors import ConfigError
-from longspan.files import write_atomically
+from longspan.files import read_json, write_atomically
 from longspan.layout import Layout
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Plan
@@ -138,7 +138,7 @@ def read_measurement(
     if not file.is_file():
         return None
     try:
-        measurement = kind(**json.loads(file.read_text(encoding="utf-8")))
+        measurement = kind(**read_json(file))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} is damaged: {error}; remove it and {otherwise}") from error
     return measurement if (measurement.ranks, measurement.measured_for) == (ranks, keys) else None

@@ -26,7 +26,7 @@ from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_ran
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
-from longspan.files import write_atomically
+from longspan.files import read_json, write_atomically
 from longspan.model.multimodal.multimodal_model import MultimodalModel, find_language_model
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
@@ -182,7 +182,7 @@ def read_training_rows(config: RunConfig) -> RunConfig:
         return config
     file = Path(config.run.dir) / FILE
     try:
-        rows = int(json.loads(file.read_text(encoding="utf-8"))["rows"])
+        rows = int(read_json(file)["rows"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f'context.eval_max_tokens_per_slot is "{AUTO}", the rows that training has measured, and {file} does not '

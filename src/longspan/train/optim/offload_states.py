@@ -74,7 +74,8 @@ class OffloadedStates(Optimizer):
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.inner, self._bucket_bytes = optimizer, bucket_bytes
+        self.inner: torch.optim.Optimizer = optimizer
+        self._bucket_bytes = bucket_bytes
         optimizer.param_groups = self.param_groups
         self._sizes = StateSizes(optimizer)
         self._copies, self._arena = _Copies(device), HostArena(device, self._sizes.total_bytes())
@@ -119,10 +120,10 @@ class OffloadedStates(Optimizer):
         small = {key: {k: v for k, v in state.items() if not _has_numbers(v)} for key, state in states.items()}
         self.inner.load_state_dict(state_dict | {"state": small})  # counts, settings, and all that a class checks
         loaded, self.inner.state = self.inner.state, defaultdict(dict)
-        self.param_groups = self.inner.param_groups
+        self.param_groups: list[dict[str, Any]] = self.inner.param_groups
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = dict(zip(saved, (p for group in self.param_groups for p in group["params"]), strict=True))
-        self.state = defaultdict(dict)
+        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         for key, state in states.items():
             parameter = parameters[key]
             values = {

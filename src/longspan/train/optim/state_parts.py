@@ -20,7 +20,7 @@ from longspan.errors import ConfigError
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.stochastic_rounding import StochasticRounding
 
-BY_NUMBER = {
+BY_NUMBER: set[type[optim.Optimizer]] = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.ASGD),
 }

@@ -38,7 +38,8 @@ class StochasticRounding(Optimizer):
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
-        self.kind, self._world, self._parameter_blocks = choice.kind, world, _parameter_blocks(model)
+        self.kind: type[torch.optim.Optimizer] = choice.kind
+        self._world, self._parameter_blocks = world, _parameter_blocks(model)
         self._last_step, self._draws = -1, Counter[nn.Parameter]()
 
     @torch.no_grad()

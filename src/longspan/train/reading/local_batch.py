@@ -7,6 +7,7 @@ of documents see each other besides the causal mask (an image's, or those of a p
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,22 +29,22 @@ T = TypeVar("T")
 
 _RUN = 4096  # labels that are read at a time
 _HINT = (
-    "A plan must be made from the same lengths and settings on every rank, and loss=, divisor= and mtp= be given on "
-    "all ranks or on none"
+    "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
+    "ranks or on none, and temperature= be the same"
 )
 
 
-def read_local_batches(inputs: StepInputs, depths: int = 0) -> list[LocalBatch]:
+def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float = 1.0) -> list[LocalBatch]:
     """Bind every micro-batch and read this rank's rows; where any rank cannot read, every rank raises DataError.
 
     Each slot reads the rows that it computes; its ranks of stages in the middle read none. The places of items are
-    neither inputs nor targets. `depths` of multi-token prediction read as many tokens further ahead.
+    neither inputs nor targets. `depths` of multi-token prediction read as many tokens further ahead. Raises CommError
+    where ranks hold different plans, or a different `temperature`.
     """
     inputs, plan = move_rows(inputs, depths), inputs.plan
+    digest = plan.digest() if temperature == 1 else sha256(f"{plan.digest()} {temperature!r}".encode()).hexdigest()
     # A rank that cannot read its plan has none to compare.
-    return read_agreed(
-        lambda: read_micro_batches(inputs, plan.micro_batches, depths), plan.digest(), inputs.world, hint=_HINT
-    )
+    return read_agreed(lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT)
 
 
 def move_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:

@@ -46,7 +46,8 @@ class StepDocuments:
     """
 
     def __init__(self, model: nn.Module, documents: Any, lengths: Sequence[int]) -> None:
-        self.documents, self.lengths = documents, tuple(lengths)
+        self.documents: Any = documents
+        self.lengths: tuple[int, ...] = tuple(lengths)
         items = getattr(documents, "items", None)
         items = None if callable(items) else items  # a mapping's
         self.items: ItemTable | None = None

@@ -202,7 +202,7 @@ class DocumentPasses:
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
         sums = collect_log_probs(passes, ahead, self._chunk_rows).sums
         self._loss_ahead, self._coefficients = self._take_sets(self._across, sums)
-        self.forward_twice = len(indices)
+        self.forward_twice: int = len(indices)
 
     def loss_ahead(self) -> float:
         """Return this rank's part of the loss of the sets of `look_ahead`, which one rank counts."""

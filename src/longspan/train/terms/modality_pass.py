@@ -81,12 +81,19 @@ class ModalityPass:
     def __init__(
         self, encoder: Encoder, world: World, plan: ModalityPlan, items: ItemTable, *, width: int, backward: bool
     ) -> None:
-        self.encoder, self.world, self.plan, self.items, self.width = encoder, world, plan, items, width
-        self.trains = backward and not encoder.frozen
-        self.training, self.clock = backward, PartClock(world.device)
+        self.encoder: Encoder = encoder
+        self.world: World = world
+        self.plan: ModalityPlan = plan
+        self.items: ItemTable = items
+        self.width: int = width
+        self.trains: bool = backward and not encoder.frozen
+        self.training: bool = backward
+        self.clock: PartClock = PartClock(world.device)
         same_on_tp = world.home.tp > 1 and not plan.split_over_tp  # each use of a row, on all of a slot's ranks
         gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if same_on_tp else "partial"
-        self.waves = [_LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves]
+        self.waves: list[_LocalWave] = [
+            _LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves
+        ]
 
     @property
     def items_here(self) -> list[int]:

@@ -68,7 +68,7 @@ class DepthsTerm(Term):
     """
 
     def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
-        self.depths = _agree_on_depths(mtp, inputs.language_model, inputs.world)
+        self.depths: int = _agree_on_depths(mtp, inputs.language_model, inputs.world)
         self._mtp, self._model, self._world = mtp, inputs.language_model, inputs.world
         self._cross_entropy = CrossEntropy(chunk_rows)
         self._targets: tuple[int, ...] = ()

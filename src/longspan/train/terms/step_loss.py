@@ -34,6 +34,8 @@ class LossTerm(Term):
         self._world = world
         described, failure = "", None
         try:
+            self.measure: CrossEntropy | TokenLoss | DocumentPasses
+            self.divisor: float
             self.measure, self.divisor, described = _read_loss(loss, divisor, plan, world, chunk_rows)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)

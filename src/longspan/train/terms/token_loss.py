@@ -92,7 +92,7 @@ class BatchTargets:
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
         self.positions = positions
-        self.targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
+        self.targets: Targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device
 

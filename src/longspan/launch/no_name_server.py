@@ -1,9 +1,10 @@
-"""Importing this, a process of a test session asks no name server for what this machine's own address is called.
+"""Importing this, a process asks no name server what this machine's own address is called; the fork server does.
 
 For its log, torch looks up a name for each end of a store's connection (`formatSockAddr` of its socket.cpp, 2.11 to
 2.13). The address is ::ffff:127.0.0.1, of which /etc/hosts knows nothing, so a name server is asked; where a packet is
 lost, all ranks of a world wait five seconds for it. After a look-up that failed torch makes no other: one fails here.
-Processes that are forked from this one inherit that. Not covered: commands that a test starts.
+Local ranks, which are forked from the process that imports this, inherit that; torch's log has addresses in place of
+names then. Not covered: the launcher itself, and ranks of torchrun, which are processes of the user's.
 """
 
 import os
@@ -11,8 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from torch.distributed import TCPStore
 
 _OPTIONS = "RES_OPTIONS"  # of the resolver: resolv.conf(5)
 
@@ -35,6 +34,8 @@ def _no_questions() -> Iterator[None]:
 
 
 def _open_store() -> None:
+    from torch.distributed import TCPStore
+
     TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
 

@@ -1,0 +1,291 @@
+"""What the recipes of examples/recipes hold and take on 1, 4 and 8 GPUs, by `longspan train FILE --dry-run`.
+
+    python bench/plans/recipes.py [NAME ...] [--check]
+
+writes the table of examples/recipes/README.md (`make recipes`); --check compares it with what is written there. The
+families' configurations are those of their published models, and the chats are made: MADE says how long. Nothing is
+downloaded, and no weights are read.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from longspan.errors import plural  # noqa: E402
+
+FOLDER = ROOT / "examples" / "recipes"
+PAGE = FOLDER / "README.md"
+GPUS = (("h100", "H100 80 GB"), ("h200", "H200"))
+COUNTS = (1, 4, 8)
+MADE = {"32k": (1024, 32768, 40), "128k": (8192, 131072, 20)}  # tokens of the shortest and longest chat, and how many
+IMAGES = 8  # of each chat with images, of 512 x 512 pixels: 256 rows each
+ROWS = re.compile(r"(?<=<!-- answers -->\n).*(?=<!-- end -->)", re.DOTALL)
+_PLAIN: dict[str, Any] = {"rope_type": "default"}
+_QWEN3_VL: dict[str, Any] = {
+    "text_config": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {**_PLAIN, "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 4096,
+        "deepstack_visual_indexes": [8, 16, 24],
+        "num_position_embeddings": 2304,
+    },
+}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_YARN = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+# By the name of the model's folder in the recipes: a configuration class of transformers, and what differs from it.
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Llama-3.1-8B-Instruct": (
+        "LlamaConfig",
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **_LLAMA3},
+        },
+    ),
+    "gemma-3-12b-it": (
+        "Gemma3Config",
+        {
+            "text_config": {
+                "hidden_size": 3840,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 256,
+                "intermediate_size": 15360,
+                "vocab_size": 262208,
+                "sliding_window": 1024,
+                "query_pre_attn_scalar": 256,
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "sliding_attention": {**_PLAIN, "rope_theta": 1e4},
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                },
+            },
+            "vision_config": {
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "image_size": 896,
+                "patch_size": 14,
+            },
+        },
+    ),
+    "gpt-oss-20b-bf16": (
+        "GptOssConfig",
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "vocab_size": 201088,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, **_YARN},
+        },
+    ),
+    "Qwen3-VL-8B-Instruct": ("Qwen3VLConfig", _QWEN3_VL),
+}
+
+
+def main() -> int:
+    """Write or check the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="recipes; default: all")
+    parser.add_argument("--check", action="store_true", help="compare with what is written, and write nothing")
+    flags = parser.parse_args()
+    names = flags.names or sorted(path.stem for path in FOLDER.glob("*.toml"))
+    wrong = 0
+    with made_folder() as folder:
+        for name in names:
+            row, written = row_of(name, folder), read_rows(PAGE.read_text(encoding="utf-8"))
+            wrong += written.get(name) != row
+            print(row, flush=True)
+            if not flags.check:
+                write_rows(written | {name: row})
+    print(f"{plural(wrong, 'row')} of {len(names)} {'differ from the page' if flags.check else 'written anew'}")
+    return int(flags.check and wrong > 0)
+
+
+@contextlib.contextmanager
+def made_folder() -> Iterator[Path]:
+    """A folder with the models' configurations, tokenizers and chats, which is the current one meanwhile."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, before, cache = Path(name), Path.cwd(), os.environ.get("XDG_CACHE_HOME")
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        os.chdir(folder)
+        try:
+            yield folder
+        finally:
+            os.chdir(before)
+            os.environ.pop("XDG_CACHE_HOME")
+            os.environ |= {} if cache is None else {"XDG_CACHE_HOME": cache}
+
+
+def row_of(name: str, folder: Path) -> str:
+    """A recipe's row of the table."""
+    answers = [answer_of(name, folder, gpu, count) for gpu, _ in GPUS for count in COUNTS]
+    return f"| [{name}]({name}.toml) | {' | '.join(map(cell, answers))} |"
+
+
+def cell(answer: Mapping[str, Any]) -> str:
+    """What a cell says: bytes of a GPU and seconds of a step; where it does not fit, how many GPUs would do."""
+    if not answer["fits"]:
+        fit = answer["would_fit"]
+        return "no" if fit is None else f"no: {fit['gpus']} GPUs"
+    host = f" + {gib(answer['host'])} of the host" * (answer["host"]["total"] >= 1 << 28)
+    return f"{gib(answer['device'])}{host}, {answer['step_seconds']:.3g} s"
+
+
+def gib(sizes: Mapping[str, int]) -> str:
+    """Bytes in all, in GiB."""
+    return f"{sizes['total'] / 2**30:.0f} GiB"
+
+
+def answer_of(name: str, folder: Path, gpu: str, count: int) -> dict[str, Any]:
+    """The answer of --dry-run for a recipe on so many GPUs, as JSON. Raises RuntimeError for a refusal."""
+    from longspan.cli.main import main as longspan
+
+    recipe = FOLDER / f"{name}.toml"
+    model = re.search(r'^path = "(.*)"', recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    assert model is not None
+    make_model(folder / model.group(1))
+    chats = make_chats(folder, name.rpartition("-")[2], images="-vl-" in name)
+    words = ["train", str(recipe), "--dry-run", "--json", "--world", str(count), "--device", "cpu"]
+    words += ["--run.machine", gpu, "--data.path", str(chats), "--data.workers", "1"]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = longspan(words)
+    if status:
+        raise RuntimeError(f"longspan {' '.join(words)} ended with {status}: {err.getvalue()}")
+    return json.loads(out.getvalue())
+
+
+def make_model(folder: Path) -> None:
+    """The configuration of a published model, with a small tokenizer, and of Qwen3-VL the image processor."""
+    if (folder / "config.json").is_file():
+        return
+    import transformers
+
+    from longspan.corpus.tokenizer import train_tokenizer
+    from longspan.model.presets import preset_config
+
+    folder.mkdir(parents=True)
+    if folder.name in FAMILIES:
+        kind, values = FAMILIES[folder.name]
+        config = getattr(transformers, kind)(**values)
+    else:
+        config = preset_config(folder.name.lower())
+    if "VL" in folder.name:
+        ids = _image_processor(folder)
+        config = type(config)(**values, **ids)
+    else:
+        train_tokenizer(["a tokenizer of letters"], 300).save_pretrained(folder)
+    config.save_pretrained(folder)
+
+
+def _image_processor(folder: Path) -> dict[str, int]:
+    """Write the tokenizer and processor of Qwen3-VL, patches of 16 merged by 2; the ids of its special tokens."""
+    from transformers import AutoTokenizer
+
+    from tests.corpus.images.folders import qwen3_folder
+
+    qwen3_folder(folder)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        text = (folder / name).read_text().replace('"patch_size": 4', '"patch_size": 16')
+        (folder / name).write_text(text.replace("4096", str(1 << 24)).replace(": 64", ": 65536"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokens = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    tokens |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    return {key: tokenizer.convert_tokens_to_ids(token) for key, token in tokens.items()}
+
+
+def make_chats(folder: Path, size: str, *, images: bool) -> Path:
+    """Rows of chats whose lengths are drawn evenly in their logarithm, one in twelve the longest."""
+    path = folder / f"chats-{size}{'-images' * images}.jsonl"
+    if path.is_file():
+        return path
+    shortest, longest, count = MADE[size]
+    draw = Random(0)
+    lengths = [
+        longest if i % 12 == 0 else round(shortest * (longest / shortest) ** draw.random()) for i in range(count)
+    ]
+    rows: Sequence[dict[str, Any]]
+    if images:
+        from PIL import Image
+
+        Image.new("RGB", (512, 512)).save(folder / "image.png")
+        rows = [_chat_with_images(max(n, 4096)) for n in lengths]
+    else:
+        rows = [{"input_ids": [5] * n} for n in lengths]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _chat_with_images(tokens: int) -> dict[str, Any]:
+    shown: list[dict[str, str]] = [{"type": "image"}] * IMAGES
+    text = "x" * (tokens - IMAGES * 260 - 80)
+    messages = [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
+    return {"messages": [*messages, {"role": "assistant", "content": "a word"}], "images": ["image.png"] * IMAGES}
+
+
+def read_rows(page: str) -> dict[str, str]:
+    """The rows of the written table, by recipe."""
+    return {name: line for line in page.splitlines() for name in re.findall(r"^\| \[([\w.-]+)\]", line)}
+
+
+def write_rows(rows: Mapping[str, str]) -> None:
+    """Write the table into the page."""
+    heads = [f"{count} × {title}" for _, title in GPUS for count in COUNTS]
+    lines = [
+        f"| recipe | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
+        *(rows[name] for name in sorted(rows)),
+    ]
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(ROWS.sub(lambda _: "\n".join(lines) + "\n", page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

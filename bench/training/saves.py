@@ -1,0 +1,147 @@
+"""Steps while a checkpoint is written: how long training stands for a save, and whether steps next to it are slower.
+
+python bench/training/saves.py --out bench/records/saves.json                                          # CPUs
+torchrun --nproc-per-node 2 bench/training/saves.py --model QWEN3-8B --steps 60 --every 20 --out saves-2-gpus.json
+
+Steps of one plan, a save every `--every` of them, first in the background and then while training waits. A step next to
+a save is one that ran while files were written. Without torchrun it starts `--world` processes.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
+from longspan.bench.record import open_record, origin_text, write_record
+from longspan.comm import run_local
+from longspan.plain_text import markdown_table
+from longspan.train import CheckpointSaver, build_optimizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="a folder of Hugging Face's; none: a small one of random weights")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--every", type=int, default=50, help="steps between saves")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step")
+    parser.add_argument("--folder", type=Path, default=None, help="for the checkpoints, which are removed")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        results = [measure(rank, ranks, options)]
+        if rank:
+            return
+    else:
+        ranks = options.world
+        results = run_local(measure, ranks, (ranks, options), timeout=None)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record = open_record("saves", None, device, Path(__file__).parent)
+    record |= {name: str(value) for name, value in vars(options).items() if name != "out"}
+    record["load"] = os.getloadavg()[0]
+    record["rows"] = results[0]
+    text = f"{describe(results[0])}\n\n{origin_text(record)}; load of the machine {record['load']:.1f}\n"
+    if options.out:
+        write_record(record, options.out, f"# Saves while training goes on\n\n{text}")
+    print(text)
+
+
+def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both ways of saving, on one rank."""
+    rows = list[dict[str, Any]]()
+    with World(Layout(ranks)) as world:
+        preset = None if options.model else "qwen3-tiny"
+        model = prepare(
+            load_model(
+                options.model or None, preset, dtype=options.dtype, seed=0, vocab_size=None if options.model else 32768
+            ),
+            world,
+        )
+        optimizer = build_optimizer(model, lr=1e-4)
+        lengths = [options.tokens // 8] * 8
+        plan = plan_fixed(lengths, world.home, cp=1, max_tokens_per_slot=options.tokens // ranks)
+        documents = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate(lengths)]
+        for background in (True, False):
+            folder = world.control.broadcast_object(tempfile.mkdtemp(dir=options.folder))
+            saver = CheckpointSaver(folder, world, keep=1, background=background)
+            seconds, beside, figures = list[float](), list[bool](), list[Any]()
+            for step in range(1, options.steps + 1):
+                started = time.perf_counter()
+                run_step(model, plan, documents, world, optimizer=optimizer, step=step)
+                if world.device.type == "cuda":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - started)
+                figures += filter(None, [saver.take_figures()])
+                beside.append(bool(saver.activity()))
+                if step == 2:
+                    saver.prepare(model, optimizer)
+                if step % options.every == 0:
+                    saver.save(model, optimizer, step=step)
+            saver.wait()
+            figures += filter(None, [saver.take_figures()])
+            saver.close()
+            seconds, beside = seconds[3:], beside[3:]
+            rows.append(row_of(background, seconds, beside, figures, options.every))
+            world.control.barrier()
+            shutil.rmtree(folder, ignore_errors=True)
+    return rows
+
+
+def row_of(
+    background: bool, seconds: list[float], beside: list[bool], figures: list[Any], every: int
+) -> dict[str, Any]:
+    """What one way of saving took."""
+    apart = [s for s, saving in zip(seconds, beside, strict=True) if not saving]
+    next_to = [s for s, saving in zip(seconds, beside, strict=True) if saving]
+    median = statistics.median(apart)
+    shown = statistics.median(f.shown_seconds for f in figures)
+    return {
+        "way": "background" if background else "training waits",
+        "median_step": median,
+        "p90_over_median": sorted(apart)[int(0.9 * len(apart))] / median,
+        "steps_next_to": len(next_to),
+        "median_next_to": statistics.median(next_to) if next_to else None,
+        "slowest_next_to": max(next_to, default=None),
+        "shown_seconds": [f.shown_seconds for f in figures],
+        "save_seconds": [f.seconds for f in figures],
+        "save_bytes": figures[-1].bytes,
+        "share_of_training": shown / (every * median),
+    }
+
+
+def describe(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    head = ["saves", "step, s", "90th of 100 steps / median", "steps while files are written", "their median / median"]
+    head += ["slowest / median", "shown, s", "written in, s", "GB", "shown, share of the steps between saves"]
+    lines = list[list[str]]()
+    for row in rows:
+        median = row["median_step"]
+        ratios = [row[name] and row[name] / median for name in ("median_next_to", "slowest_next_to")]
+        shown, seconds = (statistics.median(row[name]) for name in ("shown_seconds", "save_seconds"))
+        lines.append(
+            [
+                row["way"],
+                f"{median:.4f}",
+                f"{row['p90_over_median']:.2f}",
+                str(row["steps_next_to"]),
+                *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+                f"{shown:.3f}",
+                f"{seconds:.2f}",
+                f"{row['save_bytes'] / 1e9:.3f}",
+                f"{100 * row['share_of_training']:.2f} %",
+            ]
+        )
+    return markdown_table(head, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""One save in its thread: the copies, the files, their publication by agreement of all ranks' threads, and pruning.
+
+`saver.py` starts it and raises what goes wrong. All that the threads say to each other goes over one gloo group of
+theirs. torch's `_DistWrapper` tells an error of one rank to all of them.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper  # pyright: ignore[reportPrivateUsage]
+
+from longspan.checkpoint.files import (
+    Digest,
+    create_partial,
+    is_unfinished,
+    partial_path,
+    publish_checkpoint,
+    remove_folder,
+    remove_old_checkpoints,
+)
+from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
+from longspan.checkpoint.stage import StagedTensors
+from longspan.checkpoint.storage import HashingWriter, first_failure
+from longspan.errors import CheckpointError, LongspanError
+
+
+class RunningSave:
+    """A save in progress. Its thread sets what the main thread reads: `phase`, `failure`, `staged` and `ended`."""
+
+    def __init__(self, path: Path, state: dict[str, Any], keep: int, staging: StagedTensors, started: float) -> None:
+        self.path, self.state, self.keep, self.staging, self.started = path, state, keep, staging, started
+        self.phase = "copying to the host"
+        self.failure: BaseException | None = None
+        self.shown = self.seconds = 0.0
+        self.bytes = 0
+        self.given_up = False  # nobody waits for it any more, and it is not published
+        self.noted = False  # its figures are in the metrics, or about to be
+        self.staged, self.ended = threading.Event(), threading.Event()
+
+    @property
+    def folder(self) -> Path:
+        """The folder that is written into."""
+        return partial_path(self.path)
+
+    @property
+    def failure_text(self) -> str:
+        """The failure as a message has it; "" for none."""
+        if self.failure is None:
+            return ""
+        if isinstance(self.failure, (CheckpointException, LongspanError)):
+            return first_failure(self.failure)
+        return f"{type(self.failure).__name__}: {self.failure}"
+
+    def run(self, group: ProcessGroup, plans: PlanCache, *, best: Callable[[], int]) -> None:
+        """Copy, write, publish and remove older checkpoints; in the threads of all ranks of a group together.
+
+        `best` is asked at the end which step more is kept. What goes wrong is in `failure`.
+        """
+        talk = _DistWrapper(group, True, 0)
+        try:
+            self._write_on_all_ranks(talk, group, plans)
+            if talk.is_coordinator:
+                self.phase = "removing older checkpoints"
+                remove_old_checkpoints(self.path.parent, self.keep, best=best())
+        except BaseException as error:  # raised where the ranks meet next
+            self.failure = error
+            if talk.is_coordinator and is_unfinished(self.folder):
+                remove_folder(self.folder)  # what it takes may be what the disk lacks
+        finally:
+            self.seconds = time.monotonic() - self.started
+            self.staged.set()
+            self.ended.set()
+
+    def _write_on_all_ranks(self, talk: _DistWrapper, group: ProcessGroup, plans: PlanCache) -> None:
+        writer, tensors = _Writer(self), self.staging.tensors
+
+        def copy() -> None:
+            self.staging.finish()
+            self.staged.set()
+            self.phase = "waiting for the other ranks' copies"
+
+        def publish(digests: list[dict[str, Digest]]) -> int:
+            self.phase = "publishing"
+            if self.given_up:
+                raise CheckpointError(f"{self.folder} came too late")
+            publish_checkpoint(self.folder, self.path, self.state, digests)
+            return sum(size for files in digests for size, _ in files.values())
+
+        talk.all_reduce("copy", copy, lambda _: create_partial(self.folder))
+        self.phase = "planning"
+        digests = talk.all_gather("names", partial(names_digest, tensors))
+        first = digests.index(digests[talk.rank]) == talk.rank
+        dcp.save(
+            tensors,
+            storage_writer=writer,
+            planner=CachedPlanner(plans, lists_values=first),
+            process_group=group,
+        )
+        self.bytes = talk.all_reduce("publish", lambda: writer.digests, publish)
+
+
+def connect_ranks(group: ProcessGroup) -> None:
+    """Let a group connect the ranks that a save connects, as long as their store is there.
+
+    Ranks whose launcher was killed save once more, and gloo finds its peers through the store of the launcher.
+    """
+    talk = _DistWrapper(group, True, 0)
+    talk.all_gather("connecting", str)
+    talk.all_reduce("connecting", str, len)
+    talk.reduce_scatter("connecting", str, list)
+
+
+class _Writer(HashingWriter):
+    """Writes this rank's files in the saving thread."""
+
+    def __init__(self, save: RunningSave) -> None:
+        super().__init__(save.folder, None)
+        self._save = save
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """As torch writes; the other ranks are waited for under the save's own limit."""
+        self._save.phase = "writing its files"
+        written = FileSystemWriter.write_data(self, plan, planner)
+        self._save.phase = "waiting for the other ranks' files"
+        return written

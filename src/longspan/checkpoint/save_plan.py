@@ -1,0 +1,114 @@
+"""The plan of a save: which rank writes which chunk of which tensor, agreed on once for saves of the same tensors.
+
+torch's planner gathers every rank's list on one rank, drops what several of them have, and sends each rank its part. Of
+its classes `DefaultSavePlanner` can keep that plan (torch 2.11 to 2.13, `enable_plan_caching`): ranks whose list is as
+it was send nothing. Here the list itself is not made again either, and values that recur, such as the settings of an
+optimizer for each of its parameters, are pickled once. Settings and counts are the same on many ranks, and several
+times as many as tensors: one rank of those with the same names lists them, or torch drops those of all others.
+"""
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
+from math import prod
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+_keys = count()
+_SMALL = 1 << 10  # numbers
+_PLAIN = (int, float, bool, str, type(None))
+
+
+class PlanCache:
+    """What planners of one series of saves keep; the same on all ranks, as they save the same times.
+
+    >>> cache = PlanCache()
+    >>> dcp.save(tensors, storage_writer=writer, planner=CachedPlanner(cache), process_group=group)
+    """
+
+    def __init__(self) -> None:
+        self.key = f"longspan {next(_keys)}"
+        self.signature: Any = None
+        self.values = dict[Any, bytes]()
+        self.planned = 0  # saves whose plan was made and not taken from here
+
+    def forget(self) -> None:
+        """Plan the next save anew, as after one that failed; on all ranks."""
+        self.signature = None
+        self.values.clear()
+        for plans in _plans_of_torch():
+            plans.pop(self.key, None)
+
+
+class CachedPlanner(DefaultSavePlanner):
+    """torch's planner of one save, with the plans of the last ones."""
+
+    def __init__(self, cache: PlanCache, *, lists_values: bool = True) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key, self._cache, self._lists_values = cache.key, cache, lists_values
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's list; an empty one, not usable, where it is as it was."""
+        signature = [self._lists_values, *((name, _kind(value)) for name, value in self.state_dict.items())]
+        if signature == self._cache.signature and self._cached_plans_key in SavePlanner._cached_save_plan:
+            return SavePlan([], usable=False)
+        SavePlanner._cached_save_plan.pop(self._cached_plans_key, None)
+        self._cache.signature = signature
+        self._cache.planned += 1
+        plan = super().create_local_plan()
+        if self._lists_values:
+            return plan
+        self.plan = replace(plan, items=[item for item in plan.items if not is_small_value(item)], planner_data={})
+        return self.plan
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """As torch pickles values that are no tensors; those that recur are taken from the last time."""
+        if write_item.type != WriteItemType.BYTE_IO or not _is_plain(object):
+            return super().transform_object(write_item, object)
+        key = repr(object)
+        if key not in self._cache.values:
+            self._cache.values[key] = super().transform_object(write_item, object).getvalue()
+        stored = io.BytesIO(self._cache.values[key])
+        stored.seek(0, io.SEEK_END)  # as torch.save leaves it
+        return stored
+
+
+def names_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
+    """The same on ranks whose tensors and values have the same names, of which one lists the values."""
+    names = [f"{group}.{name}" for group, values in tensors.items() for name in values]
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
+
+
+def is_small_value(item: WriteItem) -> bool:
+    """Whether an item is the same on all ranks that have it and takes few bytes: a setting, a count, a small buffer."""
+    if item.type == WriteItemType.SHARD or item.tensor_data is None:
+        return item.type == WriteItemType.BYTE_IO
+    return prod(item.tensor_data.size) <= _SMALL
+
+
+def _kind(value: Any) -> Any:
+    """What a plan depends on: a tensor's shape, type and place among the ranks."""
+    if isinstance(value, DTensor):
+        return value.shape, value.dtype, value.placements, value.device_mesh
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _plans_of_torch() -> tuple[dict[str, Any], ...]:
+    """Where torch keeps plans, by the planner's key, for all planners of a process."""
+    return (
+        SavePlanner._cached_save_plan,
+        SavePlanner._cached_final_save_plan,
+        SavePlanner._cached_all_plans,
+        SavePlanner._cached_global_plan,
+        SavePlanner._cached_metadata,
+    )

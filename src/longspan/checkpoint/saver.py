@@ -1,0 +1,330 @@
+"""Checkpoints that are written while training goes on: `CheckpointSaver`.
+
+A save copies what it holds to the host (`stage.py`), which overlaps the next forward and backward passes and ends
+before the optimizer writes, and a thread writes the files. The threads of all ranks agree over a gloo group that
+nothing else uses: a collective of theirs on the group of the steps' agreements would meet another one there. The first
+rank's thread publishes the checkpoint once all have written, whatever training does meanwhile, an evaluation too, and
+only then removes older ones. What goes wrong is raised where the ranks meet next: `raise_failure`, `wait`, `save`.
+
+A process of its own would import the caller's `__main__` again, so this is a thread. It hashes and writes without
+Python's lock, and pickles little.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from socket import gethostname
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from longspan.checkpoint.checkpoint import save_checkpoint, tensors_to_save
+from longspan.checkpoint.files import (
+    checkpoint_path,
+)
+from longspan.checkpoint.running_save import RunningSave, connect_ranks
+from longspan.checkpoint.save_plan import PlanCache
+from longspan.checkpoint.stage import Stage
+from longspan.checkpoint.store_path import as_root
+from longspan.comm import World, on_all_ranks
+from longspan.comm.all_ranks import LogLine, is_first_rank
+from longspan.errors import CheckpointError, LongspanError
+from longspan.host_memory import free_host_bytes
+from longspan.layout.layout import excerpt
+
+SPARE = 1.1  # times the bytes of all copies of a host that must be free there
+_LOGGED = 0.1  # seconds of waiting from which a line says so
+_POLL = 0.2
+_ENDS = 1.0  # seconds in which the threads of a save that failed end, once one of them has
+
+
+class SaveFigures(NamedTuple):
+    """What a save took: the seconds that training stood for it, those until it was published, and all ranks' bytes."""
+
+    step: int
+    shown_seconds: float
+    seconds: float
+    bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"checkpoint of step {self.step}: {self.bytes / 1e9:.3g} GB, written in {self.seconds:.1f} s, "
+            f"for which training stood {self.shown_seconds:.1f} s"
+        )
+
+
+class CheckpointSaver:
+    """Writes checkpoints while training goes on, one at a time; made, and called, by all ranks together.
+
+    >>> saver = CheckpointSaver("runs/mine", world, keep=3)
+    >>> for step in range(1, 1001):
+    ...     run_step(model, plan, documents, world, optimizer=optimizer)
+    ...     if step % 100 == 0:
+    ...         saver.save(model, optimizer, step=step, state={"epoch": 2})
+    >>> saver.wait()
+
+    The files are those of `save_checkpoint`. The newest `keep` good checkpoints stay (0: all), and so does `best`, the
+    step of one more (0: none). `timeout` is the limit of one save in seconds. Where a host lacks the memory for the
+    copies of its ranks, or without `background`, `save` returns when the checkpoint is there. `log` gets a line on the
+    first rank where training waits. Leaving the world waits for the save in progress.
+
+    Between `save` and the optimizer's next step nothing but that may change parameters and moments; `wait_for_copies`
+    returns when they are copied.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        world: World,
+        *,
+        keep: int = 0,
+        background: bool = True,
+        timeout: float = 1800.0,
+        log: LogLine = print,
+    ) -> None:
+        self.root: Path = as_root(root)
+        self.keep: int = keep
+        self.best: int = 0
+        self.timeout: float = float(timeout)
+        self.figures: SaveFigures | None = None  # of the last save that was published
+        self._world, self._log = world, log if is_first_rank(world) else _silent
+        self._background = background
+        self._running: RunningSave | None = None
+        self._stage, self._plans = Stage(world.device), PlanCache()
+        self._preparing: threading.Thread | None = None
+        if background:
+            groups = world.process_groups
+            group = groups.make_group(world.home.ranks, "saves", backend="gloo", timeout=self.timeout)
+            assert group is not None
+            self._group = group
+            with world.watch.during("making the saves group", world.home.ranks):
+                connect_ranks(group)
+            world.watch.background = self.activity
+            world.on_leaving(self.close)
+
+    # ---- for the thread that trains
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Begin to take the host's memory for the copies, after the optimizer's first step; `save` does without, too.
+
+        On GPUs memory is registered at a few gigabytes a second, while training goes on. Whether every host has room
+        is agreed on here.
+        """
+        if not self._background or self._preparing is not None:
+            return
+        tensors = tensors_to_save(model, optimizer)
+        if not self._hosts_have_room(self._stage.bytes_to_take(tensors)):
+            return
+        self._preparing = self._start(partial(self._stage.reserve, tensors))
+
+    def save(
+        self, model: nn.Module, optimizer: Optimizer, *, step: int, state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begin checkpoint `step`; `state` is whatever else a resumed run wants to see, as JSON.
+
+        Waits for the last save. Raises CheckpointError, on every rank, where that failed.
+        """
+        started = time.monotonic()
+        last = self._running
+        self.wait()
+        if last is not None and (waited := time.monotonic() - started) > _LOGGED:
+            self._log(
+                f"step {step} waited {waited:.1f} s for checkpoint {last.path.name} to be written, which took "
+                f"{last.seconds:.1f} s; save less often, or on faster storage"
+            )
+        started = time.monotonic()
+        if self._preparing is not None:
+            self._preparing.join()
+        if not self._background:
+            self._save_now(model, optimizer, started, step=step, state=state)
+            return
+        tensors = tensors_to_save(model, optimizer)
+        if not self._hosts_have_room(self._stage.bytes_to_take(tensors)):
+            self._save_now(model, optimizer, started, step=step, state=state)
+            return
+        contents = {"step": step, **(state or {})}
+        staging = self._stage.begin(tensors, model)
+        save = RunningSave(checkpoint_path(self.root, step), contents, self.keep, staging, started)
+        self._running = save
+        self._hold_next_update(optimizer, save)
+        self._start(partial(save.run, self._group, self._plans, best=lambda: self.best))
+        save.shown = time.monotonic() - started
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save in progress failed on this rank, or is over its limit; `raise_failure` raises it on all."""
+        save = self._running
+        return save is not None and (save.failure is not None or self._is_over(save))
+
+    def raise_failure(self) -> None:
+        """Raise CheckpointError on every rank if the save in progress failed, or is over its limit, on any of them."""
+        save = self._running
+        if save is None:
+            return
+        reports = self._world.control.gather_objects(
+            (save.phase, save.failure_text, self._is_over(save)), "failures of a checkpoint"
+        )
+        failures = [
+            text if text.endswith(f"(on rank {rank})") else f"{text} (on rank {rank})"
+            for rank, (_, text, _) in self._pair_with_ranks(reports)
+            if text
+        ]
+        if not failures and not any(over for _, _, over in reports):
+            return
+        self._running, save.given_up = None, True
+        self._plans.forget()
+        if self._world.control.any_rank(not save.ended.wait(_ENDS)):
+            self._background = False  # the group may have a message of theirs under way
+            self._log("the next checkpoints are written while training waits: the threads of this one have not ended")
+        if failures:
+            reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
+        else:
+            reason = (
+                f"it has not ended in {self.timeout:g} s (run.save_timeout_seconds): {self._phases(reports)}; "
+                "check the storage, or raise the limit"
+            )
+        raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
+
+    def wait(self) -> None:
+        """Return when the save in progress is published. Raises CheckpointError, on every rank, if any could not write.
+
+        Raises CommError where a rank is lost.
+        """
+        save = self._running
+        if save is None:
+            return
+        started, world = time.monotonic(), self._world
+        with world.watch.during(f"writing of checkpoint {save.path.name}", world.home.ranks):
+            while not save.ended.wait(_POLL) and not self._is_over(save):
+                pass
+            if isinstance(save.failure, RuntimeError) and not isinstance(save.failure, LongspanError):
+                raise save.failure  # of the backend: a rank is lost
+        self.raise_failure()
+        save.shown += time.monotonic() - started
+        self._running = None
+        self._note(save)
+
+    def wait_for_copies(self) -> None:
+        """Return when the save in progress has copied what it holds: parameters and moments may change then."""
+        if self._running is not None:
+            self._running.staged.wait()
+
+    def take_figures(self) -> SaveFigures | None:
+        """What the last save took, once, if it is published; None before that and after."""
+        save = self._running  # it stays until the ranks have agreed that it ended: `wait`
+        if save is not None and save.ended.is_set() and save.failure is None:
+            self._note(save)
+        figures, self.figures = self.figures, None
+        return figures
+
+    def activity(self) -> str:
+        """Say what the save in progress is doing, for reports of a failure; "" if there is none."""
+        save = self._running
+        if save is None or save.ended.is_set():
+            return ""
+        return f"writing of checkpoint {save.path.name} ({save.phase}) for {time.monotonic() - save.started:.1f} s"
+
+    def wait_here(self, seconds: float) -> None:
+        """Wait for the save in progress at most so long, on a rank that is about to leave with an error of its own."""
+        if self._running is not None:
+            self._running.ended.wait(seconds)
+            self._running = None
+
+    def give_up(self) -> None:
+        """Leave the save in progress to itself, where a rank is lost: it cannot be published."""
+        if self._running is not None:
+            self._running.given_up, self._running = True, None
+
+    def close(self) -> None:
+        """Wait for the save in progress and give the memory back; at the latest when the world is left."""
+        self.wait()
+        if self._preparing is not None:
+            self._preparing.join()
+        self._background = False
+        self._world.watch.background = str
+        self._plans.forget()
+        self._stage.close()
+
+    # ---- inside
+
+    def _save_now(self, model: nn.Module, optimizer: Optimizer, started: float, *, step: int, state: Any) -> None:
+        """Write a checkpoint while training waits."""
+        path = save_checkpoint(
+            self.root, model, optimizer, self._world, step=step, state=state, keep=self.keep, best=self.best
+        )
+        seconds = time.monotonic() - started
+        self.figures = SaveFigures(step, seconds, seconds, _bytes_in(path) if is_first_rank(self._world) else 0)
+
+    def _hosts_have_room(self, size: int) -> bool:
+        """Whether every host has memory for the copies of its ranks; without, saves are written while training waits.
+
+        Entered by all ranks, each with its own number.
+        """
+        reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
+        for host in dict.fromkeys(name for name, _, _ in reports):
+            total = sum(needed for name, needed, _ in reports if name == host)
+            rooms = [free for name, _, free in reports if name == host and free is not None]
+            if total and rooms and SPARE * total > min(rooms):
+                self._background = False
+                self._log(
+                    f"training waits while checkpoints are written: host {host} has {min(rooms) / 1e9:.1f} GB free, "
+                    f"and copies of its ranks' weights and moments take {total / 1e9:.1f} GB"
+                )
+                return False
+        return True
+
+    def _hold_next_update(self, optimizer: Optimizer, save: RunningSave) -> None:
+        """Let the optimizer's next step wait until everything is copied."""
+
+        def wait(*_: Any) -> None:
+            handle.remove()
+            started = time.monotonic()
+            save.staged.wait()
+            save.shown += time.monotonic() - started
+
+        handle = optimizer.register_step_pre_hook(wait)
+
+    def _start(self, work: Callable[[], None]) -> threading.Thread:
+        """Run in a thread that does not keep the process alive, on this rank's device."""
+
+        def run() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            work()
+
+        device = self._world.device
+        thread = threading.Thread(target=run, name="longspan save", daemon=True)
+        thread.start()
+        return thread
+
+    def _is_over(self, save: RunningSave) -> bool:
+        return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
+
+    def _pair_with_ranks(self, reports: list[Any]) -> list[tuple[int, Any]]:
+        return list(zip(self._world.home.ranks, reports, strict=True))
+
+    def _phases(self, reports: list[Any]) -> str:
+        """Which ranks are in which phase of a save, the phase of the fewest first."""
+        ranks_in: dict[str, list[int]] = {}
+        for rank, (phase, _, _) in self._pair_with_ranks(reports):
+            ranks_in.setdefault(phase, []).append(rank)
+        items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
+        return "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
+
+    def _note(self, save: RunningSave) -> None:
+        """Keep the figures of a save that is published, once."""
+        if not save.noted:
+            save.noted = True
+            self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)
+
+
+def _bytes_in(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def _silent(_: str) -> None:
+    pass

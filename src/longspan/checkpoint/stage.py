@@ -1,0 +1,166 @@
+"""Copies on the host of what a checkpoint holds, taken while training goes on.
+
+Tensors of a GPU are copied on a stream of their own into registered memory; those of the host, such as moments of
+`offload_states` and everything on a CPU, by the thread that writes. Both may still be read from while the next forward
+and backward passes run, for only an optimizer's update writes parameters and moments. What else may change meanwhile
+(buffers, counts of steps) is copied before `begin` returns. The memory is kept from save to save, in pieces of at most
+`PIECE` bytes: CUDA registers one at a time, and kernels start in between.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.model.host_arena import ALIGNMENT, HostArena, HostRange
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.train.optim.state_parts import make_sharded
+
+PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
+SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
+Tensors = Mapping[str, Mapping[str, Any]]
+
+
+class StagedTensors:
+    """Copies that are being taken: `tensors` is complete once `finish` has returned, in any one thread.
+
+    `to_copy` are pairs of the host; `copied` is the event after the copies from the GPU, whose `sources` are kept until
+    then.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, dict[str, Any]],
+        to_copy: list[tuple[Tensor, Tensor]],
+        copied: torch.cuda.Event | None,
+        sources: list[Tensor],
+    ) -> None:
+        self.tensors, self._to_copy, self._copied, self._sources = tensors, to_copy, copied, sources
+
+    def finish(self) -> None:
+        """Copy what is on the host, and wait for what comes from the GPU."""
+        with torch.no_grad():
+            for target, source in self._to_copy:
+                target.copy_(source)
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._to_copy.clear()
+        self._sources.clear()
+
+
+class Stage:
+    """The memory for copies of a model's and an optimizer's local tensors.
+
+    >>> stage = Stage(world.device)
+    >>> staged = stage.begin(tensors_to_save(model, optimizer), model)
+    >>> staged.finish()
+
+    One copy at a time: what `begin` returned must have been written before the next `begin`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._arena = device, HostArena(device)
+        self._places = dict[str, tuple[Any, Tensor]]()
+        self._ranges = list[HostRange]()
+
+    @property
+    def bytes(self) -> int:
+        """The memory that it has."""
+        return self._arena.bytes
+
+    def bytes_to_take(self, tensors: Tensors) -> int:
+        """The memory that `reserve` would add for these tensors."""
+        return sum(_bytes_with_alignment(local) for _, local in self._tensors_to_place(tensors))
+
+    def reserve(self, tensors: Tensors) -> None:
+        """Take memory for these tensors; what is there already stays. Raises ModelError where the host lacks it."""
+        for piece in _pieces(self._tensors_to_place(tensors)):
+            place = self._arena.take(sum(_bytes_with_alignment(local) for _, local in piece))
+            self._ranges.append(place)
+            numbers, first = place.memory.numpy(), 0
+            for name, local in piece:
+                strides = torch.empty_like(local, device="meta").stride()
+                memory = torch.from_numpy(numbers[first : first + _bytes(local)])  # a storage of its own size
+                self._places[name] = _signature(local), memory.view(local.dtype).as_strided(local.shape, strides)
+                first += _bytes_with_alignment(local)
+
+    @torch.no_grad()
+    def begin(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
+        """Begin to copy; the optimizer must not update before `finish` of what is returned has ended."""
+        self.reserve(tensors)
+        steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
+        staged: dict[str, dict[str, Any]] = {}
+        to_copy, sources = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        for group, values in tensors.items():
+            staged[group] = {}
+            for name, value in values.items():
+                if not isinstance(value, Tensor):
+                    staged[group][name] = value
+                    continue
+                source = local_tensor(value.detach())
+                changes = group == "model" and source.data_ptr() not in steady
+                target = self._target(f"{group}.{name}", source)
+                if source.device.type == "cuda":
+                    sources.append((target, source.clone() if changes else source))
+                elif changes or source.nbytes <= SMALL:
+                    target.copy_(source)
+                else:
+                    to_copy.append((target, source))
+                staged[group][name] = make_sharded(value, target)
+        return StagedTensors(staged, to_copy, self._copy_from_gpu(sources), [source for _, source in sources])
+
+    def close(self) -> None:
+        """Give the memory back, once nothing of it is in use."""
+        self._places.clear()
+        self._ranges.clear()
+        self._arena.close()
+
+    def _target(self, name: str, source: Tensor) -> Tensor:
+        if not source.nbytes:
+            return torch.empty_like(source, device="cpu")
+        return self._places[name][1]
+
+    def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
+        """Names and local tensors that have no memory of their shape and type here."""
+        items = ((f"{group}.{name}", value) for group, values in tensors.items() for name, value in values.items())
+        local = ((name, local_tensor(value.detach())) for name, value in items if isinstance(value, Tensor))
+        return [(n, x) for n, x in local if x.nbytes and (n not in self._places or self._places[n][0] != _signature(x))]
+
+    def _copy_from_gpu(self, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Begin to copy from the GPU, after what it computes now; returns the event after which all is here."""
+        stream = self._arena.copies
+        if stream is None or not pairs:
+            return None
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        return copied
+
+
+def _pieces(items: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Neighbouring items of at most PIECE bytes together; a larger one for itself."""
+    piece, size = list[tuple[str, Tensor]](), 0
+    for name, local in items:
+        if piece and size + _bytes_with_alignment(local) > PIECE:
+            yield piece
+            piece, size = [], 0
+        piece.append((name, local))
+        size += _bytes_with_alignment(local)
+    if piece:
+        yield piece
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _bytes_with_alignment(x: Tensor) -> int:
+    return -(-_bytes(x) // ALIGNMENT) * ALIGNMENT
+
+
+def _signature(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.stride()

@@ -1,0 +1,117 @@
+"""`longspan examples`: lists the examples that come with the package, and copies one, a folder of them, or all.
+
+They lie in `_examples` of an installed wheel, and in `examples/` of a checkout. Imports no torch.
+"""
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional
+
+import longspan
+from longspan.cli.flags import Switch, parse_flags
+from longspan.config.file import nearest_hint
+from longspan.errors import ConfigError, RunFolderError, plural
+from longspan.files import as_json
+
+ALL = "all"
+_WIDEST = 110  # characters of a line of the list, without the name
+
+
+@dataclass(frozen=True)
+class ExamplesFlags:
+    """List the examples that come with longspan, or copy them: configurations, recipes, programs, a Slurm script.
+
+    The commands in them name paths in examples/, so they are copied to a folder of that name in the current folder.
+    """
+
+    name: Annotated[Positional[str], tyro.conf.arg(metavar="[NAME]")] = ""
+    """A file or folder of the list, such as first.toml or recipes, or all of them: all. Without it they are listed."""
+    folder: Annotated[Positional[str], tyro.conf.arg(metavar="[FOLDER]")] = "examples"
+    """Where to copy them; it is made if it is not there."""
+    overwrite: Switch = False
+    """Replace files of these names; other files in the folder stay."""
+    json: Switch = False
+    """Print the list, or the files that were written, as one JSON object."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    flags = parse_flags(ExamplesFlags, argv, "longspan examples")
+    root = examples_folder()
+    paths = list(_paths_of(root))
+    if not flags.name:
+        lines = {path.relative_to(root).as_posix(): first_sentence(path) for path in paths}
+        width = max(map(len, lines))
+        print(as_json(lines) if flags.json else "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
+        return 0
+    written = _copy(_choose(flags.name, root, paths), root, Path(flags.folder), overwrite=flags.overwrite)
+    if flags.json:
+        print(as_json({"written": [str(path) for path in written]}))
+    else:
+        print("\n".join(map(str, written)))
+        print(f"{plural(len(written), 'file')} written", file=sys.stderr)
+    return 0
+
+
+def examples_folder() -> Path:
+    """Where the examples lie: in the package, or next to `src` of a checkout. Raises ConfigError if in neither."""
+    package = Path(longspan.__file__).parent
+    for folder in (package / "_examples", package.parents[1] / "examples"):
+        if (folder / "first.toml").is_file():
+            return folder
+    raise ConfigError(f"there are no examples with the longspan in {package}; install its wheel, or use a checkout")
+
+
+def first_sentence(path: Path) -> str:
+    """What the comment or docstring that an example begins with says first; "" of a file without one."""
+    lines = path.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").splitlines()
+    inside = (
+        takewhile(str.strip, lines) if lines[0].startswith('"""') else takewhile(lambda x: x.startswith("#"), lines)
+    )
+    text = " ".join(line.removeprefix("#").strip() for line in inside).removeprefix('"""')
+    sentence = re.split(r'[.:]? ?"""|(?<=\w\w)[.](?: |$)|(?<=[)`])[.:](?: |$)| longspan train ', text, maxsplit=1)[0]
+    return sentence if len(sentence) <= _WIDEST else re.split(r"[,;:] ", sentence, maxsplit=1)[0]
+
+
+def _paths_of(root: Path) -> Iterator[Path]:
+    """All files of the examples, those of the folder itself first."""
+    files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return iter(sorted(files, key=lambda path: (path.parent != root, path.relative_to(root).as_posix())))
+
+
+def _choose(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
+    """The files that a name stands for. Raises ConfigError, with the nearest name, where there are none."""
+    name = name.removeprefix("examples/").rstrip("/")
+    chosen = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
+    if not name or not chosen or (root / name) == root:
+        names = [path.relative_to(root) for path in paths]
+        folders = {parent.as_posix() for path in names for parent in path.parents if parent != Path()}
+        known = [*sorted(folders), *(path.as_posix() for path in names)]
+        raise ConfigError(f"longspan has no example {name!r}: {nearest_hint(name, [ALL, *known])}")
+    return chosen
+
+
+def _copy(paths: Sequence[Path], root: Path, folder: Path, *, overwrite: bool) -> list[Path]:
+    """Copy examples to a folder; returns what was written. Raises RunFolderError for files that are there."""
+    targets = [folder / path.relative_to(root) for path in paths]
+    if (there := [target for target in targets if target.exists()]) and not overwrite:
+        raise RunFolderError(
+            f"{there[0]} is there{f', and {len(there) - 1} more' if there[1:] else ''}; name another folder, or "
+            "replace files with --overwrite"
+        )
+    try:
+        for path, target in zip(paths, targets, strict=True):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            target.chmod(path.stat().st_mode & 0o777 | 0o200)
+    except OSError as error:
+        raise RunFolderError(f"cannot copy examples to {folder}: {error.strerror} ({error.filename})") from error
+    return targets

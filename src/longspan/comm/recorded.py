@@ -1,0 +1,105 @@
+"""What torch and NCCL have recorded of this rank's collectives, for failure reports.
+
+torch's flight recorder keeps the last 2,000 collectives of each process (TORCH_FR_BUFFER_SIZE, 0 turns it off; torch
+2.11 to 2.13 have it on). NCCL's own view of all processes (RAS, NCCL 2.24 and later) is on unless NCCL_RAS_ENABLE is 0.
+Nothing here raises: a report without these lines is a report still.
+"""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+
+PREFIXES = {"_dump_nccl_trace": "nccl_trace_rank_", "_dump_fr_trace": "gloo_trace_rank_"}  # of files, by function
+PATIENCE = 2.0  # seconds in which a recorder answers, next to a device that is stuck
+RAS_ADDRESS, RAS_SECONDS, RAS_LENGTH = ("localhost", 28028), 3.0, 300
+RAS_SECTIONS = ("Errors", "Warnings")  # of what it says (NCCL 2.24 to 2.31), the last ones
+
+
+def last_collective() -> str:
+    """The first collective that NCCL has not completed, else the last that was started; "" where none is recorded.
+
+    >>> last_collective()
+    'gloo:all_reduce number 4 of the group "control", [8] Float'
+    """
+    return _call_with_patience(_last_collective) or ""
+
+
+def write_traces(folder: Path, rank: int) -> None:
+    """Write what the recorder holds, with Python's stacks, as files that `torchfrtrace --prefix …` reads."""
+    _call_with_patience(lambda: _write_traces(folder, rank))
+
+
+def ras_lines() -> list[str]:
+    """What NCCL's own report says is wrong: a line of errors, and one of warnings; none where nothing answers."""
+    lines = [line.strip() for line in _ras_text().splitlines()]
+    lines = [line for line in lines if line and not line.startswith("==")]
+    starts = [*(n for n, line in enumerate(lines) if line in RAS_SECTIONS), len(lines)]
+    return [" ".join(lines[start:end])[:RAS_LENGTH] for start, end in pairwise(starts) if end > start + 1]
+
+
+def _last_collective() -> str:
+    nccl = _entries("_dump_nccl_trace_json")
+    unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
+    if unfinished is not None:
+        return f"{_entry_text(unfinished)}, {unfinished['state']}"
+    entries = sorted([*nccl[-1:], *_entries("_dump_fr_trace_json")[-1:]], key=lambda entry: entry["time_created_ns"])
+    return _entry_text(entries[-1]) if entries else ""
+
+
+def _entries(function: str) -> list[dict[str, Any]]:
+    """The recorded collectives, the oldest first; none where this torch has no such recorder."""
+    dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
+    return [] if dump is None else json.loads(dump()).get("entries", [])
+
+
+def _entry_text(entry: dict[str, Any]) -> str:
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    sizes = ", ".join(f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False))
+    return f'{entry["profiling_name"]} number {number} of the group "{entry["process_group"][1]}"' + (
+        f", {sizes}" if sizes else ""
+    )
+
+
+def _write_traces(folder: Path, rank: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for function, prefix in PREFIXES.items():
+        dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
+        if dump is not None and _entries(f"{function}_json"):
+            (folder / f"{prefix}{rank}").write_bytes(dump())
+
+
+def _ras_text() -> str:
+    """What the RAS thread of a process on this host says; "" where none answers."""
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", "").rpartition(":")
+    received = list[bytes]()
+    with suppress(OSError, ValueError):
+        address = (host, int(port)) if host else RAS_ADDRESS
+        with socket.create_connection(address, RAS_SECONDS) as connection:
+            connection.sendall(b"VERBOSE STATUS\n")
+            while part := connection.recv(1 << 16):
+                received.append(part)
+    return b"".join(received).decode(errors="replace")
+
+
+def _call_with_patience(work: Callable[[], str | None]) -> str | None:
+    """The result of `work` in a thread of its own, which a stuck device may keep; None if it fails or is too slow."""
+    results = list[str | None]()
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(work())
+
+    thread = threading.Thread(target=run, name="longspan recorder", daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return results[0] if results else None

@@ -1,0 +1,33 @@
+"""The other ranks that the torchrun of this process started on this machine, and whether they live.
+
+torchrun tells no rank that another has died, as the local launcher does (`local_ranks.py`). Linux only.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def processes_of_torchrun() -> dict[int, int]:
+    """The process of each rank of this process's torchrun, once all have started; empty under other launchers.
+
+    >>> processes_of_torchrun()
+    {0: 4711, 1: 4712}
+    """
+    processes = dict[int, int]()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        torchrun = os.getppid()
+        with suppress(OSError):
+            for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")]
+                processes |= dict.fromkeys(ranks, int(pid))
+    return processes
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or has nothing left but its exit status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

@@ -1,0 +1,72 @@
+"""The section of a run's page that shows profiled steps: seconds by part, and the longest kernels of each.
+
+They come from RUN/profiles, which `train.profile_steps` fills (`run/profile.py`); traces are not read here.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longspan.report.markup import section, tag, text
+from longspan.run.profile import FOLDER, KERNEL_TITLES, PARTS, PARTS_FILE, TITLES, kernel_rows, part_cells
+
+SHOWN = 8  # profiled steps, the last ones
+
+
+def profile_section(run: Path) -> str:
+    """The section; empty for a run without profiled steps. A file that cannot be read is named there."""
+    notes = list[str]()
+    rows = list(_profile_rows(run / FOLDER, notes))
+    if not rows and not notes:
+        return ""
+    parts = _table(TITLES, [(folder, *part_cells(row)) for folder, row in rows])
+    kernels = (
+        tag("details", tag("summary", f"Longest kernels of {text(folder)}"), _table(KERNEL_TITLES, kernel_rows(row)))
+        for folder, row in rows
+    )
+    note = (
+        f"Milliseconds on the first rank, under the profiler, which makes a step longer. {FOLDER}/ has a trace of each "
+        "rank, for Perfetto or chrome://tracing."
+    )
+    note = ". ".join([note.removesuffix("."), *notes]) + "."
+    return section("Profiled steps", tag("p", text(note), class_="note"), parts, *kernels)
+
+
+def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The folder and the figures of each profiled step, in order."""
+    for file in sorted(folder.glob(f"step-*/{PARTS_FILE}"))[-SHOWN:]:
+        try:
+            row = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+            if not _is_profile(row):
+                raise ValueError
+        except (OSError, ValueError, RecursionError):
+            notes.append(f"{FOLDER}/{file.parent.name}/{PARTS_FILE} could not be read")
+        else:
+            yield file.parent.name, row
+
+
+def _is_profile(row: Any) -> bool:
+    if not isinstance(row, Mapping) or not isinstance(row.get("parts"), Mapping):
+        return False
+    kernels = row.get("kernels")
+    return (
+        all(isinstance(row["parts"].get(part), int | float) for part in PARTS)
+        and isinstance(kernels, list)
+        and all(_is_kernel(kernel) for kernel in kernels)
+    )
+
+
+def _is_kernel(kernel: Any) -> bool:
+    return (
+        isinstance(kernel, Mapping)
+        and all(isinstance(kernel.get(name), str) for name in ("name", "part"))
+        and isinstance(kernel.get("calls"), int)
+        and isinstance(kernel.get("seconds"), int | float)
+    )
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
+    body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
+    return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")

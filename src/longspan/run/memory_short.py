@@ -1,0 +1,106 @@
+"""What is written when a rank of a run is out of memory in a step: the plan of memory next to what was measured there.
+
+RUN/memory/rank-0.txt has the table, and on a GPU rank-0.pickle a snapshot of its allocator, which
+https://pytorch.org/memory_viz shows. With `train.memory_history` a snapshot names the lines of the program that made
+each allocation; torch then records a stack at each, so that it is off by default. How a run is refused whose plan does
+not fit is in `train/memory`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from longspan.comm.watch import is_out_of_memory, one_line
+from longspan.files import write_atomically
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plain_text import bytes_text, text_table
+from longspan.run.run_data import TrainingRun
+from longspan.train.memory.live_bytes import peak_memory_bytes
+
+FOLDER = "memory"  # of the run's folder
+STORED = ("weights", "gradients", "states")  # parts that are measured by their tensors
+NAMES = ("part", "planned", "measured")
+
+
+@contextmanager
+def memory_explained(run: TrainingRun, step: int) -> Iterator[None]:
+    """A context of a step, counted from 1: an error of short memory gets a note with what the plan says, and a file.
+
+    >>> with memory_explained(run, 7):
+    ...     run.take_step(plan, documents, 6)
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            error.add_note(_explain(run, step, error))
+        raise
+
+
+def record_history(run: TrainingRun) -> None:
+    """Let torch record where the last allocations of a GPU come from, as many as `train.memory_history`."""
+    if (entries := run.config.train.memory_history) and run.world.device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=entries)
+
+
+def _explain(run: TrainingRun, step: int, error: BaseException) -> str:
+    """Write the files of this rank; returns the table, and where they are."""
+    rank, folder = run.world.rank, run.dir / FOLDER
+    text = f"rank {rank} was out of memory in step {step}: {one_line(error)}\n{memory_table(run)}"
+    with suppress(OSError):  # of a disk that is full too
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"rank-{rank}.txt", f"{text}\n")
+        text = f"{text}\nkept as {folder / f'rank-{rank}.txt'}{_write_snapshot(run, folder)}"
+    return text
+
+
+def _write_snapshot(run: TrainingRun, folder: Path) -> str:
+    """Write the snapshot of a GPU's allocator; returns its place as the end of a sentence, "" on a CPU."""
+    if run.world.device.type != "cuda":
+        return ""
+    file = folder / f"rank-{run.world.rank}.pickle"
+    try:
+        torch.cuda.memory._dump_snapshot(str(file))
+    except RuntimeError as error:
+        return f" (no snapshot: {one_line(error)})"
+    stacks = "" if run.config.train.memory_history else "; train.memory_history = 100000 gives it the program's lines"
+    return f", its allocator's snapshot as {file} (https://pytorch.org/memory_viz{stacks})"
+
+
+def memory_table(run: TrainingRun) -> str:
+    """The bytes of the plan of memory by part, and those of this rank: of tensors that are there, and of the peak."""
+    planned = run.memory.to_json()["device"] if run.memory is not None else {}
+    measured = _count_stored_bytes(run)
+    peak, rest = peak_memory_bytes(run.world.device), sum(measured.values())
+    parts = [part for part in planned if part != "total"] or list(STORED)
+    rows = [(part, _cell(planned, part), _cell(measured, part)) for part in parts if part in STORED or planned[part]]
+    planned_rest = sum(size for part, size in planned.items() if part not in (*STORED, "total", "communicators"))
+    rows.append(("the rest of them", bytes_text(planned_rest) if planned else "", bytes_text(peak - rest)))
+    rows.append(("most at one time", _cell(planned, "total"), bytes_text(peak)))
+    note = "" if planned else "\nthis run has no plan of memory (train.memory, docs/memory.md)"
+    on_cpu = "\non a CPU the most is the whole process's, with Python and its libraries"
+    return f"{text_table(NAMES, rows)}{note}{'' if run.world.device.type == 'cuda' else on_cpu}"
+
+
+def _cell(sizes: Mapping[str, int], part: str) -> str:
+    return bytes_text(sizes[part]) if part in sizes else ""
+
+
+def _count_stored_bytes(run: TrainingRun) -> dict[str, int]:
+    """Bytes of this rank's parameters, their gradients and the optimizer's states, those on its device."""
+    device = run.world.device.type
+    sizes: dict[str, int] = dict.fromkeys(STORED, 0)
+    for parameter in run.model.parameters():
+        sizes["weights"] += _bytes_on(local_tensor(parameter.detach()), device)
+        if parameter.grad is not None:
+            sizes["gradients"] += _bytes_on(local_tensor(parameter.grad), device)
+    for state in run.optimizer.state.values():
+        tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
+        sizes["states"] += sum(_bytes_on(local_tensor(value), device) for value in tensors)
+    return sizes
+
+
+def _bytes_on(x: torch.Tensor, device: str) -> int:
+    return x.nbytes if x.device.type == device else 0

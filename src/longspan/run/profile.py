@@ -1,0 +1,207 @@
+"""What takes the time of a step: seconds by part and by kernel under torch's profiler, and traces of a run's steps.
+
+Parts are intervals of one device's timeline that add up to the step. Where several overlap, attention counts before the
+optimizer, before other computation, before communication and copies; the rest is idle. A run profiles the steps of
+`train.profile_steps` on every rank, one at a time: RUN/profiles/step-000010/ has rank-0.json.gz and so on (traces for
+Perfetto or chrome://tracing), and of the first rank table.txt and parts.json, which the report shows.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
+from longspan.errors import RunFolderError
+from longspan.files import as_json, write_atomically
+from longspan.plain_text import text_table
+
+Kind = Literal["attention", "optimizer", "other layers", "exposed communication"]
+Interval = tuple[float, float]
+
+ORDER: tuple[Kind, ...] = ("attention", "optimizer", "other layers", "exposed communication")
+PARTS = (*ORDER, "idle", "step")  # of a row of the table of parts
+TITLES = ("part of a profiled step, ms", *PARTS)
+KERNEL_TITLES = ("kernel", "part", "calls", "ms")
+FOLDER, PARTS_FILE, TABLE_FILE = "profiles", "parts.json", "table.txt"
+_NAME_LENGTH = 100  # of kernels, whose template arguments run to thousands of characters
+# Parts of names of kernels (GPU) and of operators (CPU), in lower case.
+_NAMES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    ("exposed communication", ("nccl", "gloo", "c10d", "htod", "dtoh", "memcpy peer", "memcpy ptop")),
+    ("attention", ("flash", "fmha", "attention", "attn", "sdpa")),
+    ("optimizer", ("adam", "multi_tensor", "_foreach", "fused_sgd")),
+)
+
+
+class StepProfiles:
+    """Profiles steps of a run, given by their numbers, counted from 1; every rank has the same.
+
+    >>> profiles = StepProfiles((10, 11), run.dir / FOLDER, world, display.log)
+    >>> with profiles.around_step(10):
+    ...     run.take_step(plan, documents, 9)
+    >>> profiles.write()
+    """
+
+    def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
+        self._steps, self._folder, self._world, self._log = frozenset(steps), folder, world, log
+        self._step, self._profile, self._seconds = 0, None, 0.0  # what was profiled, until it is written
+
+    def has(self, step: int) -> bool:
+        """Whether a step is profiled, which makes it longer."""
+        return step in self._steps
+
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        """A context of a step, which is profiled if it is one of them; `write` then writes what was recorded."""
+        if not self.has(step):
+            yield
+            return
+        with record_profile(self._world, with_host=True) as (profile, seconds):
+            yield
+        self._step, self._profile, self._seconds = step, profile, seconds()
+
+    def write(self) -> None:
+        """Write what was recorded of the last step, and log its table; entered by all ranks.
+
+        Raises RunFolderError on every rank for what the disk of one refuses.
+        """
+        if self._step:
+            text = run_on_every_rank(self._world, self._write_files, RunFolderError)
+            self._step, self._profile = 0, None
+            if text:
+                self._log(text)
+
+    def _write_files(self) -> str:
+        """Write this rank's trace and, on the first rank, the tables; returns their text."""
+        folder, world, seconds = self._folder / f"step-{self._step:06d}", self._world, self._seconds
+        folder.mkdir(parents=True, exist_ok=True)
+        profile: Any = self._profile
+        profile.export_chrome_trace(str(folder / f"rank-{world.rank}.json.gz"))
+        if not is_first_rank(world):
+            return ""
+        events = read_events(profile, cuda=world.device.type == "cuda")
+        parts = seconds_by_part(events, seconds) | {"step": seconds}
+        row = {"step": self._step, "rank": world.rank, "parts": parts, "kernels": longest_kernels(events)}
+        text = profile_text(row)
+        write_atomically(folder / PARTS_FILE, as_json(row, indent=1))
+        write_atomically(folder / TABLE_FILE, f"{text}\n")
+        return f"{text}\ntraces of all ranks: {folder}"
+
+
+@contextmanager
+def record_profile(world: World, *, with_host: bool = False) -> Iterator[tuple[Any, Callable[[], float]]]:
+    """Profile what runs inside; gives torch's profile, and a function that returns its seconds afterwards.
+
+    On GPUs the kernels, and operators of the host too with `with_host`; on CPUs the operators.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = world.device.type == "cuda"
+    activities = [ProfilerActivity.CUDA] if cuda else []
+    activities += [ProfilerActivity.CPU] if with_host or not cuda else []
+    spent = list[float]()
+    with profile(activities=activities) as recorded:
+        started = perf_counter()
+        yield recorded, lambda: spent[0]
+        wait_for_gpu(world)
+        spent.append(perf_counter() - started)
+
+
+def profile_text(row: Mapping[str, Any], kernels: int = 8) -> str:
+    """The table of parts of a profiled step, and of its longest kernels, for a terminal."""
+    parts = text_table(TITLES, [(f"step {row['step']}, rank {row['rank']}", *part_cells(row))])
+    return f"{parts}\n\n{text_table(KERNEL_TITLES, kernel_rows(row)[:kernels], left=2)}"
+
+
+def part_cells(row: Mapping[str, Any]) -> list[str]:
+    """The milliseconds of the parts of a profiled step, in the order of `PARTS`."""
+    return [f"{1e3 * row['parts'][part]:.1f}" for part in PARTS]
+
+
+def kernel_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The longest kernels of a profiled step, under `KERNEL_TITLES`."""
+    return [(k["name"], k["part"], str(k["calls"]), f"{1e3 * k['seconds']:.1f}") for k in row["kernels"]]
+
+
+def kind_of(name: str) -> Kind:
+    """Return the part of a step that a kernel or operator belongs to, by its name."""
+    low = name.lower()
+    for kind, words in _NAMES:
+        if any(word in low for word in words):
+            return kind
+    return "other layers"
+
+
+def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
+    """Seconds by part of events (name, start, end) of a step that took so long.
+
+    >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
+    >>> seconds_by_part(events, 2.5)["exposed communication"]
+    0.25
+    """
+    by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
+    for name, start, end in events:
+        by_kind[kind_of(name)].append((start, end))
+    seconds_by_kind, seen, covered = dict[str, float](), list[Interval](), 0.0
+    for kind in ORDER:
+        seen = merge_intervals([*seen, *by_kind[kind]])
+        total = sum(end - start for start, end in seen)
+        seconds_by_kind[kind], covered = total - covered, total
+    return seconds_by_kind | {"idle": max(0.0, seconds - covered)}
+
+
+def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16) -> list[dict[str, Any]]:
+    """Name, part, calls and seconds (the sum) of the kernels that take most, among events (name, start, end).
+
+    >>> longest_kernels([("gemm", 0.0, 1.0), ("gemm", 2.0, 3.0), ("adam", 3.0, 3.5)], 1)
+    [{'name': 'gemm', 'part': 'other layers', 'calls': 2, 'seconds': 2.0}]
+    """
+    spent: dict[str, list[float]] = {}
+    for name, start, end in events:
+        spent.setdefault(name, []).append(end - start)
+    kernels = [
+        {"name": name[:_NAME_LENGTH], "part": kind_of(name), "calls": len(times), "seconds": sum(times)}
+        for name, times in spent.items()
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:count]
+
+
+def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
+    """The same points of time in intervals that do not touch, in order."""
+    disjoint: list[Interval] = []
+    for start, end in sorted(intervals):
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(end, disjoint[-1][1]))
+        else:
+            disjoint.append((start, end))
+    return disjoint
+
+
+def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
+    """(name, start, end) in seconds of what ran: kernels and copies of the GPU, else operators without inner ones."""
+    from torch.autograd import DeviceType
+
+    events: list[tuple[str, float, float]] = []
+    for event in profile.events():
+        on_gpu = event.device_type == DeviceType.CUDA
+        if on_gpu is not cuda or getattr(event, "is_user_annotation", False):
+            continue
+        if not cuda and (event.name.startswith("autograd::") or not _is_work(event)):
+            continue
+        events.append((event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6))
+    return events
+
+
+def _is_work(event: Any) -> bool:
+    """Operators of a CPU that compute: those without inner ones, and those of a known kind by name."""
+    return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")
+
+
+def wait_for_gpu(world: World) -> None:
+    """Wait until this rank's GPU has nothing to do."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()

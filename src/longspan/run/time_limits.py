@@ -1,0 +1,88 @@
+"""How long the ranks of a run wait for each other before one that is missing is named: `run.timeout_seconds`.
+
+A number holds everywhere. With "auto" a step may last ten times as long as it is predicted to, or as the last steps did
+in the median where that is longer, and at least 60 s; an evaluation likewise. `LONG` holds where nothing is predicted,
+and where ranks wait for work of one of them: set-up, the first two steps and the first evaluation of each set, which
+compile kernels, checkpoints and saved models, loggers that upload, and all of a run whose plans are priced for another
+machine, as on CPUs. Work of one rank that sends signs of life (`waiting_for_all`) may last as long as it takes.
+"""
+
+import time
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
+
+from longspan.comm import World
+from longspan.comm.all_ranks import set_timeout
+from longspan.config.keys import AUTO
+from longspan.config.sections import RunConfig
+from longspan.evaluation.result import Evaluation
+
+LEAST, TIMES, LONG = 60.0, 10.0, 600.0
+FIRST_STEPS = 2  # of a session, in which kernels are compiled
+MEASURED = 20  # steps whose median counts
+
+
+def longest_wait(config: RunConfig) -> float:
+    """The seconds that a world of a run begins with: `run.timeout_seconds`, or under "auto" the longest limit."""
+    seconds = config.run.timeout_seconds
+    return LONG if isinstance(seconds, str) else seconds
+
+
+class TimeLimits:
+    """The limits of one session of a run. `is_priced`: plans are priced for the devices that run them.
+
+    >>> limits = TimeLimits(config, world, is_priced=True)
+    >>> with limits.around_step(plan.predicted_seconds):
+    ...     run_step(model, plan, documents, world)
+    """
+
+    def __init__(self, config: RunConfig, world: World, *, is_priced: bool) -> None:
+        self._world = world
+        self._is_automatic = config.run.timeout_seconds == AUTO and is_priced
+        self._has_loggers = bool(config.run.loggers)
+        self._steps = deque[float](maxlen=MEASURED)
+        self._begun, self._of_step = 0, LONG
+        self._evaluated = dict[Hashable, float]()  # seconds of an evaluation
+
+    @contextmanager
+    def around_step(self, predicted: float, *, is_usual: bool = True) -> Iterator[None]:
+        """A context of one step that is predicted to take so many seconds; one that is profiled is no usual one."""
+        self._begun += 1
+        is_known = self._begun > FIRST_STEPS
+        self._of_step = TIMES * max([predicted, *self._step_seconds()]) if is_known else LONG
+        started = time.monotonic()
+        with self._limit_waits(self._of_step):
+            yield
+        if is_known and is_usual:
+            self._steps.append(time.monotonic() - started)
+
+    def around_end_of_step(self) -> AbstractContextManager[None]:
+        """A context of what the ranks do after a step: a logger may upload its row on the first of them."""
+        return self._limit_waits(LONG if self._has_loggers else self._of_step)
+
+    def around_evaluation(self, key: Hashable) -> AbstractContextManager[None]:
+        """A context of an evaluation of one set under one choice of plans, its key; the first has the longest limit."""
+        seconds = self._evaluated.get(key)
+        return self._limit_waits(LONG if seconds is None else TIMES * seconds)
+
+    def note_evaluation(self, key: Hashable, evaluation: Evaluation) -> None:
+        """Note the predicted and measured seconds of an evaluation, for the next one with this key."""
+        self._evaluated[key] = max(evaluation.plan.predicted_seconds, evaluation.seconds)
+
+    def _step_seconds(self) -> list[float]:
+        return [median(self._steps)] if self._steps else []
+
+    def _limit_waits(self, seconds: float) -> AbstractContextManager[None]:
+        """A context in which ranks wait for each other so long, but no shorter than `LEAST`."""
+        return self._set_limit(max(LEAST, seconds)) if self._is_automatic else nullcontext()
+
+    @contextmanager
+    def _set_limit(self, seconds: float) -> Iterator[None]:
+        before = self._world.watch.timeout
+        set_timeout(self._world, seconds)
+        try:
+            yield
+        finally:  # also after an error, before which a run saves
+            set_timeout(self._world, before)

@@ -1,0 +1,161 @@
+"""A rank that hangs is named in one message of at most 20 lines, with what torch recorded; other ranks say one line."""
+
+import pickle
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longspan.comm import recorded
+from longspan.comm.all_ranks import allowing, set_timeout
+from longspan.comm.world import World
+from longspan.errors import CommError
+from longspan.layout import Layout
+from longspan.testing import backend, run_ranks
+
+pytestmark = pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
+LINES = 20
+
+
+def hang(rank: int, where: str, folder: Path) -> str:
+    """What the error of a rank says whose last rank does not come; the world was opened with a long limit."""
+    try:
+        with World(Layout(ranks=3), backend="gloo", timeout=600) as world:
+            world.step, world.watch.folder, world.watch.notes = 7, folder, ("slot 1 is 31 % slower than its plan",)
+            x, group = torch.ones(4), world.meshes.fsdp.get_group()
+            dist.all_reduce(x, group=group)
+            set_timeout(world, 2)
+            last = rank == 2
+            if where == "message":
+                if last:
+                    time.sleep(60)
+                world.control.barrier("messages in pairs")
+            elif where == "collective":
+                if last:
+                    time.sleep(60)
+                world.control.sum_of_arrays(torch.ones(1 << 14).numpy(), "a large sum")
+            else:  # as FSDP2's, which torch starts
+                with world.watch.naming("forward and backward passes", world.home.ranks):
+                    if last:
+                        time.sleep(60)
+                    dist.all_reduce(x, group=group)
+    except CommError as error:
+        return str(error)
+    finally:
+        (folder / f"rank {rank}").touch()
+    return ""
+
+
+def hang_on_all_but_one(rank: int, where: str, folder: Path) -> str:
+    """`hang`, in which the last rank is ended when the others have their errors."""
+    if rank == 2:
+        threading.Thread(target=hang, args=(rank, where, folder), daemon=True).start()
+        while not all((folder / f"rank {other}").exists() for other in (0, 1)):
+            time.sleep(0.1)
+        return ""
+    return hang(rank, where, folder)
+
+
+CASES = {  # what the others wait in, and what the error says of the last rank
+    "message": ("'messages in pairs' of step 7", "rank 2 is computing in step 7, after 'making the slots group'"),
+    "collective": ("'a large sum' of step 7", "rank 2 is computing in step 7, after 'making the slots group'"),
+    "torch's": ("'forward and backward passes' of step 7", "rank 2 is computing in step 7, in 'forward and backward"),
+}
+
+
+@pytest.mark.parametrize("where", CASES)
+def test_a_hang_is_named_once_with_what_torch_recorded(where: str, tmp_path: Path) -> None:
+    what, cause = CASES[where]
+    messages = run_ranks(hang_on_all_but_one, 3, where, tmp_path)[:2]
+    for message in messages:
+        first = message.splitlines()[0]
+        assert first.startswith(what) and "timed out" in first and "(limit 2 s)" in first and cause in first, message
+    (short,) = [message for message in messages if "\n" not in message]
+    (full,) = [message for message in messages if "\n" in message]
+    assert "prints what each rank does" in short
+    lines = full.splitlines()
+    assert len(lines) <= LINES and "slot 1 is 31 % slower than its plan" in full and "the backend said" in full
+    assert lines[1].startswith("  rank 2 is computing"), "the rank that does not come is the first"
+    last = {rank: next(line for line in lines[1:] if line.startswith(f"  rank {rank} ")) for rank in range(3)}
+    assert all("torch recorded last: gloo:" in line for line in last.values()), full
+    if where == "torch's":
+        assert all('number 2 of the group "longspan slots"' in last[rank] for rank in (0, 1)), full
+        assert 'number 1 of the group "longspan slots"' in last[2]
+    for rank in range(3):
+        trace = pickle.loads((tmp_path / f"gloo_trace_rank_{rank}").read_bytes())
+        assert trace["entries"] and trace["entries"][-1]["frames"], "with the program's stacks"
+
+
+def wait_longer(rank: int) -> tuple[float, list[str]]:
+    """Rank 1 comes after the limit, inside of what allows more; then it is late again, outside."""
+    with World(Layout(ranks=2), backend="gloo", timeout=600) as world:
+        saves = world.process_groups.make_group((0, 1), "saves", backend="gloo", timeout=90)
+        set_timeout(world, 1)
+        assert saves is not None and saves._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=90)
+        control = world.control.group._get_backend(torch.device("cpu"))
+        assert control.options._timeout == timedelta(seconds=1)
+        with allowing(world, 120):
+            time.sleep(2.5 * rank)
+            world.control.barrier("the file is written")
+            world.control.sum_of_arrays(torch.ones(1 << 14).numpy())
+        with allowing(world, 0.1):
+            limit = world.watch.timeout
+        set_timeout(world, 60)
+        return limit, [group.kind for group in world.process_groups.made]
+
+
+def test_a_rank_that_works_long_is_waited_for() -> None:
+    assert [limit for limit, _ in run_ranks(wait_longer, 2)] == [1.0, 1.0]
+
+
+RAS = b"""NCCL version 2.28.9 compiled with CUDA 13.0
+Job summary
+===========
+Errors
+======
+
+DEAD
+  1 job process is considered dead (unreachable via the RAS network).
+
+Warnings
+========
+
+TIMEOUT
+"""
+
+
+def test_what_nccl_says_is_read_from_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asked = list[bytes]()
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                asked.append(connection.recv(100))
+                connection.sendall(RAS)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.getsockname()[1]}")
+        lines = recorded.ras_lines()
+        thread.join()
+    assert asked == [b"VERBOSE STATUS\n"]
+    dead = "Errors DEAD 1 job process is considered dead (unreachable via the RAS network)."
+    assert lines == [dead, "Warnings TIMEOUT"]
+    assert recorded.ras_lines() == [], "nobody answers"
+
+
+def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorded.last_collective() == "", "nothing was recorded in this process"
+    recorded.write_traces(tmp_path / "none", 0)
+    assert not list((tmp_path / "none").iterdir())
+    monkeypatch.setattr(recorded, "PATIENCE", 0.01)
+    release = threading.Event()
+    monkeypatch.setattr(recorded, "_entries", lambda function: release.wait(30) and [])
+    assert recorded.last_collective() == ""
+    release.set()

@@ -1,0 +1,89 @@
+"""Every collective of whole small runs is started inside of a watch, so that a report can name it: also torch's own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longspan.comm.world import World
+from longspan.config.sections import RunConfig
+from longspan.layout import Layout
+from longspan.testing import backend, run_ranks
+from tests.comm.watched import WatchedCollectives
+from tests.hf.stock import ours
+from tests.hf.test_trainer import make
+from tests.train.small import small_config, train_rank
+
+MOE = {"model__preset": "qwen3-moe-tiny", "parallel__ep": 2}
+ONE = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
+DYNAMIC = {"context__planner": "dynamic"}
+RUNS: dict[str, tuple[int, dict[str, Any], str]] = {  # ranks, keys, and a collective that torch starts by itself
+    "fsdp": (2, {}, "c10d._reduce_scatter_base_.default"),
+    "tp": (2, {"parallel__tp": 2, **ONE}, "c10d.allreduce_.default"),
+    "pp": (2, {"parallel__pp": 2, **ONE}, "c10d.gather_.default"),
+    "experts": (2, {**MOE, **ONE}, "c10d._reduce_scatter_base_.default"),
+    "tp, experts": (4, {**MOE, **ONE, "parallel__tp": 2, "parallel__sequence_parallel": True}, "c10d.gather_.default"),
+    "copies": (4, {**DYNAMIC, "parallel__dp_replicate": 2}, "c10d.allreduce_.default"),
+    "adapters, free": (2, {**DYNAMIC, "lora__rank": 2, "context__mode": "free"}, "c10d._allgather_base_.default"),
+}
+QUICK = ("fsdp",)  # the others are whole
+
+
+def train_watched(rank: int, config: RunConfig, ranks: int) -> tuple[set[str], set[str]]:
+    """What a run calls that is saved and evaluated after each of two steps, and goes on to a third."""
+    with WatchedCollectives() as mode:
+        for steps in (2, 3):
+            train_rank(rank, replace(config, train=replace(config.train, steps=steps)), ranks)
+    return mode.seen, mode.nameless
+
+
+@pytest.mark.skipif(backend() != "gloo", reason="backward passes on GPUs run in threads that the mode does not see")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.whole) for kind in RUNS]
+)
+def test_no_collective_of_a_run_is_nameless(kind: str, tmp_path: Path) -> None:
+    ranks, keys, expected = RUNS[kind]
+    config = small_config(tmp_path, **{"train__save_every": 1, "train__eval_every": 1, **keys})
+    for seen, nameless in run_ranks(train_watched, ranks, config, ranks):
+        assert not nameless, nameless
+        assert {expected, "c10d.send.default"} <= seen, seen
+        assert "c10d.scatter_.default" in seen, "as DCP's, which saves and reads"
+
+
+def train_with_trainer(run: Any) -> Any:
+    """A Trainer that evaluates and saves after its second of three steps, and another that goes on from there."""
+    with WatchedCollectives() as mode:
+        for keywords in ({}, {"resume_from_checkpoint": True}):
+            trainer = make(run, max_steps=3, eval_steps=2, save_strategy="steps", save_steps=2)
+            trainer.train(**keywords)
+        trainer.save_model()
+    assert not mode.nameless, mode.nameless
+    assert "c10d._reduce_scatter_base_.default" in mode.seen
+    return trainer
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(backend() != "gloo", reason="as above")
+def test_no_collective_of_a_trainer_is_nameless() -> None:
+    ours(train_with_trainer, {"context_parallel_size": 2, "eval_context_parallel_size": "1"}, 2)
+
+
+def talk(rank: int) -> tuple[list[str], list[str]]:
+    """One collective inside of a watch, and one outside."""
+    with World(Layout(ranks=2), backend="gloo") as world, WatchedCollectives() as mode:
+        group, x = world.meshes.fsdp.get_group(), torch.ones(2)
+        mode.seen.clear()
+        with world.watch.naming("passes", (0, 1)):
+            dist.all_reduce(x, group=group)
+        dist.broadcast(x, 0, group=group)
+    return sorted(mode.seen), [name.partition(" at")[0] for name in sorted(mode.nameless)]
+
+
+def test_a_collective_outside_is_noticed() -> None:
+    assert (
+        run_ranks(talk, 2)
+        == [(["c10d.allreduce_.default", "c10d.broadcast_.default"], ["c10d.broadcast_.default"])] * 2
+    )

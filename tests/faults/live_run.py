@@ -1,0 +1,98 @@
+"""A run in processes of its own, under the local launcher or torchrun, that signals are sent to."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from longspan.checkpoint.files import step_of
+from longspan.config.file import to_toml
+from longspan.run.metrics_log import read_metrics
+from tests.train.small import small_config
+
+Process = subprocess.Popen[bytes]
+LOCAL = ("longspan.cli.main", "train", "--world", "2", "--device", "cpu")
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "longspan.cli.main", "train")
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of whole checkpoints."""
+    return sorted(step_of(path) for path in (folder / "run" / "checkpoints").glob("step-??????"))
+
+
+def wait_for(what: Callable[[], Any], process: Process, log: Path) -> Any:
+    deadline = time.monotonic() + 240
+    while not (value := what()):
+        assert process.poll() is None and time.monotonic() < deadline, (process.poll(), log.read_text())
+        time.sleep(0.05)
+    return value
+
+
+@contextmanager
+def started(folder: Path, words: tuple[str, ...], terminal: int | None = None, **keys: Any) -> Iterator[Process]:
+    """A run of 100,000 steps that has taken three; its output is in `log`, or goes to a terminal of its own."""
+    defaults = {"train__steps": 100_000, "train__eval_every": 0, "run__stopped_status": 75, "run__refine": "off"}
+    (folder / "config.toml").write_text(to_toml(small_config(folder, **(defaults | keys))))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+
+    def take_terminal() -> None:
+        if terminal is not None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words, str(folder / "config.toml")],
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=log if terminal is None else terminal,
+            stderr=log if terminal is None else terminal,
+            env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+            preexec_fn=take_terminal,  # noqa: PLW1509 (only a terminal is taken)
+        )
+    try:
+        metrics = folder / "run" / "metrics.jsonl"
+        wait_for(lambda: len(read_metrics(metrics)) >= 3, process, folder / "log")
+        yield process
+    finally:
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def last_step(folder: Path) -> int:
+    return read_metrics(folder / "run" / "metrics.jsonl")[-1]["step"]
+
+
+def ranks_of(process: Process) -> list[int]:
+    """The processes that train: torchrun's, or those of the launcher's fork server."""
+    parents = [process.pid]
+    for word in ("multiprocessing.forkserver", ""):
+        children = [int(pid) for parent in parents for pid in _children(parent)]
+        servers = [pid for pid in children if word and word in Path(f"/proc/{pid}/cmdline").read_text()]
+        if not servers:
+            return children
+        parents = servers
+    return []
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def to_launcher(process: Process, number: int) -> None:
+    process.send_signal(number)
+
+
+def to_group(process: Process, number: int) -> None:
+    os.killpg(process.pid, number)
+
+
+def to_rank(process: Process, number: int) -> None:
+    os.kill(ranks_of(process)[1], number)

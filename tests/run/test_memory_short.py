@@ -1,0 +1,94 @@
+"""A rank that is out of memory in a step says what the plan of memory had and what was measured, and keeps it."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from longspan.run import memory_short
+from longspan.run.run_data import TrainingRun
+from longspan.testing import run_ranks
+from tests.train.small import small_config, train_rank
+
+SHORT = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"
+ONE = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1, "train__eval_every": 0}
+
+
+def run_short(rank: int, config: Any, error: type[RuntimeError]) -> list[str]:
+    """A run whose second step finds no memory; returns the notes of its error."""
+    take_step = TrainingRun.take_step
+
+    def take(run: TrainingRun, plan: Any, documents: Any, step: int) -> Any:
+        if step == 1:
+            raise error(SHORT)
+        return take_step(run, plan, documents, step)
+
+    with mock.patch.object(TrainingRun, "take_step", take), pytest.raises(error) as raised:
+        train_rank(rank, config, 1)
+    return list(getattr(raised.value, "__notes__", []))
+
+
+def sizes_of(text: str) -> dict[str, list[str]]:
+    """The cells of the table by the name of the part."""
+    lines = text.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("part "))
+    rows = [line.rsplit("  ", 2) for line in lines[start + 1 : start + 9]]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if len(row) == 3}
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["with a plan", "without"])
+def test_the_plan_of_memory_stands_next_to_what_was_measured(tmp_path: Path, planned: bool) -> None:
+    keys = {"train__memory_bytes": 1 << 32} if planned else {}
+    config = small_config(tmp_path, **ONE, **keys)
+    ((note,),) = run_ranks(run_short, 1, config, RuntimeError)
+    file = tmp_path / "run" / "memory" / "rank-0.txt"
+    assert note.startswith(file.read_text().rstrip()) and str(file) in note
+    assert "rank 0 was out of memory in step 2: RuntimeError" in note and "can't allocate memory" in note
+    sizes = sizes_of(note)
+    assert {"weights", "gradients", "states", "most at one time"} <= set(sizes), note
+    assert sizes["states"][-1] != "0 B" and sizes["weights"][-1] != "0 B", "a step was taken"
+    if planned:
+        for part in ("weights", "gradients", "states"):
+            planned_size, measured = (float(cell.removesuffix(" MiB")) for cell in sizes[part])
+            assert measured == pytest.approx(planned_size, rel=0.01), note
+        assert "kept" in sizes
+    else:
+        assert "no plan of memory" in note
+
+
+def test_other_errors_get_no_note(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="shapes") as raised, memory_short.memory_explained(_IDLE, 1):
+        raise RuntimeError("shapes do not match")
+    assert not getattr(raised.value, "__notes__", [])
+
+
+class _Idle:
+    """As much of a run as an error needs that is not about memory."""
+
+    class config:  # noqa: N801
+        class train:  # noqa: N801
+            memory_history = 0
+
+
+_IDLE: Any = _Idle()
+
+
+def test_a_gpu_gets_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, recorded = list[str](), list[int]()
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
+
+    def record(*, max_entries: int) -> None:
+        recorded.append(max_entries)
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    run: Any = _Idle()
+    run.world = type("World", (), {"device": torch.device("cuda", 0), "rank": 3})
+    memory_short.record_history(run)
+    assert not recorded
+    text = memory_short._write_snapshot(run, tmp_path)
+    assert written == [str(tmp_path / "rank-3.pickle")] and written[0] in text and "train.memory_history" in text
+    monkeypatch.setattr(_Idle.config.train, "memory_history", 500)
+    memory_short.record_history(run)
+    assert recorded == [500] and "train.memory_history" not in memory_short._write_snapshot(run, tmp_path)

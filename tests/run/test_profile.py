@@ -1,0 +1,92 @@
+"""`train.profile_steps`: traces of all ranks and the table of the step in the run's folder, its log and its report."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.bench.step.command import _part_rows
+from longspan.errors import ConfigError
+from longspan.report import write_report
+from longspan.run import profile
+from longspan.run.checks.config_check import check_config
+from longspan.run.profile import FOLDER, KERNEL_TITLES, PARTS, PARTS_FILE, TABLE_FILE, TITLES, profile_text
+from longspan.testing import run_ranks
+from tests.train.small import small_config, train_rank
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that profiled its second step."""
+    config = small_config(
+        tmp_path_factory.mktemp("profiled"), train__steps=2, train__profile_steps=(2, 3), train__eval_every=0
+    )
+    run_ranks(train_rank, 2, config, 2)
+    return Path(config.run.dir)
+
+
+def test_each_rank_has_a_trace_of_each_step(run: Path) -> None:
+    (folder,) = (run / FOLDER).iterdir()
+    assert folder.name == "step-000002"
+    assert {file.name for file in folder.iterdir()} == {"rank-0.json.gz", "rank-1.json.gz", PARTS_FILE, TABLE_FILE}
+    for rank in (0, 1):
+        events = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))["traceEvents"]
+        names = {event.get("name", "") for event in events}
+        assert any(name.startswith("aten::") for name in names), "operators of the forward pass"
+        assert any("gloo:" in name for name in names) and any("Optimizer" in name for name in names), names
+
+
+@pytest.mark.whole
+def test_a_run_that_goes_on_profiles_what_is_left(run: Path, tmp_path: Path) -> None:
+    config = replace(small_config(tmp_path, train__profile_steps=(2, 3), train__eval_every=0))
+    for steps in (2, 4):
+        run_ranks(train_rank, 2, replace(config, train=replace(config.train, steps=steps)), 2)
+        done = {folder.name for folder in (Path(config.run.dir) / FOLDER).iterdir()}
+        assert done == {f"step-{step:06d}" for step in (2, 3) if step <= steps}
+
+
+def test_the_table_adds_up_to_the_step(run: Path) -> None:
+    folder = run / FOLDER / "step-000002"
+    row = json.loads((folder / PARTS_FILE).read_text())
+    parts = {part: row["parts"][part] for part in PARTS if part != "step"}
+    assert sum(parts.values()) == pytest.approx(row["parts"]["step"]) and row["step"] == 2
+    assert all(parts[part] > 0 for part in ("attention", "optimizer", "other layers", "idle")), parts
+    table = (folder / TABLE_FILE).read_text()
+    assert table == f"{profile_text(row)}\n" and "  ".join(TITLES[:2]) in table
+    assert row["kernels"][0]["name"] in table and table.count("\n") <= 14
+
+
+def test_the_table_is_that_of_bench_step(run: Path) -> None:
+    row = json.loads((run / FOLDER / "step-000002" / PARTS_FILE).read_text())
+    cells = profile_text(row).splitlines()[1].split("rank 0", 1)[1].split()
+    assert cells == profile.part_cells(row)
+    record: Any = {"rows": [{"name": "step 2, rank 0", **row}]}
+    assert _part_rows(record) == [("step 2, rank 0", *cells)]
+
+
+def test_the_report_shows_it(run: Path) -> None:
+    page = write_report(run).read_text()
+    row = json.loads((run / FOLDER / "step-000002" / PARTS_FILE).read_text())
+    assert "Profiled steps" in page and "step-000002" in page and KERNEL_TITLES[2] in page
+    assert profile.part_cells(row)[0] in page and row["kernels"][0]["name"] in page
+
+
+def test_steps_are_counted_from_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.profile_steps has 0; steps are counted from 1"):
+        check_config(small_config(tmp_path, train__profile_steps=(10, 0)), 2)
+
+
+def test_a_step_that_is_not_asked_for_is_not_slowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("profiled")
+
+    monkeypatch.setattr(profile, "record_profile", refuse)
+    profiles = profile.StepProfiles((3,), tmp_path, None, print)  # pyright: ignore[reportArgumentType]
+    with profiles.around_step(2):
+        pass
+    profiles.write()
+    with pytest.raises(AssertionError, match="profiled"), profiles.around_step(3):
+        pass

@@ -1,0 +1,191 @@
+"""Folders of someone else, of models and of runs, through the verbs that read them: nothing in them is run or asked."""
+
+import ast
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.cli.main import main
+from longspan.corpus.tokenizer import train_tokenizer
+from longspan.model import load_model
+from tests.security.test_hostile_checkpoints import Hostile
+from tests.train.small import small_config, train_rank, write_texts
+
+SOURCE = Path(__file__).parents[2] / "src" / "longspan"
+CODE = "from pathlib import Path\nPath(__file__ + '.ran').touch()\nclass Own: ...\n"
+AUTO_MAP = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]}
+ADVICE = ("trust_remote_code", "weights_only", "y/N")
+
+
+def test_every_read_of_transformers_trusts_no_code() -> None:
+    """Each call of from_pretrained and from_config says so itself, or takes the options that do."""
+    calls = list[str]()
+    texts = ((file, file.read_text(encoding="utf-8")) for file in SOURCE.rglob("*.py"))
+    for file, text in (pair for pair in texts if "from_" in pair[1]):
+        for node in ast.walk(ast.parse(text)):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if not is_call or node.func.attr not in ("from_pretrained", "from_config", "get_class_from_dynamic_module"):
+                continue
+            said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            calls.append(f"{file.name}: {ast.unparse(node.func.value)}")
+            if said.get("trust_remote_code") != "False" and said.get(None) != "FOLDER_OPTIONS":
+                assert ast.unparse(node.func.value) == "GenerationConfig", f"{file}: {ast.unparse(node)}"
+    assert len(calls) >= 12
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/, texts/ and run/, a run of one step of that model."""
+    root = tmp_path_factory.mktemp("folders")
+    texts = [file.read_text() for file in sorted(write_texts(root / "texts").iterdir())]
+    load_model(preset="qwen3-tiny", vocab_size=300, seed=3).save_pretrained(root / "model")
+    train_tokenizer(texts, 300).save_pretrained(root / "model")
+    keys = {"model__path": str(root / "model"), "train__steps": 1, "train__save_every": 1, "train__eval_every": 0}
+    degrees = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
+    train_rank(0, small_config(root, **keys, **degrees), 1)
+    return root
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of these folders, where questions fail, and modules of the working folder can be imported."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
+    monkeypatch.setattr("sys.stdin", None)
+    copy = Path(shutil.copytree(made, tmp_path / "copy"))
+    monkeypatch.chdir(copy)
+    monkeypatch.syspath_prepend(copy)
+    return copy
+
+
+def edit_json(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def with_code(folder: Path) -> None:
+    """Give a model's folder code of its own, for its configuration and its tokenizer."""
+    (folder / "own.py").write_text(CODE)
+    edit_json(folder / "config.json", auto_map=AUTO_MAP, model_type="own_of_nobody")
+    edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="Own")
+
+
+def with_pickle(folder: Path) -> None:
+    """Put a pickle in place of a model's weights."""
+    for file in folder.glob("*safetensors*"):
+        file.unlink()
+    torch.save({"model.norm.weight": Hostile(folder / "pickle.ran")}, folder / "pytorch_model.bin")
+
+
+def with_index_outside(folder: Path) -> None:
+    (folder.parent / "outside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_deep_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ' + "[" * 100_000)
+
+
+HOSTILE: dict[Callable[[Path], None], str] = {
+    with_code: "no code of a folder is run",
+    with_pickle: "a pickle with more than tensors in it",
+    with_index_outside: "outside its folder",
+    with_deep_index: "index.json is damaged",
+}
+EVAL = ["eval", "model", "--data", "words=texts", "--world", "1", "--device", "cpu"]
+TRAIN = ["train", "--model.path", "model", "--data.path", "texts", "--world", "1", "--device", "cpu"]
+TRAIN += ["--run.dir", "new", "--train.lr", "1e-5", "--train.steps", "1"]
+
+
+def refused(words: list[str], place: Path, capfd: pytest.CaptureFixture[str], message: str) -> None:
+    """Whether a verb ends with status 2 and one error, without advice to trust, and nothing was run."""
+    assert main(words) == 2
+    error = capfd.readouterr().err
+    assert message in error and not any(word in error for word in ADVICE), error
+    assert not list(place.rglob("*.ran")) and not (place / "trap").exists()
+
+
+@pytest.mark.parametrize("change", [with_pickle, with_deep_index], ids=lambda change: change.__name__)
+def test_a_hostile_model_is_refused_by_eval(
+    place: Path, change: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    change(place / "model")
+    refused(EVAL, place, capfd, HOSTILE[change])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("words", [EVAL, TRAIN], ids=["eval", "train"])
+@pytest.mark.parametrize("change", HOSTILE, ids=lambda change: change.__name__)
+def test_a_hostile_model_is_refused_by_verbs(
+    place: Path, words: list[str], change: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    change(place / "model")
+    refused(words, place, capfd, HOSTILE[change])
+
+
+def test_a_hostile_model_is_not_planned_for(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What looks at a configuration only."""
+    with_code(place / "model")
+    refused(["doctor", "--model", "model"], place, capfd, "no code of a folder is run")
+    assert main(["plan", "--same", "2x64", "--slots", "2", "--model", "model"]) in (0, 2)
+    assert not list(place.rglob("*.ran"))
+
+
+def hostile_names(run: Path) -> None:
+    """Dotted names of a module that ends the process, in the configuration of a run."""
+    (run.parent / "hostile_part.py").write_text("raise SystemExit('imported')")
+    text = (run / "config.toml").read_text()
+    for key, value in (("optimizer", '"hostile_part.Sgd"'), ("planner", '"hostile_part.plan"')):
+        text = "\n".join(f"{key} = {value}" if line.startswith(f"{key} =") else line for line in text.splitlines())
+    names = 'loggers = ["hostile_part.Log"]\n'
+    lines = [line for line in text.splitlines() if not line.startswith("loggers =")]
+    (run / "config.toml").write_text("\n".join(lines).replace("[run]\n", f"[run]\n{names}") + "\n")
+
+
+def test_export_and_report_import_nothing_that_a_run_names(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hostile_names(place / "run")
+    text = (place / "run" / "config.toml").read_text()
+    assert text.count("hostile_part") >= 3
+    assert main(["export", "run", "out"]) == 0 and (place / "out" / "model.safetensors").is_file()
+    assert main(["report", "run"]) == 0 and "hostile_part.Log" in (place / "run" / "report.html").read_text()
+    assert "hostile_part" not in sys.modules
+    capfd.readouterr()
+
+
+def metadata_is_a_program(run: Path) -> None:
+    (checkpoint,) = (run / "checkpoints").glob("step-??????")
+    (checkpoint / "metadata.json").unlink()
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Hostile(run.parent / "trap", "system")))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"].pop("metadata.json", None)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def configuration_has_code(run: Path) -> None:
+    (run / "own.py").write_text(CODE)
+    edit_json(run / "config.json", auto_map=AUTO_MAP, model_type="own_of_nobody")
+
+
+RUNS: dict[Callable[[Path], None], str] = {
+    metadata_is_a_program: "checkpoint",
+    configuration_has_code: "no code of a folder is run",
+    lambda run: (run / "config.toml").write_text("a = " + "[" * 10_000): "is not TOML",
+    lambda run: (run / "config.toml").write_text("[train]\nsteps = " + "9" * 10_000): "is not TOML",
+    lambda run: (run / "config.json").write_text("[" * 100_000): "cannot be loaded",
+}
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_a_hostile_run_is_refused_by_export(place: Path, number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    change, message = list(RUNS.items())[number]
+    change(place / "run")
+    refused(["export", "run", "out"], place, capfd, message)
+    assert not (place / "out").exists()

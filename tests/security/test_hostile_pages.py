@@ -1,0 +1,209 @@
+"""Pages and pictures show what a run's folder says as text: no tag, attribute or script of its own comes into them."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longspan.cli.main import main
+from longspan.errors import ConfigError, LongspanError
+from longspan.plan import Plan
+from longspan.report import plan_page, write_report
+from longspan.report.chart import Chart, Series
+from longspan.report.chart_documents import NamedBar, bar_document, chart_document
+from longspan.report.eval_page import eval_page
+from longspan.report.passkey import passkey_picture
+from longspan.report.plan_section import plan_document
+from longspan.report.run_folder import RunFolder
+from tests.report.runs import FACTS, mixed_plan, train_row, write_run
+from tests.report.test_eval_page import DIFFERENCE, RECORD, ROW
+
+TAIL = (
+    "\"'><x-hostile onclick=alert(1)>\u2028</script></style></title></textarea>--><svg/onload=alert(2)>`${3}&quot;a.b"
+)
+PASSKEY = {"step": 60, "cp": 2, "lengths": [64, 128], "depths": [0.0, 1.0], "samples": 2}
+PASSKEY |= {"retrieved": [[2, 1], [0, 2]], "losses": [[0.1, 1.0], [2.0, 0.5]]}
+SAMPLE = {"step": 60, "name": "s", "text": "what?", "answer": "7", "predicted": "8", "images": ["aGk=", "aGk= onerror"]}
+
+
+class Elements(HTMLParser):
+    """The tags of a page with the names of their attributes, and what its scripts hold."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found = set[tuple[str, str]]()
+        self.scripts = list[str]()
+        self._inside = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found |= {(name, "")} | {(name, attribute) for attribute, _ in attributes}
+        self._inside = name
+
+    def handle_endtag(self, name: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in ("script", "style"):
+            self.scripts.append(data)
+
+
+def hostile(value: Any, whole: bool) -> Any:
+    """A value of a record with hostile text behind each string in it, or in its place; keys of it too."""
+    if isinstance(value, str):
+        return TAIL if whole else value + TAIL
+    if isinstance(value, dict):
+        return {key: hostile(inner, whole) for key, inner in value.items()}
+    return [hostile(inner, whole) for inner in value] if isinstance(value, list) else value
+
+
+def with_keys(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with more columns, whose names are hostile."""
+    return row | {f"{name}{TAIL}": 1.5 for name in ("eval_", "mtp_loss_", "correction_", "")}
+
+
+def run_in(folder: Path, change: Callable[[Any], Any]) -> Path:
+    """A run's folder with everything that the page shows, changed."""
+    path = write_run(folder)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows += [
+        rows[-1] | {"eval_name": name, "planner": "my.planner", "step": step} for name in ("a", "b") for step in (1, 60)
+    ]
+    buckets = [[0, 127, 3.5, 100, 2], [128, 255, 3.0, 158, 1]]
+    rows += [
+        rows[-1] | {"by_position": buckets, "by_length": buckets, "eval_own": 2.0, "passkey": PASSKEY | {"step": n}}
+        for n in (1, 60)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
+    memory = {"measures": ["full", "own"], "device": {"total": 9e9, "weights": 5e9, "kept": 1e9, "own": 3}, "host": {}}
+    (path / "run.json").write_text(json.dumps(change(FACTS | {"memory": memory, "mtp": "m", "rows": "r"})))
+    (path / "samples.jsonl").write_text(json.dumps(change(SAMPLE)) + "\n")
+    summary = json.loads((path / "summary.json").read_text()) | {"stopped": "s", "step": 1, "steps": 2}
+    (path / "summary.json").write_text(
+        json.dumps(change(summary | {"measured_over_predicted": {"whole": 1.0, "x": 2.0}}))
+    )
+    config = (path / "config.toml").read_text()
+    (path / "config.toml").write_text(config.replace('"a<b>&c"', json.dumps(change("a<b>&c"), ensure_ascii=False)))
+    (path / "plans" / f"evaluation{change('') and TAIL.replace('/', '!')}.json").write_text("damaged")
+    for file in [*(path / "plans").glob("*.json")]:
+        if file.read_text() == "damaged":
+            continue
+        plan = json.loads(file.read_text())
+        plan["cost"]["source"], plan["planner"] = change("a machine"), change("fixed")
+        file.write_text(json.dumps(plan))
+    (path / "plans" / "step-000060.json").rename(path / "plans" / f"x{change('') and TAIL.replace('/', '!')}-60.json")
+    return path
+
+
+def pages(folder: Path, change: Callable[[Any], Any], tail: str) -> Iterator[str]:
+    """Every page and picture of hostile records."""
+    yield write_report(run_in(folder / f"run{tail.replace('/', '!')}", change)).read_text(encoding="utf-8")
+    other = change({**RECORD, "target": "base", "kind": "folder"}) | {"differences": [change(DIFFERENCE)]}
+    sets = [change(ROW | {"eval_name": "set", "cp_comm_type": ["p2p"], "eval_own": 1.0, f"eval_x{tail}": 2.0})] * 2
+    yield eval_page(
+        {**change(RECORD), "kind": change("run"), "evaluations": sets, "compare": other | {"evaluations": sets}}
+    )
+    plan = Plan.from_json(json.dumps(json.loads(mixed_plan(8).to_json()) | {"planner": change("dynamic")}))
+    yield plan_page(plan, title=f"plan{tail}")
+    yield plan_document(plan, title=f"plan{tail}")
+    line = Series(f"loss{tail}", np.arange(3.0), np.arange(3.0), 0, "line")
+    yield chart_document(Chart(f"chart{tail}", (line, replace(line, color=1)), f"y{tail}", f"x{tail}"))
+    yield bar_document(
+        f"bars{tail}", [NamedBar(f"one{tail}", 1.0, f"w{tail}"), NamedBar(f"two{tail}", 2.0, "")], f"s{tail}"
+    )
+    grids = RunFolder.read(folder / f"run{tail.replace('/', '!')}").passkey
+    yield from (passkey_picture(grid, name=name) for name, grid in grids)
+
+
+def test_pages_hold_no_element_of_a_record(tmp_path: Path) -> None:
+    """The elements, attributes and scripts are those of the same pages without hostile texts."""
+    plain = [Elements(page) for page in pages(tmp_path / "plain", lambda value: value, "")]
+    for number, whole in enumerate((False, True)):
+
+        def change(value: Any, whole: bool = whole) -> Any:
+            changed = hostile(value, whole)
+            return with_keys(changed) if isinstance(value, dict) and {"loss", "eval_loss"} & value.keys() else changed
+
+        made = [*pages(tmp_path / str(number), change, TAIL)]
+        assert sum(page.count("x-hostile") for page in made) > 40
+        for page, expected in zip(made, plain, strict=True):
+            elements = Elements(page)
+            assert not elements.found - expected.found
+            assert not any(name.startswith("on") for _, name in elements.found)
+            assert elements.scripts == expected.scripts
+
+
+BAD_ROWS = [
+    '{"step": 1' + "0" * 300 + ', "loss": 1.0}',
+    '{"step": 2, "loss": 1' + "0" * 4000 + "}",
+    '{"step": 3, "loss": 1' + "0" * 9000 + "}",
+    '{"step": 4, "loss": NaN, "seconds": Infinity, "tokens": -Infinity}',
+    '{"step": 5, "loss": ' + "[" * 100_000 + "}",
+    '{"step": 6, "loss": 2.0, "deep": ' + "[" * 900 + "]" * 900 + "}",
+    '{"step": -7, "loss": 1e308, "seconds": -1e308, "grad_norm": 1e-308}',
+    '{"step": 8, "loss": "x", "seconds": {}, "tokens": [], "mtp_loss_1": "y"}',
+    '{"step": 9, "loss": 1e308, "seconds": 5e-324, "grad_norm": 1e308, "memory_bytes": 1e300}',
+    '{"step": 9007199254740991, "loss": -1e29, "memory_bytes": 1e29, "tokens_per_second": 1e29, "seconds": -1e29}',
+    '{"step": 10, "eval_loss": 1.0, "eval_tokens": 1e300, "cp": 1e29, "eval_documents": 1, "planner": 7, '
+    '"by_position": [[1e300, 0, 1, 1, 1], [0, 0, null, 0, 0]], "by_length": {"a": 1}, "eval_activation_bytes": "x"}',
+    '{"step": 11, "eval_loss": -1e29, "eval_tokens": 1, "cp": 1, "eval_documents": 1, "planner": [], "by_position": 1, '
+    '"by_length": [[1, 2, 1e29, 3, 4], [5, 6, -1e29, 7, 8]], "passkey": {"step": "x", "lengths": [1]}}',
+    "\x00\xff", "[]", "7", '"text"',
+]  # fmt: skip
+
+
+def test_hostile_metrics_make_a_report_or_a_named_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = [json.dumps(train_row(step)) for step in range(1, 30)]
+    for number, row in enumerate([*BAD_ROWS, "\n".join(BAD_ROWS)]):
+        run = write_run(tmp_path / str(number))
+        (run / "metrics.jsonl").write_bytes("\n".join([*good, row, ""]).encode("latin-1"))
+        assert main(["report", str(run)]) == 0, row[:80]
+    (run / "metrics.jsonl").write_text("\n".join([good[0], '{"step": 2, "loss": "' + "x" * (65 << 20) + '"}', good[2]]))
+    assert RunFolder.read(run).step.tolist() == [1, 3]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("file", ["run.json", "summary.json", "config.toml", "plans/step-000001.json", "samples.jsonl"])
+def test_damaged_files_of_a_run_are_left_out_or_named(tmp_path: Path, file: str) -> None:
+    run = run_in(tmp_path / "run", lambda value: value)
+    text = (run / file).read_text()
+    words: list[Callable[[str], str]] = [
+        lambda _: "[" * 100_000,
+        lambda _: "a = " + "[" * 5000,
+        lambda text: re.sub(r"(?<=[:=\[,] )[0-9][0-9.]*", "9" * 5000, text),
+        lambda text: re.sub(r"(?<=[:=\[,] )[0-9][0-9.]*", "9" * 400, text),
+        lambda text: re.sub(r"(?<=[:=\[,] )[0-9][0-9.]*", "-1e308", text),
+        lambda text: re.sub(r"(?<=[:=\[,] )[0-9][0-9.]*", "[]", text),
+        lambda text: re.sub(r'(?<=[:=\[,] )"[^"]*"', "{}", text),
+        lambda text: re.sub(r"(?<=[:=\[,] )[\[{].*", "null}", text),
+        lambda text: text[: len(text) // 2],
+        lambda _: "{}",
+        lambda _: "[]",
+    ]
+    for change in words:
+        (run / file).write_text(change(text))
+        try:
+            write_report(run)
+        except ConfigError as error:
+            assert "make no report" in str(error)
+
+
+def test_a_hostile_plan_is_a_named_error(tmp_path: Path) -> None:
+    text = mixed_plan(4).to_json()
+    for change in ("[" * 100_000, text[:99], text.replace("4", "9" * 5000), text.replace("4", "9" * 200), "null"):
+        (tmp_path / "plan.json").write_text(change)
+        with pytest.raises(LongspanError):
+            main_without_exit(["report", str(tmp_path / "plan.json")])
+
+
+def main_without_exit(words: list[str]) -> None:
+    from longspan.cli.report import main as report
+
+    report(words[1:])

@@ -1,0 +1,169 @@
+"""Rows beyond a limit are bad rows with their file and line: long texts, nesting, numbers; and no memory is filled."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.corpus.chunk import CHUNK_BYTES, chunk_rows
+from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.infer_turns import longest_overlap
+from longspan.corpus.rows.sample import BadRow
+from longspan.data.documents import Corpus
+from longspan.errors import DataError
+from tests.corpus.test_formats import corpus_of, rows_as
+
+GOOD = [{"text": "a text that every corpus has " * 2}, {"text": "and another one of some words"}]
+LONG = {"text": "word " * 400}
+CHAT = {"role": "user", "content": [{"type": "text", "text": "word " * 400}]}
+LIMIT = 500
+
+
+def nested(levels: int) -> str:
+    return f'{{"text": "a", "other": {"[" * levels}{"]" * levels}}}'
+
+
+def documents(folder: Path, path: Path, **keys: Any) -> int:
+    """How many documents a corpus has whose bad rows are left out."""
+    return len(corpus_of(folder, path=str(path), on_bad="skip", max_document_tokens=0, **keys).lengths)
+
+
+def test_long_rows_are_bad_in_files_of_every_kind(tmp_path: Path) -> None:
+    for form in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets"):
+        path = rows_as(form, tmp_path / form, [*GOOD, LONG, *GOOD])
+        place, kind = ("row 3", "a row") if form in ("parquet", "datasets") else ("line 3", "a line")
+        with pytest.raises(DataError, match=rf"{place}: {kind} of 2,0\d\d bytes, and data.max_text_bytes is 500"):
+            corpus_of(tmp_path, path=str(path), max_text_bytes=LIMIT)
+        for cache in (str(tmp_path / "cache"), "none"):
+            assert documents(tmp_path, path, cache=cache, max_text_bytes=LIMIT) == 4, (form, cache)
+    assert documents(tmp_path, path, max_text_bytes=0) == 5
+
+
+def test_a_long_text_file_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name, text in (("a.txt", GOOD[0]["text"]), ("b.md", LONG["text"])):
+        (tmp_path / "data" / name).write_text(text)
+    with pytest.raises(DataError, match=r"b.md: a text of 2,000 bytes, and data.max_text_bytes is 500"):
+        corpus_of(tmp_path, path=str(tmp_path / "data"), max_text_bytes=LIMIT)
+    assert documents(tmp_path, tmp_path / "data", max_text_bytes=LIMIT) == 1
+
+
+def test_texts_in_parts_of_a_table_count_and_images_do_not(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    short = {"role": "user", "content": [{"type": "text", "text": "word"}]}
+    rows = [{"messages": [short]}, {"messages": [short, CHAT]}, {"messages": [short]}]
+    table = pyarrow.Table.from_pylist([row | {"images": [{"bytes": b"x" * 3000, "path": None}]} for row in rows])
+    words = pyarrow.array(["short", "word " * 400, "short"]).dictionary_encode()
+    parquet.write_table(table.append_column("word", words), tmp_path / "rows.parquet")
+    (chunk,) = row_file("rows.parquet", tmp_path / "rows.parquet", LIMIT * 5).chunks()
+    assert [type(row.row) is BadRow for row in chunk_rows(chunk)] == [False, True, False]
+
+
+def test_a_line_that_is_too_long_is_read_over_in_pieces(tmp_path: Path) -> None:
+    """Neither its bytes are kept nor its place lost; chunks without rows come meanwhile, for progress."""
+    whole = json.dumps(GOOD[0]).encode()
+    size = 18 << 20
+    data = b"\n".join([whole, b" " * size, whole, b'{"text": "' + b"a" * LIMIT + b'"}', whole])
+    for name, write in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(write(data))
+        file = row_file(name, tmp_path / name, LIMIT)
+        chunks = list(file.chunks())
+        assert max(len(chunk.data) for chunk in chunks) <= CHUNK_BYTES + LIMIT + 1
+        assert any(not chunk.data for chunk in chunks)
+        rows = [row for chunk in chunks for row in chunk_rows(chunk)]
+        assert [type(row.row) is BadRow for row in rows] == [False, True, False, True, False]
+        assert [row.row.where for row in rows] == [f"{name}, line {n}" for n in range(1, 6)]
+        assert f"a line of {size:,} bytes" in str(rows[1].row)
+        assert file.row_at(rows[4].position).values == GOOD[0]  # type: ignore[union-attr]
+
+
+ROWS: list[tuple[str, str]] = [
+    (nested(200), "nested too deeply, in more than 100"),
+    (nested(100_000), "nested too deeply, in more than 100"),
+    ('{"text": "a", "n": 1' + "0" * 10_000 + "}", r"an integer of more than [\d,]+ digits"),
+    ('{"text": "a", "' + "k" * 100 + '": ' + "[" * 300, "not JSON|nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), ROWS, ids=[message[:20] for _, message in ROWS])
+def test_a_row_beyond_a_limit_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(GOOD[0]), line, json.dumps(GOOD[1])]))
+    with pytest.raises(DataError, match=rf"a.jsonl, line 2.*({message})"):
+        corpus_of(tmp_path, path=str(tmp_path / "a.jsonl"))
+    assert documents(tmp_path, tmp_path / "a.jsonl") == 2
+
+
+def test_a_hundred_levels_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(nested(99).replace('"a"', json.dumps(LONG["text"])))
+    assert documents(tmp_path, tmp_path / "a.jsonl") == 1
+
+
+def test_tables_with_damaged_texts_are_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array([b"a text of words", b"broken \xff\xfe", b"another of words"], pyarrow.binary())
+    damaged = pyarrow.Array.from_buffers(pyarrow.string(), 3, texts.buffers())
+    parquet.write_table(pyarrow.table({"text": damaged}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet, row 2: a text that is not UTF-8"):
+        corpus_of(tmp_path, path=str(tmp_path / "a.parquet"))
+    assert documents(tmp_path, tmp_path / "a.parquet") == 2
+
+
+@given(text=st.text("ab c", max_size=200), other=st.text("ab c", max_size=200), shared=st.integers(0, 200))
+def test_overlaps_are_the_longest(text: str, other: str, shared: int) -> None:
+    """Of a question and an answer, however long: comparing every length took the square of it."""
+    other = text[shared:] + other
+    lengths = range(min(len(text), len(other)) + 1)
+    assert longest_overlap(text, other) == max(n for n in lengths if text.endswith(other[:n]))
+
+
+def test_a_long_answer_is_found_in_time_that_grows_with_it() -> None:
+    """Without the bound this takes some hours."""
+    words = "some words " * 400_000
+    assert longest_overlap(f"user: {words}", f"{words}and more" * 2) == len(words)
+    assert longest_overlap("a" * 300_000 + "b", "a" * 300_000) == 0
+
+
+def test_an_arrow_file_with_places_outside_of_it_is_named(tmp_path: Path) -> None:
+    """Arrow itself would read whatever memory is there."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": [GOOD[0]["text"], GOOD[1]["text"]]})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    data = (tmp_path / "a.arrow").read_bytes()
+    ends = len(GOOD[0]["text"]).to_bytes(4, "little") + sum(len(row["text"]) for row in GOOD).to_bytes(4, "little")
+    assert data.count(ends) == 1
+    (tmp_path / "a.arrow").write_bytes(data.replace(ends, b"\xff\xff\xff\x0f\xff\xff\xff\x1f"))
+    with pytest.raises(DataError, match=r"a.arrow of the corpus .* cannot be read"):
+        corpus_of(tmp_path, path=str(tmp_path / "a.arrow"))
+
+
+def test_damaged_documents_of_a_corpus_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, GOOD * 3)))
+    corpus_of(tmp_path, path=str(tmp_path / "a.jsonl"))
+    (folder,) = {file.parent for file in (tmp_path / "cache").rglob("lengths.npy")}
+
+    def read() -> None:
+        corpus = Corpus(folder)
+        for document in range(len(corpus)):
+            assert len(corpus[document][[0, 1]]) == 2 and list(corpus.sources)
+
+    read()
+    for name, change in {
+        "offsets.npy": lambda data: data[:-8] + b"\xff" * 8,
+        "lengths.npy": lambda data: data.replace(b"'shape': (", b"'shape': [", 1),
+        "origins.npy": lambda data: b"",
+        "sources.jsonl": lambda data: b"[" * len(data),
+        "sources.npy": lambda data: data.replace(b"<i8", b"|O8"),
+        "corpus.json": lambda data: b"[[]]",
+    }.items():
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(change(data))
+        with pytest.raises(DataError, match=r"is damaged|is not a corpus"):
+            read()
+        (folder / name).write_bytes(data)

@@ -1,0 +1,87 @@
+"""The site of docs/: its reference, its messages, its configurations and its pictures are those of the source.
+
+`make docs` checks the links, in an environment of its own.
+"""
+
+import ast
+import dataclasses
+import re
+import runpy
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from longspan.config.file import load_config
+from tests.test_surface import PUBLIC
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+NEW = [
+    path for folder in ("concepts", "how-to", "migration", "tutorials") for path in sorted((DOCS / folder).glob("*.md"))
+]
+
+
+def test_the_reference_is_made_from_the_public_names() -> None:
+    pages = runpy.run_path(str(DOCS / "site/reference.py"))["pages"]()
+    written = {path.stem: path.read_text() for path in (DOCS / "reference").glob("*.md")}
+    assert written == pages, "make them again: python docs/site/reference.py"
+
+
+@pytest.mark.parametrize("namespace", PUBLIC)
+def test_every_public_name_is_in_the_reference(namespace: str) -> None:
+    text = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    (section,) = re.findall(rf"^## {re.escape(namespace)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    shown = set(re.findall(rf"^::: {re.escape(namespace)}\.(\w+)$", section, re.MULTILINE))
+    linked = set(re.findall(r"\[`(\w+)`\]", section))
+    assert shown | linked == set(import_module(namespace).__all__)
+
+
+# between two strings that Python joins: the quotes, and what stands between
+JOINT = re.compile(r"[\"']\n\s*[rf]*[\"']")
+
+
+def test_messages_of_troubleshooting_are_in_the_source() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = [row.replace("\\|", "|") for row in re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)]
+    source = JOINT.sub("", "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py")))
+    assert len(messages) > 50
+    parts = {message: [re.escape(part.strip()) for part in message.split("…")] for message in messages}
+    gone = [message for message in messages if not re.search(".{1,200}".join(parts[message]), source)]
+    assert not gone, "what stands for … is on the line of its message"
+
+
+@pytest.mark.parametrize("page", [page for page in NEW if "```toml" in page.read_text()], ids=lambda page: page.name)
+def test_configurations_of_pages_are_read(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)):
+        (tmp_path / f"{number}.toml").write_text(block)
+        assert load_config(tmp_path / f"{number}.toml")
+
+
+@pytest.mark.parametrize("page", ["trainer", "trl"])
+def test_scripts_before_and_after_have_names_that_there_are(page: str) -> None:
+    transformers, trl, hf = (pytest.importorskip(name) for name in ("transformers", "trl", "longspan.hf"))
+    known = {
+        "TrainingArguments": transformers.TrainingArguments,
+        "SFTConfig": trl.SFTConfig,
+        "LongspanArguments": hf.LongspanArguments,
+    }
+    (diff,) = re.findall(r"```diff\n(.*?)```", (DOCS / f"migration/{page}.md").read_text(), re.DOTALL)
+    for left_out in "+-":
+        program = "\n".join(line[2:] for line in diff.splitlines() if not line.startswith(left_out))
+        for call in (node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in known:
+                names = {field.name for field in dataclasses.fields(known[call.func.id])}
+                assert {word.arg for word in call.keywords} <= names, ast.unparse(call)
+
+
+@pytest.mark.parametrize("page", NEW, ids=lambda page: page.name)
+def test_a_page_begins_with_what_it_covers(page: Path) -> None:
+    title, _, first = page.read_text().split("\n", 3)[:3]
+    assert title.startswith("# ") and first.startswith("This page ")
+
+
+def test_pictures_are_drawn_by_their_script(tmp_path: Path) -> None:
+    runpy.run_path(str(DOCS / "site/pictures.py"))["draw"](tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (DOCS / "pictures" / path.name).read_text(), f"{path.name}: docs/site/pictures.py"
