@@ -50,7 +50,7 @@ SIZES = [
 
 @pytest.mark.parametrize("sizes, query, value, taken", SIZES, ids=str)
 def test_head_sizes(sizes: HeadSizes, query: int, value: int, taken: bool) -> None:
-    assert sizes.take(query, value) == taken
+    assert sizes.accept(query, value) == taken
 
 
 def kernel(name: str):

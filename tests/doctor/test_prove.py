@@ -108,15 +108,15 @@ def _of_mutants(rank: int, tasks: dict[str, Task]) -> dict[str, tuple[Outcome, O
     with World(Layout(ranks=2), backend="gloo") as world:
         for name, (family, mutant) in MUTANTS.items():
             if family in tasks:
-                as_is = CaseRun(tasks[family], world, CASE).outcome(CASE)
+                as_is = CaseRun(tasks[family], world, CASE).run_case(CASE)
                 with mutant():
-                    outcomes[name] = (as_is, CaseRun(tasks[family], world, CASE).outcome(CASE))
+                    outcomes[name] = (as_is, CaseRun(tasks[family], world, CASE).run_case(CASE))
     return outcomes
 
 
 def _task(config: PreTrainedConfig) -> Task:
     documents = draw_documents(config, LENGTHS)
-    expected = Stock(config, documents).answers([CASE])
+    expected = Stock(config, documents).compute_answers([CASE])
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     return Task(config, Layout(ranks=2), ((0, CASE),), answers, documents, "gloo", 60.0)
 

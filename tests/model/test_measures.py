@@ -107,7 +107,7 @@ def _measure(model: Any, words: Words, world: World) -> HostOffload | None:
         layers: Any = [module for module in part.modules() if hasattr(module, "gradient_checkpointing")]
         for layer in layers:
             layer.gradient_checkpointing = False
-        recomputation.apply(part, offload)
+        recomputation.apply_measures(part, offload)
     return offload
 
 

@@ -200,7 +200,7 @@ def test_a_division_holds_the_cap_and_is_no_slower_than_sharing_all(name: str, l
 
 def test_a_sample_is_a_problem_of_the_same_kind() -> None:
     mine = problem(sample_lengths("expo", 1024 * 32768).tolist(), 1024)
-    small = mine.sample()
+    small = mine.make_sample()
     assert (mine.sample_factor, small.request.slots, len(small.blocks)) == (4, 256, 32)
     assert small.mean_seconds == pytest.approx(mine.mean_seconds, rel=0.02)
     assert problem([1000000, 5], 1024).sample_factor == 1

@@ -40,7 +40,7 @@ def train_noting_plans(rank: int, config: RunConfig) -> TrainResult:
     note, take = refining.note_step, TrainingRun.take_step
 
     def note_made(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
-        note(run, plan, step, plan.timeline(TRUE.apply(COST)).step_seconds)
+        note(run, plan, step, plan.timeline(TRUE.correct_cost(COST)).step_seconds)
 
     def take_noting(run: TrainingRun, plan: Plan, documents: Any, step: int) -> Any:
         if rank == 0:

@@ -241,8 +241,6 @@ class Partial:
         """Return out (T, N, Hv) and lse (T, N), in the accumulation dtype.
 
         out is in the kernel's where that gave all of it.
-
-        Out in the kernel's where it gave all of it.
         """
         if self._total is None:
             dtype = accumulation_dtype(self._like.dtype)

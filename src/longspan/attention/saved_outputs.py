@@ -86,9 +86,7 @@ class Recording:
         )
 
     def _keep_output(self, x: Any, inputs: Sequence[Tensor]) -> Any:
-        """Keep what attention returned: a tensor as it is, or, if it shares the memory of an input, as a view of that
-        one.
-        """
+        """Keep what attention returned: a tensor as it is, or, in the memory of an input, as a view of that."""
         if not isinstance(x, Tensor):
             return x
         for i, source in enumerate(inputs):

@@ -59,8 +59,9 @@ def _section_flags(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
-    """Parse the flags of a verb from its words. Raises ConfigError for a flag that does not exist, with the nearest
-    one.
+    """Parse the flags of a verb from its words.
+
+    Raises ConfigError for a flag that does not exist, with the nearest one.
 
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 

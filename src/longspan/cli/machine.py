@@ -60,10 +60,7 @@ def _driver_gpus() -> Gpus:
 
 
 def find_first_gpu() -> tuple[str, int] | None:
-    """Return the name and the bytes of this machine's first GPU that torch can use, by CUDA's driver.
-
-    None without one.
-    """
+    """Return the name and the bytes of this machine's first GPU that torch can use, by CUDA's driver."""
     if sys.platform != "linux" or not _has_build("cuda") or not _driver_gpus().count:
         return None
     driver = ctypes.CDLL("libcuda.so.1")
@@ -114,9 +111,7 @@ def set_gpu_environment(compile_cache: str = "") -> None:
 
 
 def kernel_cache_folder(compile_cache: str = "") -> Path:
-    """Return the folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache
-    (XDG_CACHE_HOME).
-    """
+    """Return the folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Path(compile_cache).expanduser().absolute() if compile_cache else cache / "longspan" / "kernels"
 

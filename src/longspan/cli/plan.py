@@ -102,8 +102,9 @@ def _plan_step(flags: PlanFlags) -> int:
 
 
 def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Plan, str]:
-    """Make the plan that the flags describe, and why a hybrid's rows are dealt out so. Raises LongspanErrors if it is
-    impossible.
+    """Make the plan that the flags describe, and tell why a hybrid's rows are dealt out so.
+
+    Raises LongspanErrors if it is impossible.
     """
     home = Layout(flags.slots)
     options = plan_options(

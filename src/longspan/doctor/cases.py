@@ -188,7 +188,7 @@ def plan_case(
 ) -> Plan:
     """Plan a case. Raises LayoutError where the home has fewer slots than its degree.
 
-    With `heads` of queries, PlanError where a type cannot deal them out.
+    With `heads` of queries it raises PlanError where a type cannot deal them out.
     """
     if case.cp > home.slots:
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")

@@ -104,9 +104,7 @@ class Stock:
         return stock
 
     def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
-        """Return EXACT, or what two computations in float32 may differ by: gradients that cancel have few digits
-        left.
-        """
+        """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left."""
         least = EXACT[torch.float32]
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
             try:

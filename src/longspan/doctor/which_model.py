@@ -56,9 +56,7 @@ def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
 
 
 def _model_classes(config: PreTrainedConfig) -> list[Any]:
-    """Return the causal language model of a configuration, and that from images and text to text, those that there
-    are.
-    """
+    """Return the causal language model of a configuration, and that from images and text, as far as they exist."""
     mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     return [mapping[type(config)] for mapping in mappings if type(config) in mapping]
 

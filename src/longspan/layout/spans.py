@@ -32,8 +32,7 @@ class Spans:
 
     @staticmethod
     def of(by_document: SpansOfDocuments, documents: Sequence[int], lengths: Sequence[int]) -> "Spans":
-        """Sort the spans of a group's documents, of these ids and lengths; a run of one row sees no more and is left
-        out.
+        """Sort the spans of a group's documents, of these ids and lengths, without runs of one row, which see no more.
 
         Raises LayoutError, naming the document, for what is not integers, empty, outside it, or not ascending.
         """

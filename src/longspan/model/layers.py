@@ -160,9 +160,9 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
-    """Find the norm after the decoder layers that is here, in the module that has them or one around it; None without.
+    """Find the norm after the decoder layers that is here, in the module that has them or one around it.
 
-    None without.
+    It is None without a norm.
     """
     around = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
     for module in (decoder_model(model), around):

@@ -47,8 +47,7 @@ def load_model(
     sharded: bool | None = False,
     images: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model on the CPU: from a local folder, or with random weights by a configuration or
-    preset.
+    """Load a causal language model on the CPU: from a local folder, or with random weights of a configuration.
 
     >>> model = load_model(preset="qwen3-tiny", vocab_size=2048, seed=0)
     >>> model = prepare(load_model("Qwen3-8B", sharded=True), world)

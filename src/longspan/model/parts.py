@@ -135,8 +135,7 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
 
 
 def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
-    """Find the argument of a layer, after the first, that is the first hidden states of all; None if it gets other
-    ones.
+    """Find the argument of a layer, after the first, that is the first hidden states of all; None without one.
 
     `returned` are the hidden states that went through the layers before.
     """
@@ -183,9 +182,7 @@ class _Entry(Absent):
 
 
 def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
-    """Put an entry in place of the first part of a stage's base model, which another stage has: hidden states enter
-    there.
-    """
+    """Put an entry for hidden states in place of the first part of a stage's base model, which another stage has."""
     around, _, name = part.rpartition(".")
     entry = _Entry(base.get_submodule(part), outputs if around else 0)
     base.get_submodule(around)._modules[name] = entry

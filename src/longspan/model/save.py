@@ -202,7 +202,7 @@ class _Entry(NamedTuple):
 def _all_stage_units(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
     """Yield the whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
 
-    Empty units on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. If
+    The others get as many empty units. Entered by all ranks; one layer at a time is whole on a rank that sends it. If
     the model has an adapter, only the adapter's tensors.
     """
     in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one unit
@@ -245,9 +245,7 @@ def _open_folder(
 
 
 def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Make the whole stock model that a prepared one was, with parameters of the meta device, in its own dtype by
-    default.
-    """
+    """Make the whole stock model that a prepared one was, with meta parameters, in its own dtype by default."""
     architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
     stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
     empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)

@@ -54,9 +54,7 @@ class Sharding:
             )
 
     def precision(self, model: nn.Module) -> MixedPrecisionPolicy:
-        """Return how FSDP2 computes and sums: gradients in float32 where parameters or arithmetic are in half
-        precision.
-        """
+        """Return how FSDP2 computes and sums: gradients in float32 where parameters or arithmetic are in half."""
         dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
         low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)

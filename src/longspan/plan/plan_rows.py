@@ -84,9 +84,7 @@ def _type_name(group: Group) -> str:
 
 
 def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
-    """Write a group as a list: the number of its kind, its slots (first and count, if they are consecutive), its
-    documents.
-    """
+    """Write a group as a list: the number of its kind, its slots (first and count, if consecutive), its documents."""
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
     slots, number = group.slots, kinds.setdefault(kind, len(kinds))
     if slots == tuple(range(slots[0], slots[0] + len(slots))):

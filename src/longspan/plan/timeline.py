@@ -80,8 +80,6 @@ class GroupTable:
         """Return the seconds of each group under the type of a cost, in place of its own.
 
         They are inf where heads or degree forbid it.
-
-        Inf where heads or degree forbid it.
         """
         together = self.together(node_size)
         inside = together == self.degree
@@ -190,8 +188,9 @@ def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
 
 
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
-    """Return when each slot starts and ends each micro-batch, and the last end, where only slots that share documents
-    wait.
+    """Return when each slot starts and ends each micro-batch, and the last end.
+
+    Only slots that share documents wait for each other.
 
     Slots that groups join start when the last of them is ready, and end with the slowest; the others pass by.
     """

@@ -71,9 +71,7 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
 
 
 def model_square_sum(model: nn.Module, world: World) -> float:
-    """Return this rank's part of the squared norm of a model's gradients, whose modules may lie in homes of their
-    own.
-    """
+    """Return this rank's part of the squared norm of a model's gradients, whose modules may have homes of their own."""
     modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
     return sum(square_sum(counted_parameters(module), home) for module, home in modules)
 
@@ -118,9 +116,7 @@ class _Counted:
         return self._by_mesh[key]
 
     def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
-        """Return whether this rank's mesh is the one that counts: of meshes side by side that of the stage's first
-        rank.
-        """
+        """Return whether this rank's mesh counts: of meshes side by side that of the stage's first rank does."""
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
         return bool((mesh.mesh == self._first).any()) and not any(copies)

@@ -319,9 +319,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Add the gradients of a chunk to their sums; a single chunk's stay as they are, others are summed in float32 at
-    least.
-    """
+    """Add the gradients of a chunk to their sums, in float32 at least; those of a single chunk stay as they are."""
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
     for total, gradient in zip(sums, gradients, strict=True):

@@ -135,9 +135,7 @@ class Passes:
         return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
-        """Return the loss that a prepared model makes of its last hidden states (T, D) and its head, and of its
-        depths'.
-        """
+        """Return the loss that a prepared model makes of its last hidden states (T, D), its head and its depths'."""
         return lambda hidden, head, *deeper: self.measure(batch, hidden, self.head(head), *deeper)
 
     def head(self, head: Head) -> Head:
@@ -145,9 +143,7 @@ class Passes:
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
-        """Return keyword arguments of one more call of the model: with experts, what collects their routers'
-        statistics.
-        """
+        """Return keyword arguments of one more call of the model: with experts, what collects routers' statistics."""
         router = {} if self.routing is None else {"router": self.routing.add_sums(counting=counting)}
         return {**self.keywords, **router}
 

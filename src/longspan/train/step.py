@@ -212,8 +212,7 @@ def token_log_probs(
     also: Sequence[str] = (),
     temperature: float = 1.0,
 ) -> TokenLogProbs:
-    """Compute the log-probability of each token of a plan's documents that has a label, on every rank, without
-    gradients.
+    """Compute the log-probability of each token of a plan's documents that has a label, on every rank; no gradient.
 
     >>> before = token_log_probs(model, plan_fixed(lengths, world.home, cp=4), documents, world)
     >>> before.of(3), before.sums[3]

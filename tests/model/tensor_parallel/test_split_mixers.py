@@ -97,10 +97,10 @@ def test_every_head_has_its_group(heads: int, groups: int, tp: int) -> None:
         runs = rows.runs(tp, rank)
         local = heads // tp
         assert runs[0] == range(2 * local * rank, 2 * local * (rank + 1))
-        count = states.count(tp)
+        count = states.count_groups(tp)
         of_heads = [(runs[1 + head // (local // count)].start - 2 * heads) // 3 for head in range(local)]
         assert of_heads == [(rank * local + head) // (heads // groups) for head in range(local)]
-        sizes, order = rows.pieces(tp, rank)
+        sizes, order = rows.cut_pieces(tp, rank)
         pieces = torch.arange(rows.size).split(sizes)
         assert torch.cat([pieces[i] for i in order]).tolist() == [row for run in runs for row in run]
 

@@ -68,7 +68,7 @@ def test_slices_hide_messages_of_two_levels() -> None:
         price = SOCKETS.attention_seconds(members, call, node_size=size)["a2a+p2p"]
         wire = price.bytes_by_level["across"] / (2 * size) / (0.7 * 2.65e9)  # each member's, all of a host at once
         computed, split = price.seconds - price.exposed, HeadSplit(heads, kv_heads, size)
-        assert split.slices(2) // split.slices_per_kv_head(split.slices(2)) == rings
+        assert split.slice_count(2) // split.slices_per_kv_head(split.slice_count(2)) == rings
         # In one ring half of the work is on the own block, in which nothing arrives; in two the first and last piece.
         least = wire - computed * (1 / 2 if rings == 1 else 2 / 7 * 3 / 4 + 5 / 7)
         assert least <= price.exposed <= least + 0.01, (size, heads, price)

@@ -149,7 +149,7 @@ def test_images_wait_unless_they_are_encoded_again() -> None:
 def test_states_on_the_host() -> None:
     here, there = planned(), planned(offload_states=True)
     assert there.host.states == here.device.states and there.device.states == 0
-    assert there.offload_states and "states on the host" in there.line()
+    assert there.offload_states and "states on the host" in there.summary_line()
 
 
 def test_an_update_has_two_buckets_of_the_states() -> None:
@@ -171,7 +171,7 @@ def test_printed() -> None:
     names = [line.split()[0] for line in table.splitlines()[1:]]
     assert names == [*memory.device.to_json()]
     assert f"{memory.device.total:,}" in table
-    line = memory.line(MemoryBudget(device=100 * GIB))
+    line = memory.summary_line(MemoryBudget(device=100 * GIB))
     assert line.startswith("memory: 12 of 36 layers selective, 24 keep all, weights gathered once; ")
     assert "of 100.0 GiB, 0.0 GiB on the host" in line
     values = json.loads(json.dumps(memory.to_json()))

@@ -236,8 +236,8 @@ def _sample_column(samples: Sequence[Sample], name: str) -> Floats:
 def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[float]:
     """Solve for the x >= 0 with the least sum of squares of (columns @ x − values) / weights.
 
-    columns (samples, n), values and weights (samples,). Exact: the solution is the plain one on the columns that it
-    uses, and n is small enough to try every choice of columns.
+    The shapes are columns (samples, n), values and weights (samples,). Exact: the solution is the plain one on the
+    columns that it uses, and n is small enough to try every choice of columns.
     """
     n = columns.shape[1]
     a, b = columns / weights[:, None], values / weights

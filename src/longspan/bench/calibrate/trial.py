@@ -58,10 +58,7 @@ class Clock:
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
 
     def time_pairs(self, pivot: int, run: Callable[[int], object], *, repeats: int) -> dict[int, float]:
-        """Time `run(other)`, which a pivot's rank enters with each other rank in turn; every rank gets the seconds.
-
-        The same on every rank.
-        """
+        """Time `run(other)`, which a pivot's rank enters with each other rank in turn; every rank gets the seconds."""
         measured: dict[int, float] = {}
         here = self.world.slot
         for other in range(self.world.home.slots):

@@ -134,7 +134,7 @@ def _column_json(column: Column) -> dict[str, Any] | None:
 def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     """Return the keys that were given and those that were chosen, as `longspan train` takes them.
 
-    Degree and rows always.
+    Degree and rows are always among them.
     """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}

@@ -114,10 +114,7 @@ def answer_json(answer: Answer) -> str:
 
 
 def answer_picture(answer: Answer) -> str:
-    """Draw the bytes of each column as a bar of parts, with a line at what a GPU may be filled with.
-
-    An SVG document.
-    """
+    """Draw the bytes of each column as a bar of parts, with a line at what a GPU may be filled with."""
     bars = list[StackedBar]()
     for column in answer.columns:
         if column.memory is None:

@@ -130,7 +130,7 @@ def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequen
 
 
 def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
-    """Write how the dynamic plan changes with each constant, the most harmful first.
+    """Write how the dynamic plan changes with each constant, the most harmful first; nothing if it was not computed.
 
     Nothing if that was not computed.
     """

@@ -142,8 +142,9 @@ def load_saved_model(
 
 
 def _look_for_encoders(checkpoint: Path, *, needed: bool) -> bool:
-    """Return whether a checkpoint is of a model with a tower. Raises CheckpointError where a tower is needed and
-    missing.
+    """Return whether a checkpoint is of a model with a tower.
+
+    Raises CheckpointError where a tower is needed and missing.
     """
     encoders = holds_encoders(checkpoint)
     if needed and not encoders:

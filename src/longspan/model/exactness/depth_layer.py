@@ -61,8 +61,7 @@ def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
 
 
 def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> int:
-    """Return the last layer that runs with stand-ins for all others; `last` where all together do not run on the meta
-    device.
+    """Find the last layer that runs with stand-ins for all others; `last` where all do not run on meta tensors.
 
     Then it does not show whether it is others that it lacks.
     """

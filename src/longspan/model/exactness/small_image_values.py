@@ -36,8 +36,7 @@ def least_layers(config: Any) -> int:
 
 
 def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) -> dict[str, Any]:
-    """Return small values of a model with images, whose parts were made small by themselves, so that they fit each
-    other.
+    """Return small values of a model with images that fit each other, as its parts were made small separately.
 
     `base` is its class below the head, which says whether positions are in three parts.
     """
@@ -72,9 +71,7 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
 
 
 def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Set rotary positions in three parts of the small head, where the class has sections of its own for a large
-    head.
-    """
+    """Set rotary positions in three parts of the small head, if the class has sections of its own for a large head."""
     rope = text.get("rope_parameters")
     of_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
     if not isinstance(rope, dict) or of_kinds or "mrope_section" in rope:

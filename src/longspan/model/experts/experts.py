@@ -44,9 +44,7 @@ def _is_plain(experts: Any) -> bool:
 @cache
 @torch.no_grad()
 def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether an activation is SiLU, shown by numbers: transformers has several classes, LFM2-MoE torch's
-    function.
-    """
+    """Return whether an activation is SiLU by its numbers: transformers has several classes, LFM2-MoE torch's own."""
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
         return False
     x = torch.linspace(-20.0, 20.0, 81)

@@ -26,8 +26,7 @@ class AdapterTargets(NamedTuple):
 
 
 def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequence[str]) -> AdapterTargets:
-    """Choose an adapter's targets in these parts; without names every linear of decoder layers, tower or
-    projector.
+    """Choose an adapter's targets in these parts: without names every linear of decoder layers, tower or projector.
 
     Raises ModelError for parts that the model lacks, for a name of no linear in the parts, and for those that peft
     refuses or takes for experts.
@@ -159,9 +158,7 @@ def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]
 
 
 def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the names of linears that peft replaces by parameters of the model's fused experts, as of transformers
-    4.
-    """
+    """Return the names of linears that peft replaces by parameters of the model's fused experts (transformers 4)."""
     import peft
 
     try:

@@ -123,7 +123,7 @@ def deeper_states(
     states = list[Tensor]()
     for number, (depth, ids) in enumerate(zip(model_depths(model), future_ids, strict=True), 1):
         embedded = embedding(ids[None], **embedding_arguments(shard, number))
-        args, kwargs = inputs.of(ids, embedded)
+        args, kwargs = inputs.make_call(ids, embedded)
         hidden = depth(embedded, hidden, *args, **kwargs)
         states.append(hidden.squeeze(0))
     return tuple(states)

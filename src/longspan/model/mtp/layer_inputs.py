@@ -116,7 +116,7 @@ class LayerInputs:
         """Note the call of a layer: a forward pre-hook."""
         self._noted = args, kwargs
 
-    def of(self, ids: Tensor, embedded: Tensor) -> LayerCall:
+    def make_call(self, ids: Tensor, embedded: Tensor) -> LayerCall:
         """Return the inputs of a layer that reads these ids (T,), whose embedding is (1, T, D).
 
         Raises ModelError if the layer gets inputs made of its own rows, and that was not seen when depths were added.

@@ -30,8 +30,8 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
     >>> [*encoder_blocks(CLIPVisionModel(config))][:2]
     ['encoder.layers.0', 'encoder.layers.1']
 
-    Of lists inside lists the outer one counts. Empty without a list. Raises ModelError for blocks that are not
-    inside the module, or inside each other.
+    Of lists inside lists the outer one counts. The result is empty without a list. Raises ModelError for blocks that
+    are not inside the module, or inside each other.
     """
     names = {child: name for name, child in module.named_modules()}
     if blocks is None:

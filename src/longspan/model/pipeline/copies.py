@@ -148,7 +148,7 @@ class StageCopies:
     def of(self, name: str) -> list[nn.Parameter]:
         """Return the copies here of a parameter, by any of its names in the whole model.
 
-        Those of earlier stages first.
+        Those of earlier stages come first.
         """
         places = (places for entry, places in zip(self._shared, self._places, strict=True) if name in entry.names)
         return [place.parameter for place in next(places, ())]

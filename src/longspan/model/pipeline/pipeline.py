@@ -218,9 +218,7 @@ class PipelineModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
-        """Compute logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline, without
-        gradients.
-        """
+        """Compute logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline; no gradient."""
         if position_ids.ndim == 3:
             kwargs["position_ids"] = position_ids
         elif not torch.equal(position_ids[0], shard.position_ids):

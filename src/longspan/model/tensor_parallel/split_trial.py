@@ -178,7 +178,7 @@ def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> N
 def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
     """Return whether row-wise inputs from some of the features differ from those from all.
 
-    Tried with numbers on the host.
+    It is tried with numbers on the host.
     """
     columns = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
     rows = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]

@@ -197,8 +197,10 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
 
 
 def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
-    """Sum the gradients of a module's own parameters, or of one, which each rank applies whole to some of the rows,
-    heads or features."""
+    """Sum the gradients of a module's own parameters, or of one, over the ranks.
+
+    Each rank applies these whole to some of the rows, heads or features.
+    """
     names = [name for name, _ in module.named_parameters(recurse=False)] if parameter is None else [parameter]
     wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy_parameter, world_key=key)))
 

@@ -155,9 +155,7 @@ def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_paral
 
 
 def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return prefixes of the names of modules inside blocks of experts, which get all rows also under sequence
-    parallelism.
-    """
+    """Return the prefixes of modules inside blocks of experts, which get all rows also under sequence parallelism."""
     layers = layers_and_depths(model).items()
     return tuple(
         f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if layer_experts(module)

@@ -122,9 +122,7 @@ def _image_counts(counts: Sequence[Tensor]) -> Tensor:
 
 
 def _pad_alike(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors do for the images of a
-    call.
-    """
+    """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors pad images of a call."""
     if len({x.ndim for x in parts}) > 1:
         return list(parts)
     largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]

@@ -79,8 +79,10 @@ def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
 
 
 def _has_one_row(base: Any, image: ImageInput) -> bool:
-    """Return whether an image is one row of a model with Pixtral's tower, which drops the dim of rows where there is
-    but one in a call, and then fails (Mistral 3 and others in transformers 5.17 to 5.23).
+    """Return whether an image is one row of a model with Pixtral's tower.
+
+    It drops the dim of rows where there is but one in a call, and then fails (Mistral 3 and others in transformers 5.17
+    to 5.23).
     """
     vision: Any = getattr(base.config, "vision_config", None)
     if image.size is None or getattr(vision, "model_type", "") != "pixtral":

@@ -100,8 +100,7 @@ class EncoderHome:
 
     @classmethod
     def of(cls, encoder: "Layout | World | EncoderHome", **same: Any) -> "EncoderHome":
-        """Return the home that `prepare(encoder=…)` was given; a bare one gets the rest, `same`, from the language
-        model.
+        """Return the home that `prepare(encoder=…)` was given; a bare one gets the language model's options, `same`.
 
         Raises ModelError for something else.
         """
@@ -169,7 +168,5 @@ def map_stock_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def are_multimodal(names: Iterable[str]) -> bool:
-    """Return whether parameters of these names are a MultimodalModel's with images, of an encoder and a language
-    model.
-    """
+    """Return whether parameters of these names are a MultimodalModel's: of an encoder, and of a language model."""
     return all(name.startswith((_ENCODER, _LANGUAGE_MODEL)) for name in names)

@@ -76,8 +76,9 @@ class VideoTokens:
         return cls(images, placeholder, _are_apart(model, images, placeholder))
 
     def rows(self, grid: Grid) -> list[int]:
-        """Return the rows of each group of frames of a video. Raises DataError for a grid that the model does not
-        merge.
+        """Return the rows of each group of frames of a video.
+
+        Raises DataError for a grid that the model does not merge.
 
         >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
         [6, 6, 6]
@@ -86,9 +87,7 @@ class VideoTokens:
         return [self.images.rows((1, height, width))] * groups
 
     def inputs(self, pixels: Tensor, grid: Grid) -> list[ImageInput]:
-        """Return what an encoder takes for each group of frames, of pixel_values_videos (t · h · w, C · frames ·
-        p²).
-        """
+        """Cut pixel_values_videos (t · h · w, C · frames · p²) into what an encoder takes for each group of frames."""
         groups, height, width = grid
         if len(pixels) != groups * height * width:
             raise DataError(

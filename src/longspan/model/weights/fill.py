@@ -69,7 +69,7 @@ def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
 def find_images_class(config: PreTrainedConfig) -> Any:
     """Return the class from images and text to text that a configuration names among its architectures.
 
-    None for others.
+    It is None for others.
     """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     named = mapping.get(type(config), None)

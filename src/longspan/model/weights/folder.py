@@ -41,9 +41,7 @@ class _Recipe:
         self.sources: dict[str, list[str]] = defaultdict(list)
 
     def stacks_experts(self, count: int) -> bool:
-        """Return whether a parameter stacks one file tensor for each of `count` experts, so that each can be made
-        alone.
-        """
+        """Return whether a parameter stacks one file tensor for each of `count` experts, to be made one by one."""
         operations = self.converter.operations
         stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
         by_expert = all(_leaves_first_dim(operation) for operation in operations[1:])

@@ -167,7 +167,7 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
     """Return the seconds that groups of these degrees wait for messages however few rows they carry.
 
-    The least, under "auto".
+    Under "auto" they are the least.
     """
     if cost.cp_comm_type == "auto":
         ring, gather = _type_latency_seconds(cost, "p2p", degree), _type_latency_seconds(cost, "all_gather", degree)
@@ -263,8 +263,6 @@ class _Layer:
         """Return what shows of keys and values of all rows, in slices that travel while others are computed.
 
         Gradients travel back the same way.
-
-        Gradients the same way back.
         """
         degree, together = self.rows.degree, self.rows.together
         large = self.block * degree >= GATHER_SLICE_BYTES

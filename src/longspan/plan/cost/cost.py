@@ -132,7 +132,7 @@ class Cost:
     def ways(self, most: int) -> Iterator["Cost"]:
         """Yield this cost under each type that "auto" chooses from for groups of up to so many slots; another as it is.
 
-        Of a2a+p2p, every number of neighbours in a host that the heads allow.
+        Of a2a+p2p there is one for every number of neighbours in a host that the heads allow.
         """
         if self.cp_comm_type != "auto":
             yield self
@@ -225,8 +225,7 @@ class Cost:
     def with_closing(
         self, weights: float, home: Layout, *, node_size: int = 8, gather_bytes: float = 2, reduce_bytes: float = 4
     ) -> "Cost":
-        """Return this cost for free plans over `weights` parameters that are sharded over the slots of each replica of
-        a home.
+        """Return this cost for free plans over `weights` parameters that are sharded over the slots of each replica.
 
         >>> round(Cost().with_closing(8.19e9, Layout(8)).closing_seconds, 3)
         0.133
@@ -276,7 +275,7 @@ class Cost:
         depths: int = 0,
         **rates: Unpack[ModelRates],
     ) -> "Cost":
-        """Return the cost of a model on a machine: 6 FLOPs per token for each active weight, 7 x width for causal
+        """Return the cost of a model on a machine: 6 FLOPs a token for an active weight, 7 x width for causal
         attention.
 
         >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP

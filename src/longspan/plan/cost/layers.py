@@ -126,9 +126,7 @@ def _is_mamba2(read: ConfigReader) -> bool:
 
 
 def has_shared_blocks(read: ConfigReader) -> bool:
-    """Return whether this is Zamba 2: its layers are mixers, some behind a block of attention and an MLP that they
-    share.
-    """
+    """Return whether this is Zamba 2: its layers are mixers, and some come after a block that they share."""
     return read.family == "zamba2"
 
 

@@ -65,8 +65,7 @@ class Machine(MachineFigures):
 
     @classmethod
     def known(cls, name: str) -> "Machine":
-        """Return the machine of a GPU by name: "H200" as measured, "A100-40", "A100-80", "H100" and "B200" by data
-        sheet.
+        """Return the machine of a GPU by name: "H200" as measured, "A100-40", "A100-80", "H100", "B200" by data sheet.
 
         >>> Machine.known("h100").assumed
         True
@@ -98,8 +97,7 @@ class Machine(MachineFigures):
         return dataclasses.replace(self, **{level: link})
 
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
-        """Return the cost of a model on this machine: `model` is a transformers configuration, config.json or its
-        folder.
+        """Return the cost of a model on this machine; `model` is a transformers configuration, its file or its folder.
 
         Forward passes without backward are short, and are also priced by what the host takes to launch them. Raises
         PlanError for a model that its configuration does not price.
@@ -163,9 +161,7 @@ class Machine(MachineFigures):
         return min(speed, across.bytes_per_second if across else usual)
 
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
-        """Return what ends a step: the optimizer of a rank's weights, and sums of gradients over copies of the
-        shards.
-        """
+        """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards."""
         if settings.frozen:
             return self.update_seconds
         weights = shape.stored_weights / (settings.weight_ranks or settings.tp) / max(1, settings.shards)
@@ -243,9 +239,7 @@ class Machine(MachineFigures):
         return min(self._type_prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
 
     def explain_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> tuple[str, ...]:
-        """Return why `fastest_type` is chosen: a line of the group, one for each type and pair of levels, and the
-        choice.
-        """
+        """Explain why `fastest_type` is chosen: a line of the group, one for each type and levels, and the choice."""
         if group.degree == 1:
             return ("one member holds all rows: nothing is communicated",)
         node_size = node_size or self.node_size

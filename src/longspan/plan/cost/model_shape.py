@@ -152,7 +152,7 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
 def read_query_heads(config: Any) -> int | None:
     """Read the query heads of a transformers configuration, an object or dict like one, a config.json or its folder.
 
-    None if no layer attends, as in Mamba 2.
+    It is None if no layer attends, as in Mamba 2.
 
     >>> read_query_heads({"num_attention_heads": 32})
     32

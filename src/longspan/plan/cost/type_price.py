@@ -110,7 +110,7 @@ def price_type(
 ) -> TypePrice:
     """Price a type by the cost of one layer, whose rings send `width` of their rows.
 
-    `nodes` of the slots.
+    `nodes` are those of the slots.
     """
     (kind, inner), degree, laid_out = way, group.degree, group.laid_out
     around = degree // inner

@@ -222,9 +222,7 @@ class _FilledBins:
 
 
 def divide_bins(draft: Draft, *, level: bool) -> Division:
-    """Decide for every bin which fillers all its slots share; with `level` all bins of a micro-batch end with the
-    slowest.
-    """
+    """Decide for every bin which fillers all its slots share; with `level` all bins of a micro-batch end together."""
     bins = draft.bins
     seconds = np.array(bins.seconds)
     empty = np.array([not fillers for fillers in bins.fillers], dtype=np.bool_)

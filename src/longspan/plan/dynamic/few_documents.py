@@ -45,8 +45,9 @@ class _Sizes(NamedTuple):
 
 
 def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
-    """Search for the best plan of few items; returns its seconds and micro-batches, None with too much to try or no
-    fit.
+    """Search for the best plan of few items; returns its seconds and micro-batches.
+
+    It is None where there is too much to try, or nothing fits.
     """
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None

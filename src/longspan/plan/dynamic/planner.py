@@ -112,21 +112,21 @@ def _find_fastest_plan(problem: Problem, bound: float, effort: EffortName) -> li
         candidates.extend(_fixed_candidates(problem, best))
     if problem.request.cost.network is None:
         return min(candidates, key=_candidate_seconds)[1]()
-    return _price_candidates(problem, candidates)
+    return _choose_fastest(problem, candidates)
 
 
-def _price_candidates(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
-    """Price the best few candidates with every group on its own slots, and return the fastest.
+def _choose_fastest(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
+    """Choose the fastest of the best few candidates, priced with every group on its own slots.
 
     Drafts count groups across nodes as full nodes leave them, which on measured links may decide.
     """
-    request, near = problem.request, sorted(candidates, key=_candidate_seconds)[:CANDIDATES_PRICED]
-    made = [make() for _, make in near]
+    request, best = problem.request, sorted(candidates, key=_candidate_seconds)[:CANDIDATES_PRICED]
+    batches_by_candidate = [make() for _, make in best]
     seconds = [
         timeline(batches, request.slots, request.cost, mode=request.mode, node_size=request.node_size).step_seconds
-        for batches in map(request.resolve_types, made)
+        for batches in map(request.resolve_types, batches_by_candidate)
     ]
-    return made[seconds.index(min(seconds))]
+    return batches_by_candidate[seconds.index(min(seconds))]
 
 
 def _candidate_seconds(candidate: Candidate) -> float:

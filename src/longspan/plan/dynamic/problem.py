@@ -37,8 +37,7 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
 
 @cache
 def even_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Divide so many slots into runs that each hold a group: as few left out, as few runs, and as even as degrees
-    allow.
+    """Divide so many slots into runs that each hold a group: few left out, few runs, and as even as degrees allow.
 
     Returns (first slot, slots) of each run.
     """

@@ -93,9 +93,7 @@ class EncoderShape:
         )
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """Count the FLOPs of weights, forward and backward, for so many rows; frozen parts have no gradients of
-        weights.
-        """
+        """Count the FLOPs of weights, forward and backward, for so many rows; frozen parts have no weight gradients."""
         patches, tower, projector = self.patch_count(rows), trained == "all", trained != "none"
         flops = (4 if tower else 2) * self.embed_weights * patches
         flops += (6 if tower else 2) * self.block_weights * (patches + self.class_rows)
@@ -152,9 +150,7 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 
 
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of Qwen's towers, whose patches are merged by two linears, with those of deeper layers
-    (DeepStack).
-    """
+    """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack)."""
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _first_side(vision, "merge")
     between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     gated = family.startswith(_GATED)

@@ -34,8 +34,7 @@ def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: 
 def step_seconds(
     config: Any, plans: Sequence[Plan], memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, cost: Cost
 ) -> float:
-    """Return the mean seconds of the steps of some plans, by a cost with `MemoryPlan.cost_settings` and what that
-    leaves out.
+    """Return the mean seconds of the steps of some plans, with what `MemoryPlan.cost_settings` leaves out.
 
     >>> step_seconds("Qwen3-8B/config.json", plans, memory, needs, machine, cost)  # doctest: +SKIP
 
@@ -47,8 +46,7 @@ def step_seconds(
 
 
 def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
-    """Return what a cost with `MemoryPlan.cost_settings` leaves out: seconds of the largest micro-batch, and those of a
-    step.
+    """Return the seconds that `MemoryPlan.cost_settings` leaves out: of the largest micro-batch, and of a step.
 
     The first are of copies to the host, and of layers that keep something else than most: less than 0 where these do
     less. The others are of the optimizer's states on the host.

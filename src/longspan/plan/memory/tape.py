@@ -106,9 +106,7 @@ class Tape:
         return Peaks(forward, max(least + self.sizes[self.output] * again, self._backward_peak(held)))
 
     def _forward_peak(self, held: Collection[str], saved: frozenset[str], *, stop_early: bool = False) -> float:
-        """Return the most bytes alive in a forward pass: of tensors from their making to their last use, and all
-        saved.
-        """
+        """Return the most bytes alive in a forward pass: of tensors until their last use, and of saved ones."""
         operations = self.operations
         if stop_early:
             last = max((i for i, op in enumerate(operations) if op.saves), default=-1)
@@ -125,9 +123,7 @@ class Tape:
         return peak
 
     def _backward_peak(self, held: Collection[str]) -> float:
-        """Return the most bytes alive in a backward pass: saved tensors that are left, gradients, and those of
-        parameters.
-        """
+        """Return the most bytes alive in a backward pass: of saved tensors that are left, and of gradients."""
         users: dict[str, int] = {}
         for operation in self.operations:
             for name in set(operation.saves):

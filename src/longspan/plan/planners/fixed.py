@@ -106,9 +106,7 @@ class Packer:
         return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
 
     def assignments(self) -> Iterator[Ints]:
-        """Yield assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and
-        chains.
-        """
+        """Yield assignments worth pricing: few bins, level bins, each with one more round, and chains."""
         few = self._sort_bins(pack_first_fit(self.lengths, self.room))
         yield self._place_bins(self._level_groups(few))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple

@@ -119,7 +119,7 @@ class Request(PlanOptions):
     def degrees(self, least: int, most: int) -> range | tuple[int, ...]:
         """Return the degrees from `least` to `most` that a group may have.
 
-        Under a2a those that the query heads allow.
+        Under a2a they are those that the query heads allow.
         """
         if self.heads is None or "a2a" not in self.types:
             return range(least, most + 1)

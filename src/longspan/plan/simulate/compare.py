@@ -76,8 +76,10 @@ class PlannerComparison:
         return plan_sensitivity(make_plan, self.options.cost, plan_seconds)
 
     def degrees(self) -> list[int]:
-        """Return the degree that is given, or the lowest powers of two that divide the slots, hold the longest document
-        and suit the query heads; all slots if there is no such degree.
+        """List the degree that is given, or the lowest powers of two that are possible.
+
+        These divide the slots, hold the longest document and suit the query heads; without such a degree it is all
+        slots.
         """
         if self.cp:
             return [self.cp]

@@ -73,7 +73,7 @@ def _pipeline_order(micro_batches: int, stages: int, chunks: int, backward: bool
 def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backward: bool) -> list[Action]:
     """List the actions of a stage: 1F1B after a warm-up.
 
-    With chunks, in rounds of `stages` micro-batches, chunk by chunk (Narayanan et al. 2021).
+    With chunks they come in rounds of `stages` micro-batches, chunk by chunk (Narayanan et al. 2021).
     """
     total = micro_batches * chunks
     if not backward:

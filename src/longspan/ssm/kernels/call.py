@@ -73,9 +73,7 @@ class Backward(Protocol):
     """The backward pass over some runs."""
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, those at final states being
-        0.
-        """
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, with 0 at final states."""
         ...
 
     def prepare_chunks(self) -> None:

@@ -78,9 +78,7 @@ class Pieces:
         return result
 
     def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of
-        pieces.
-        """
+        """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces."""
         last = self._starts[runs] + self._counts[runs] - 1
         result = take_runs(entry_gradients, last - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):

@@ -23,8 +23,7 @@ _KERNELS = (
 
 
 def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> ScanKernel:
-    """Choose the first kernel that can do this recurrence, or the one named: `mamba_ssm` for those without a delta
-    term.
+    """Choose the first kernel that can do this recurrence, or the named one: `mamba_ssm` if it has no delta term.
 
     Raises LayoutError if the named one cannot, or is unknown.
     """

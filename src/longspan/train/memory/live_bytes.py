@@ -75,7 +75,7 @@ def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
 def unused_bytes(device: torch.device, ranks: int) -> int:
     """Return the bytes that a rank could still take of its GPU, or of the host's memory, which so many ranks share.
 
-    0: unknown.
+    0 means unknown.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

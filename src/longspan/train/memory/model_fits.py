@@ -76,7 +76,7 @@ class Room:
 def free_room(world: World) -> Room | None:
     """Return the free memory of this rank's GPU, or its part of the host's.
 
-    None on hosts without the figure (macOS).
+    It is None on hosts without the figure (macOS).
     """
     if world.device.type == "cuda":
         return Room(torch.cuda.mem_get_info(world.device)[0], f"the GPU of rank {world.rank}", of_gpu=True)

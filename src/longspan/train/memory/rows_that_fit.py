@@ -127,7 +127,7 @@ def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Ro
 def use_measured_rows(config: RunConfig, world: World, log: LogLine) -> RunConfig:
     """Put the number that the run measured before in place of "auto".
 
-    Entered by all ranks.
+    All ranks enter it.
     """
     if config.context.max_tokens_per_slot != AUTO:
         return config

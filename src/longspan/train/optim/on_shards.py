@@ -21,8 +21,10 @@ STEPS, BOUND = 2, 1e-4  # of updates, relative to the largest
 
 
 def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
-    """Raise ConfigError, on every rank, where the optimizer cannot update sharded parameters, or updates them otherwise
-    than whole ones; all ranks call it together."""
+    """Raise ConfigError, on every rank, where the optimizer updates sharded parameters otherwise than whole ones.
+
+    So it does where it cannot update them. All ranks call it together.
+    """
     pairs = list(_make_pairs(model, world.device))
     refusal = reason = ""
     try:

@@ -57,9 +57,7 @@ class Part:
         return stand_in
 
     def device_state(self, value: Tensor, local: Tensor) -> Tensor:
-        """Return the state of the stand-in, from that of the parameter on the host and this part of it on the
-        device.
-        """
+        """Return the state of the stand-in, from the parameter's on the host and this part of it on the device."""
         return make_sharded(value, local) if self.whole else self._view_like(value, local)
 
     def _view_like(self, like: Tensor, local: Tensor) -> Tensor:

@@ -249,10 +249,7 @@ class PlanChoice:
 
 
 def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:
-    """List degrees 1, 2, 4, … that divide the slots, and the number of slots itself.
-
-    Those that a choice's heads allow.
-    """
+    """List the degrees 1, 2, 4, … and all slots, as far as they divide the slots and suit a choice's heads."""
     powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
     divisors = sorted(degree for degree in powers if home.slots % degree == 0)
     return tuple(degree for degree in divisors if choice is None or choice.allows(degree, home))

@@ -52,8 +52,7 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
 
 
 def count_held_out(setting: int | str, documents: int) -> int:
-    """Count how many of so many documents are held out: the setting, or one in ten (at least one, of several), at most
-    32.
+    """Count how many documents are held out: the setting, or one in ten (at least one, of several), at most 32.
 
     >>> [count_held_out("auto", documents) for documents in (1, 7, 153, 5000)]
     [0, 1, 15, 32]
@@ -96,8 +95,9 @@ def order_lengths(
 
 
 def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
-    """Return the spans of placeholders of each image, which no pack cuts. Raises ConfigError where packs are too small
-    for one.
+    """Find the spans of placeholders of each image, which no pack cuts.
+
+    Raises ConfigError where packs are too small for one.
     """
     if corpus.images is None or not len(corpus.images):
         return None

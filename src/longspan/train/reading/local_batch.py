@@ -50,7 +50,7 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
 def move_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
     """Move rows of documents to this rank, if they move; returns what a step runs over.
 
-    Entered by all ranks.
+    All ranks enter it.
     """
     return replace(inputs, documents=inputs.documents.move_rows(inputs.plan, inputs.world, depths))
 

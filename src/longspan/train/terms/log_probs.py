@@ -63,7 +63,7 @@ class TokenLogProbs:
 def collect_log_probs(passes: Passes, batches: Sequence[LocalBatch], chunk_rows: int) -> TokenLogProbs:
     """Collect log-probabilities from forward passes over some micro-batches of a step; they are 0 elsewhere.
 
-    Entered by all ranks.
+    All ranks enter it.
     """
     collected = CollectedLogProbs(passes.plan.lengths, chunk_rows)
     run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0, terms=()), batches)

@@ -63,10 +63,10 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
     >>> fuse_norms(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))  # doctest: +SKIP
     113
 
-    Alike: with 1 + weight, over groups of features, with a gate before or after. What a norm computes is tried: a copy
-    of one of each kind is compared with the formula on random numbers. Classes, names and weights stay as they are.
-    Calls in float64, and on inputs that the kernels do not take, run as before, and so do norms whose forward was set
-    on them.
+    Norms are alike with 1 + weight, over groups of features, with a gate before or after. What a norm computes is
+    tried: a copy of one of each kind is compared with the formula on random numbers. Classes, names and weights stay as
+    they are. Calls in float64, and on inputs that the kernels do not take, run as before, and so do norms whose forward
+    was set on them.
 
     Raises ModelError where the model has no such norm and one is required.
     """
