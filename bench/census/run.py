@@ -10,7 +10,7 @@ from longspan.doctor.cases import Case, list_cases
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.proof import prove
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 RANKS = 3  # degrees 2 and 3
 ORDER = ("wrong", "crashed", "not built", "refused", "exact")

@@ -32,8 +32,8 @@ from longspan.comm import World
 from longspan.host_memory import free_host_bytes
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.host_arena import HostArena
-from longspan.model.host_offload import HOST_OFFLOAD, HostOffload
+from longspan.model.activations.host_arena import HostArena
+from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
 from longspan.plan import plan_fixed

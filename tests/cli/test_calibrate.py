@@ -24,7 +24,7 @@ from longspan.cli.main import main
 from longspan.plan import AttentionCall, Group, Machine
 from longspan.plan.cost.links import KINDS, LEVELS, SHARDED_KINDS, Level, Link, Wire
 from longspan.plan.cost.model_cost import read_machine
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 
 CALL = AttentionCall(heads=32, kv_heads=8, head_dim=128)
 SIZES = message_sizes(GPU_SIZES)

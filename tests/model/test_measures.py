@@ -14,9 +14,9 @@ from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import execution, prepare
-from longspan.model.host_offload import HostOffload, find_host_arena
+from longspan.model.activations.host_offload import HostOffload, find_host_arena
+from longspan.model.activations.recompute import Recomputation
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.recompute import Recomputation
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import MtpLoss, run_step

@@ -17,7 +17,7 @@ from longspan.model import execution, load_model, prepare
 from longspan.model.execution import Execution, model_execution
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.facts import RunFacts, facts_text
 from longspan.run.run_facts import _mixers_text
 from longspan.train import step_figures as figures_module

@@ -4,7 +4,7 @@
 inside `Recording.recompute()` it is taken from there, call by call in the same order, so that the kernels of attention
 do not run a second time. Kept are the output and the log-sum-exp of the local rows: queries, keys and values are
 recomputed, and where heads are exchanged for rows, backward exchanges them once more. Elsewhere nothing is kept.
-`model/recompute.py` opens a recording for each layer.
+`model/activations/recompute.py` opens a recording for each layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,9 +42,9 @@ class _Parked(NamedTuple):
 class Recording:
     """What the attention calls of one checkpointed call of a layer gave, in order.
 
-    `park` may keep it elsewhere (`model/recompute.py`); by default it stays where it is. It is freed with the
-    recording, which the layer's checkpoint holds until its backward pass is over. With `keep_exchanged` the queries,
-    keys, values and outputs that `a2a` and `a2a+p2p` exchanged are kept as well, and not exchanged again.
+    `park` may keep it elsewhere (`model/activations/recompute.py`); by default it stays where it is. It is freed with
+    the recording, which the layer's checkpoint holds until its backward pass is over. With `keep_exchanged` the
+    queries, keys, values and outputs that `a2a` and `a2a+p2p` exchanged are kept as well, and not exchanged again.
     """
 
     def __init__(self, park: Park | None = None, *, keep_exchanged: bool = False) -> None:

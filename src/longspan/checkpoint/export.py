@@ -46,7 +46,7 @@ from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import CONFIGURATION
-from longspan.model.save import stock_configuration, write_configuration
+from longspan.model.saving.save import stock_configuration, write_configuration
 from longspan.model.vision.join import map_stock_names
 from longspan.model.weights.fill import empty_model, find_images_class
 from longspan.model.weights.hf_folder import read_configuration

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.model.host_arena import ALIGNMENT, HostArena, HostRange
+from longspan.model.activations.host_arena import ALIGNMENT, HostArena, HostRange
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.state_parts import make_sharded
 

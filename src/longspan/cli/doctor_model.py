@@ -32,7 +32,7 @@ from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, LongspanError, plural
 from longspan.model.exactness.small_copies import reads_images_alone, shrink_configuration
 from longspan.model.presets import preset_config
-from longspan.plan.cost.model_shape import has_mixers
+from longspan.plan.shape.model_shape import has_mixers
 
 LOCAL_RANKS = 4
 VOCABULARY = 97

@@ -14,7 +14,7 @@ from longspan.config.plan_section import AnyPlan, EvalConfig, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError
 from longspan.model.presets import PRESETS
-from longspan.plan.cost.model_shape import has_mixers
+from longspan.plan.shape.model_shape import has_mixers
 
 if TYPE_CHECKING:
     import torch

@@ -40,7 +40,7 @@ from longspan.errors import CommError, LongspanError
 from longspan.layout import Layout
 from longspan.model.exactness.trial_documents import TrialDocument
 from longspan.model.seams.refusals import DOCTOR
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT

@@ -32,7 +32,7 @@ from longspan.model.exactness.trial_documents import (
     token_kinds,
 )
 from longspan.model.experts.router import RouterCoefficients
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 
 def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:

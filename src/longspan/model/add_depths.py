@@ -27,7 +27,7 @@ from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.hf_folder import weight_files
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.random import draw_copy
-from longspan.plan.cost.layers import depth_types
+from longspan.plan.shape.layers import depth_types
 
 
 def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
+from longspan.model.activations.host_offload import HostOffload
+from longspan.model.activations.recompute import Recomputation
 from longspan.model.experts.expert_parallel import check_experts, shard_experts
-from longspan.model.host_offload import HostOffload
 from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.mtp.depths import model_depths
-from longspan.model.recompute import Recomputation
 from longspan.model.seams.refusals import refuse_shared_layers
 from longspan.model.sharding import Sharding, shard_over_slots
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_ranks

@@ -15,16 +15,16 @@ from transformers import PreTrainedModel
 from longspan.attention import AttendCall
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
+from longspan.model.activations.recompute import Recomputation
 from longspan.model.adapters import unwrap_model
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement import Placement
-from longspan.model.recompute import Recomputation
 from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, defer_temperature
 from longspan.model.seams.attention_record import FirstPass
 from longspan.model.seams.call_rules import (

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from longspan.errors import ModelError
-from longspan.plan.cost.model_shape import has_mixers
+from longspan.plan.shape.model_shape import has_mixers
 
 SCALINGS = ("yarn", "linear")
 _STEP = 0.25  # of factors that are chosen here

@@ -19,8 +19,8 @@ from longspan.model.vision.join import find_trained_part
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.train.terms.encoder_times import EncoderTimes
 
 

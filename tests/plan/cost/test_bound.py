@@ -12,7 +12,7 @@ from longspan.plan import Cost, Machine, MicroBatch, Mode, Plan, lower_bound_sec
 from longspan.plan.cost.state_cost import StateCost
 from longspan.plan.hierarchy import level_sizes
 from tests.plan.cases import bounded, plans
-from tests.plan.cost.test_model_shape import QWEN3_8B
+from tests.plan.shape.test_model_shape import QWEN3_8B
 
 CASES = [  # lengths, slots, cap, area, longest; crossing: each step of a long document at the fewest slots waits
     ([5295, 682, 3599, 1484, 2912], 6, 1024, 0.3167267261226666, 0.125821913712, 0.00522421875),

@@ -12,9 +12,9 @@ from longspan.errors import PlanError
 from longspan.plan import AttentionCall, Cost, CostSettings, Machine
 from longspan.plan.cost import attention_price
 from longspan.plan.cost.links import KINDS
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.simulate import simulate
-from tests.plan.cost.test_model_shape import QWEN3_8B as CONFIG
+from tests.plan.shape.test_model_shape import QWEN3_8B as CONFIG
 
 QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_dim=128)
 H200 = Machine.known("H200")

@@ -104,7 +104,9 @@ def test_the_busiest_slot_of_a_contiguous_ring(lengths: list[int], degree: int) 
         runs = group.shares.segments(member)
         pairs.append(float((runs.stop.astype(float) ** 2 - runs.start.astype(float) ** 2).sum()))
     tokens, squares = float(sum(lengths)), float(sum(n * n for n in lengths))
-    priced = BYTES.for_partition("contiguous").busiest_ratio(np.array(tokens), np.array(squares), np.array(float(degree)))
+    priced = BYTES.for_partition("contiguous").busiest_ratio(
+        np.array(tokens), np.array(squares), np.array(float(degree))
+    )
     assert priced == pytest.approx(max(pairs) * degree / sum(pairs), rel=0.01)
     assert BYTES.busiest_ratio(np.array(tokens), np.array(squares), np.array(4.0)) == 1.0
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longspan.comm import World
 from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
-from longspan.model import host_arena
+from longspan.model.activations import host_arena
 from longspan.testing import backend, run_ranks
 from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.optim.offload_states import OffloadedStates, offload_states

@@ -26,7 +26,7 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import AttentionCall, Plan, plan_fixed
 from longspan.plan.cost.links import Level
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.train import run_step
 from longspan.train.plans.run_machine import device_name
 

@@ -23,7 +23,7 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.model_flops import model_flops
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.model_shape import has_mixers
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.model_shape import has_mixers
 
 SCALED = "yarn"
 BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer

@@ -25,9 +25,9 @@ from longspan.plan import (
     Plan,
     choose_memory,
 )
-from longspan.plan.cost.model_shape import ModelShape, read_query_heads
 from longspan.plan.memory.choose import leanest_plans
 from longspan.plan.memory.seconds import step_seconds
+from longspan.plan.shape.model_shape import ModelShape, read_query_heads
 from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline

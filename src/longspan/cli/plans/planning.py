@@ -21,7 +21,7 @@ from longspan.plan import Cost, PlanOptions
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_cost import FORMER_FILE, read_machine
-from longspan.plan.cost.model_shape import read_query_heads
+from longspan.plan.shape.model_shape import read_query_heads
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of

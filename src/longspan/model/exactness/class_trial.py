@@ -34,7 +34,7 @@ from longspan.model.seams.attention_calls import defer_temperature
 from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.separate_rows import attend_separately
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS, _EXPERTS = 48, 8

@@ -11,7 +11,7 @@ from longspan.layout import Layout
 from longspan.layout.layout import excerpt
 from longspan.model.multimodal.encoder import Encoder, span_modalities
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
+from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 
 def check_encoder(modality: str, encoder: object) -> None:

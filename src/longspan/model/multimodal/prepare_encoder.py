@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError
 from longspan.layout.layout import excerpt
+from longspan.model.activations.recompute import Recomputation, run_checkpointed
 from longspan.model.multimodal.split_encoder import split_encoder
 from longspan.model.multimodal.tp_plan import find_split_parts
-from longspan.model.recompute import Recomputation, run_checkpointed
 from longspan.model.seams.forwards.norms import split_long_norms
 from longspan.model.sharding import Sharding, shard_over_slots
 

@@ -21,10 +21,10 @@ from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_en
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_encoder import VisionParts, pack_attention
 from longspan.model.weights.fill import DeferredWeights
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
 from longspan.plan.items.encoder_shape import EncoderShape, Trained, encoder_cost, window_layers
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 _LAYERS = ("depth", "num_hidden_layers")
 _WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL's hidden_size is the language model's width

@@ -19,8 +19,8 @@ from longspan.plan.check import COMM_TYPES, check_choice, check_count, check_num
 from longspan.plan.cost.attention_price import Rows, exchanging_members, latency_seconds, price_attention
 from longspan.plan.cost.links import SHARDED_KINDS, Network
 from longspan.plan.cost.model_flops import FORWARD_SHARES, ModelRates, check_rate, price_model
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
+from longspan.plan.shape.model_shape import ModelShape
 
 Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.model_flops import later_pairs
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
 

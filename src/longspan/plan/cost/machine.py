@@ -15,9 +15,9 @@ from longspan.plan.cost.cost_changes import Recomputation, recomputation_share, 
 from longspan.plan.cost.links import LEVELS, Level, Link, Network
 from longspan.plan.cost.machine_figures import KNOWN, MachineFigures
 from longspan.plan.cost.model_flops import price_model
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_group, price_type, ring_share, type_ways
 from longspan.plan.micro_batch import Group
+from longspan.plan.shape.model_shape import ModelShape
 
 # Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
 RECOMPUTED_PASSES = 0.75

@@ -13,8 +13,8 @@ from typing import Any, TypedDict, Unpack
 
 from longspan.errors import PlanError
 from longspan.plan.cost.attention_price import FORWARD_OF_ATTENTION
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
+from longspan.plan.shape.model_shape import ModelShape
 
 # TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name counts whose words are
 # all in the device's. tensorfloat32 is what torch computes float32 products in, if that is allowed.

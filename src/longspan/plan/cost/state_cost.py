@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import PlanError
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.micro_batch import PARTITIONS
+from longspan.plan.shape.model_shape import ModelShape
 
 Floats = NDArray[np.float64]
 

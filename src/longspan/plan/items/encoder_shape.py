@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import USUAL_FLOPS
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.plan import Plan
+from longspan.plan.shape.config_reader import ConfigReader
 
 Trained = Literal["all", "projector", "none"]
 Grid = tuple[int, int, int]

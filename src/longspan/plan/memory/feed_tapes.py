@@ -4,10 +4,10 @@ Experts (`model/experts/`) get a copy of a row for each of its visits, expert af
 its input only; elsewhere, and of other gates, what torch's operations save.
 """
 
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import Weights, feed_forward_weights
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.tape import Work
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import Weights, feed_forward_weights
 
 _INDEX = 8  # bytes of the number of a row
 _OWN_GATES = {"gpt_oss": 4}  # families with another gate, and tensors that it saves between its input and its output

@@ -4,10 +4,10 @@ What norms keep is as they run: on GPUs by kernels that keep their input and a r
 transformers' operations in float32.
 """
 
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.tape import Tape, Work
+from longspan.plan.shape.config_reader import ConfigReader
 
 WIDE = 4  # bytes of a number of float32
 

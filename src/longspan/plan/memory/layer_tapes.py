@@ -7,15 +7,15 @@ tests/plan/memory/ counts the same on real models. MLPs and experts are in `feed
 
 from dataclasses import dataclass
 
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import LayerKind, attention_weights, attention_widths, key_value_heads
-from longspan.plan.cost.mixer_shape import read_mixer_shape
 from longspan.plan.memory.feed_tapes import add_experts, add_mlp, dense_width
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.mixer_tapes import add_mixer
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.tape import Tape, Work
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import LayerKind, attention_weights, attention_widths, key_value_heads
+from longspan.plan.shape.mixer_shape import read_mixer_shape
 
 HEAD_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3")  # families with a norm of each query and key
 POST_NORMS = ("gemma2", "gemma3", "glm4")  # families with a norm after attention and after the MLP too

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspan.plan.cost.attention_price import kv_copies
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import key_value_heads
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.type_price import AttentionCall
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import key_value_heads
 
 
 @dataclass(frozen=True, order=True)

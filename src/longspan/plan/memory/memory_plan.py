@@ -7,7 +7,6 @@ from typing import Any
 
 from longspan.errors import plural
 from longspan.layout import Layout
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.memory.bytes import Bytes, gib_text
@@ -17,6 +16,7 @@ from longspan.plan.memory.parameters import ModelNumbers, make_stages
 from longspan.plan.memory.settings import Measure, MemoryBudget, MemorySettings, layer_measures
 from longspan.plan.memory.step_peak import StepPeak
 from longspan.plan.plan import Plan
+from longspan.plan.shape.config_reader import ConfigReader
 
 MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/groups/)
 _WORDS: dict[Measure, str] = {

@@ -4,9 +4,9 @@ Scans take rows in the compute dtype where kernels of GPUs run them, else in flo
 runs of rows are float32; kernels also make those of every chunk, forward and once more backward.
 """
 
-from longspan.plan.cost.mixer_shape import CHUNK, MixerShape
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.tape import Work
+from longspan.plan.shape.mixer_shape import CHUNK, MixerShape
 
 # Tensors of all rows and values in float32 that torch's operations hold in a scan, forward and backward, without a
 # delta rule and with one (counted on a CPU, and of peaks in bench/records/memory-measured-H200.json).

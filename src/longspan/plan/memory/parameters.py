@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import (
+from longspan.plan.items.encoder_shape import EncoderShape
+from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import (
     LayerKind,
     Weights,
     attention_weights,
@@ -17,10 +19,8 @@ from longspan.plan.cost.layers import (
     has_shared_blocks,
     layer_kinds,
 )
-from longspan.plan.cost.mixer_shape import MixerShape, read_mixer_shape
-from longspan.plan.cost.model_shape import ModelShape
-from longspan.plan.items.encoder_shape import EncoderShape
-from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.shape.mixer_shape import MixerShape, read_mixer_shape
+from longspan.plan.shape.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

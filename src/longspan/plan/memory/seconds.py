@@ -12,12 +12,12 @@ from typing import Any
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.cost.machine import CostSettings, Machine
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.settings import Measure
 from longspan.plan.memory.step_peak import StepPeak
 from longspan.plan.plan import Plan
+from longspan.plan.shape.model_shape import ModelShape
 
 BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
 SHOWN_SHARE = 0.1  # of copies to the host that a layer's work could hide

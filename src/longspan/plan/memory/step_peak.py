@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from longspan.layout import Layout
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import LayerKind
 from longspan.plan.memory.bytes import Bytes
 from longspan.plan.memory.layer_tapes import EXCHANGED, KEPT_OF_ATTENTION, LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.parameters import ModelNumbers, Numbers, Stage
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Measure, MemorySettings
 from longspan.plan.memory.tape import Peaks, Tape
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import LayerKind
 
 CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels (bench/records/memory-measured-H200.json)
 COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group (bench/records/communicators-4xH200.md)

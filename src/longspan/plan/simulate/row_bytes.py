@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from longspan.errors import PlanError
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import depth_kinds, has_shared_blocks, layer_kinds
 from longspan.plan.memory.layer_tapes import LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.parameters import reason_uncounted
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.step_peak import bytes_kept
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import depth_kinds, has_shared_blocks, layer_kinds
 
 Checkpointing = Literal["full", "selective", "none"]
 

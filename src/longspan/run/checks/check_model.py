@@ -13,7 +13,7 @@ from longspan.config.sections import EncoderSection, LoraSection, RunConfig
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 _COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}

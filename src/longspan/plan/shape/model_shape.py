@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import (
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import (
     ATTENTION,
     MIXING,
     LayerKind,
@@ -24,7 +24,7 @@ from longspan.plan.cost.layers import (
     layer_types,
     sliding_window,
 )
-from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, read_mixer_shape
+from longspan.plan.shape.mixer_shape import MixerShape, mixer_kind, read_mixer_shape
 
 SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers

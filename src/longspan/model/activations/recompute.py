@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from longspan.attention.saved_outputs import Recording
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.host_arena import HostArena, check_host_room
-from longspan.model.host_offload import HostOffload, park_saved_tensors
+from longspan.model.activations.host_arena import HostArena, check_host_room
+from longspan.model.activations.host_offload import HostOffload, park_saved_tensors
 from longspan.model.layers import Absent, layer_list, stage_layers
 from longspan.model.mtp.depths import MtpBlocks, model_depths
 from longspan.model.seams.layer_arguments import run_within_layer

@@ -16,7 +16,7 @@ from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_entries, model_adapter
 from longspan.model.lora.save import WEIGHTS, stock_name
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.save import empty_stock_model
+from longspan.model.saving.save import empty_stock_model
 from longspan.model.weights.fill import DeferredWeights, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.hf_folder import weight_files

@@ -5,7 +5,7 @@ Not priced: Mamba 1, whose recurrence has a decay for each channel and state.
 
 from dataclasses import dataclass
 
-from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.shape.config_reader import ConfigReader
 
 CHUNK = 64  # rows of a chunk of the scan, by which its products are counted
 

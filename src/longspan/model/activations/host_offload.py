@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from longspan.model.host_arena import HostArena, HostRange
+from longspan.model.activations.host_arena import HostArena, HostRange
 
 HOST_OFFLOAD = "host_offload"  # the attribute of prepared models
 ON_DEVICE = 2  # layers: the one that runs and its neighbour

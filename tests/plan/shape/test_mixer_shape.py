@@ -18,11 +18,11 @@ from longspan.model.exactness.small_copies import make_tiny_model, shrink_config
 from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
 from longspan.plan import Cost
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import layer_types
-from longspan.plan.cost.mixer_shape import MixerShape
 from longspan.plan.cost.model_flops import model_flops
-from longspan.plan.cost.model_shape import ModelShape, has_mixers
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import layer_types
+from longspan.plan.shape.mixer_shape import MixerShape
+from longspan.plan.shape.model_shape import ModelShape, has_mixers
 
 ROWS = 16
 FAMILIES = {

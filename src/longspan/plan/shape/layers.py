@@ -8,7 +8,7 @@ interval. State-space layers have their weights in `mixer_shape.py`.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.shape.config_reader import ConfigReader
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 MIXING = ("linear_attention", "conv")
