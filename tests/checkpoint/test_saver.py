@@ -148,7 +148,7 @@ def failures_rank(rank: int, root: Path, world: World) -> list[str]:
             time.sleep(0.01)
         saver.timeout = 0.0 if broken is not refuse else saver.timeout
         while not world.control.any_rank(saver.has_failed):  # as a step's agreement does
-            assert "step-000002 (" in world.watch.activity() or saver.has_failed
+            assert "step-000002 (" in world.watch.activity().text or saver.has_failed
             time.sleep(0.01)
         with pytest.raises(CheckpointError) as error:
             saver.raise_failure()

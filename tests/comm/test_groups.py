@@ -133,7 +133,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.current, self.named, self.finished = None, None, ""
+        self.current, self.named, self.finished, self.timeout = None, None, "", 60.0
 
     def watch_works(self, operation: Operation, works: Sequence[Any]) -> None:
         self.seen.append("works")

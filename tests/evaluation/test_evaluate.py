@@ -302,5 +302,5 @@ def test_errors_inside_an_evaluation_name_its_step() -> None:
     watch = Watch(0, (0,), 60.0, None)
     watch.step = 3
     with watch.naming("evaluation", (0,), step=77), watch.naming("passes", (0,)):
-        assert "of step 77" in str(watch.during("sum", (0,))) and "in step 77" in watch.activity()
-    assert "of step 3" in str(watch.during("sum", (0,))) and "in step 3" in watch.activity()
+        assert "of step 77" in str(watch.during("sum", (0,))) and "in step 77" in watch.activity().text
+    assert "of step 3" in str(watch.during("sum", (0,))) and "in step 3" in watch.activity().text

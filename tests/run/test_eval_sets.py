@@ -128,7 +128,7 @@ def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: tuple[Run
 def test_groups_of_training_and_of_every_evaluation_are_logged(straight: tuple[RunConfig, str, TrainResult]) -> None:
     rows = [json.loads(line) for line in (Path(straight[0].run.dir) / "groups.jsonl").read_text().splitlines()]
     axes = {row["kind"]: row["axis"] for row in rows if "axis" in row}
-    assert axes == {"control": "control", "parent": "plane", "slots": "slots"} | (
+    assert axes == {"control": "control", "saves": "control", "parent": "plane", "slots": "slots"} | (
         {"communicator": "cp"} if "communicator" in axes else {}
     )
     shared = [(row["use"], row["degree"], row["level"], row["ranks"]) for row in rows if row["kind"] == "cp"]

@@ -187,7 +187,10 @@ class Saves:
         """
         try:
             yield
-        except LongspanError as error:
+        except Exception as error:
+            if not isinstance(error, LongspanError):
+                self.saver.wait_here(self._run.world.timeout / 4)
+                raise
             refused = isinstance(error, CheckpointError)
             broken = isinstance(error, NonFiniteError) and not error.weights_are_finite
             if isinstance(error, RankLostError):
