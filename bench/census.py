@@ -37,7 +37,7 @@ from bench.census.record import as_text, changes, failed
 from bench.census.run import row_of  # at the top, so that the fork server of the ranks has its imports
 
 from longspan.bench.record import write_record
-from longspan.cli.machine import machine
+from longspan.cli.machine import machine_facts
 from longspan.run.result import versions
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run the models that the record lacks, and write it after each."""
     commit = _commit()
     known = _read(options.out)["models"] if options.out and options.out.exists() else {}
-    about = {"bench": "census", "machine": machine(), "versions": versions(), "commit": commit}
+    about = {"bench": "census", "machine": machine_facts(), "versions": versions(), "commit": commit}
     classes = CLASSES[options.classes]
     flag = "" if options.classes == "text" else f"--classes {options.classes} "
     command = f"python bench/census.py {flag}--out {classes.record.relative_to(ROOT)}"

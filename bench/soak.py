@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import load_file
 
 from longspan.checkpoint.files import checkpoint_path, step_of
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 from longspan.run.metrics_log import read_metrics
 from longspan.run.result import versions
 
@@ -494,7 +494,7 @@ def main() -> None:
         sys.exit(f"--faults names {unknown[0]!r}; faults are {', '.join(FAULTS)}")
     record: dict[str, Any] = {
         "bench": "soak",
-        "machine": machine(),
+        "machine": machine_facts(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "command": "python " + " ".join(["bench/soak.py", *sys.argv[1:]]),
         "world": flags.world,

@@ -31,8 +31,8 @@ from bench.attention.type_ranks import forward_flops
 
 from longspan import Layout, World
 from longspan.attention import all_to_all
-from longspan.bench.record import where_it_ran
-from longspan.cli.machine import machine
+from longspan.bench.record import origin_text
+from longspan.cli.machine import machine_facts
 from longspan.comm.groups import process_groups
 from longspan.plain_text import markdown_table
 from longspan.run.result import versions
@@ -49,7 +49,7 @@ CHOICES: dict[str, dict[str, Callable[[], None]]] = {
 def main() -> None:
     """Measure in rounds, print a line for each, and write the record."""
     flags = _flags()
-    about = {"machine": machine(), "versions": versions(), "command": " ".join(["torchrun", *sys.argv])}
+    about = {"machine": machine_facts(), "versions": versions(), "command": " ".join(["torchrun", *sys.argv])}
     options = {name: getattr(flags, name) for name in ("choice", "partition", "key_value_heads")}
     record: dict[str, Any] = {"bench": "attention choices", **options, **about, "rows": []}
     ways, first = list(CHOICES[flags.choice]), int(os.environ["RANK"]) == 0
@@ -111,7 +111,7 @@ def _text(record: dict[str, Any]) -> str:
     ]
     return (
         f"# Sharded attention, {record['choice']}: one way and another in turn\n\n"
-        f"{where_it_ran(record)}\n\n"
+        f"{origin_text(record)}\n\n"
         f"{markdown_table(('attention', 'documents', 'length', *ways), rows)}\n\n"
         "TFLOP/s per device, forward and backward, of every round, on the slowest rank.\n"
     )

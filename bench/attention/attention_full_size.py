@@ -16,8 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from longspan.bench.record import where_it_ran, write_record
-from longspan.cli.machine import machine
+from longspan.bench.record import origin_text, write_record
+from longspan.cli.machine import machine_facts
 from longspan.comm import run_local
 from longspan.run.result import versions
 from tests.attention.full_size import CONFIGURATIONS, NAMES, Measured, measure
@@ -56,7 +56,7 @@ def _keep(options: argparse.Namespace, measured: list[Measured]) -> None:
 
 
 def _record(options: argparse.Namespace, measured: list[Measured]) -> dict[str, Any]:
-    about = {"machine": machine(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
+    about = {"machine": machine_facts(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
     rows = [asdict(m) | {"good": m.good} for m in measured]
     return {"bench": "attention full size", **about, "ranks": options.ranks, "dtype": options.dtype, "rows": rows}
 
@@ -68,7 +68,7 @@ def _text(record: dict[str, Any]) -> str:
         f"# Attention at the size of models: {record['ranks']} ranks, {record['dtype']}, {len(rows)} comparisons, "
         f"{sum(not row['good'] for row in rows)} beyond their bound",
         "",
-        where_it_ran(record),
+        origin_text(record),
         "",
         "Relative 2-norms against dense attention in float32; in brackets those of the kernel on whole documents on "
         "one GPU. The bound is twice that.",

@@ -38,7 +38,7 @@ from longspan.attention import rows
 from longspan.attention.kernels import table
 from longspan.attention.members import Members
 from longspan.attention.tiles_between import Mask
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 from longspan.comm.shard_part import ShardPart
 from longspan.run.result import versions
 
@@ -93,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not flags.cpu else torch.device("cpu")
     record: dict[str, Any] = {"bench": "attention host", "ranks": flags.ranks, "device": device.type}
-    record |= {"machine": machine(), "versions": versions(), "rows": [], "geometry": []}
+    record |= {"machine": machine_facts(), "versions": versions(), "rows": [], "geometry": []}
     record["geometry"] = [_show(row) for row in geometries()]
     counts: Counter[str] = Counter()
     world = OneRank(Layout(flags.ranks), device)
@@ -126,7 +126,7 @@ def _hollow(counts: Counter[str], device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         table.KERNELS = (hollow_kernel("cpu", counts),)
         counted = Counted(counts)
-        rows.runs_fused, fused.kernels = lambda x: True, lambda: counted
+        rows.runs_fused, fused.kernel_module = lambda x: True, lambda: counted
     yield
 
 

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from longspan import Layout, World, attend, bind, plan_fixed
 from longspan.attention import all_gather, all_to_all, ring
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 from longspan.comm import run_local
 from longspan.run.profile import merge_intervals
 from longspan.run.result import versions
@@ -136,7 +136,7 @@ def _table(spans: dict[str, dict[str, list[Span]]], name: str, rows: int, gpus: 
         lines.append(f"| {kind} | {computes:.1f} | {travels:.1f} | {both:.1f} ({100 * both / travels:.0f} %) |")
     versioned = ", ".join(f"{key} {value}" for key, value in versions().items())
     command = f"python bench/attention/attention_overlap.py --rows {rows} --out bench/records/{name}"
-    lines += ["", f"Machine: {machine_text(machine())}. Versions: {versioned}. Command: `{command}`.", ""]
+    lines += ["", f"Machine: {machine_text(machine_facts())}. Versions: {versioned}. Command: `{command}`.", ""]
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.comm import run_local
 from tests.attention.parity import DEGREES, DTYPES, REFUSED, WAYS, Combination, run, whole
 
@@ -87,7 +87,7 @@ def _text(record: dict[str, Any]) -> str:
     lines = [
         f"# Parity of attention ({record['backend']}): {total} combinations, {wrong} wrong, {refused} refused",
         "",
-        where_it_ran(record),
+        origin_text(record),
         "",
         "Types × degrees × features × lengths × head shapes × dtypes (`tests/attention/parity.py`), each against "
         "dense attention in float64: out, dq, dk, dv and the gradient of sinks, relative 2-norms. In the tables, the "

@@ -33,8 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.kernels import table
-from longspan.bench.record import where_it_ran
-from longspan.cli.machine import machine
+from longspan.bench.record import origin_text
+from longspan.cli.machine import machine_facts
 from longspan.run.profile import merge_intervals
 from longspan.run.result import versions
 
@@ -46,7 +46,7 @@ def main() -> None:
     """Measure every type at every length, print a line for each, and write the record."""
     flags = _flags()
     table.KERNELS = (*table.KERNELS, hollow_kernel("cuda"))
-    about = {"machine": machine(), "versions": versions(), "command": " ".join(["torchrun", *sys.argv])}
+    about = {"machine": machine_facts(), "versions": versions(), "command": " ".join(["torchrun", *sys.argv])}
     record: dict[str, Any] = {"bench": "attention time", **about, "rows": []}
     with World(Layout(int(torch.cuda.device_count()))) as world:
         settings = settings_of(flags, len(world.home.ranks))
@@ -252,7 +252,7 @@ def _markdown(record: dict[str, Any]) -> str:
     for row in record["rows"]:
         cells = " | ".join(f"{1e3 * row[name]:.2f}" for name in _COLUMNS)
         lines.append(f"| {row['name']} | {row['length']:,} | {row['tflops_per_device']:.0f} | {cells} |")
-    return "\n".join([*lines, "", where_it_ran(record)]) + "\n"
+    return "\n".join([*lines, "", origin_text(record)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from bench.attention.type_cases import AttentionSettings
 from bench.attention.type_ranks import attention_ranks
 
 from longspan.bench.benches import BenchFlags
-from longspan.bench.record import show_record, where_it_ran
+from longspan.bench.record import origin_text, show_record
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.processes import run_on_ranks
 from longspan.errors import ConfigError, plural
@@ -139,7 +139,7 @@ def record_markdown(record: dict[str, Any]) -> str:
     """A record as Markdown, for bench/records."""
     return (
         f"# {_title(record)}\n\n"
-        f"{where_it_ran(record)}\n\n"
+        f"{origin_text(record)}\n\n"
         f"{markdown_table(_NAMES, _table_lines(record))}\n\n"
         "TFLOP/s per device count 3.5 × the forward FLOPs (4 · heads · head size · the pairs of positions that see "
         "each other, which are S² / 2 a document without a window) for forward and backward together. "

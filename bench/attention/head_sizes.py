@@ -30,7 +30,7 @@ from longspan.attention import KERNELS, AttendCall, Mask
 from longspan.attention.call import Saved
 from longspan.attention.kernels.table import Kernel
 from longspan.attention.tiles import Launch, Tile, Tiling
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 
 SMALL = (700, 1, 323)
 SHARES = (96, 64, 32, 24, 19, 13, 6, 2)  # of 256, documents of a packed case
@@ -116,7 +116,7 @@ def measured(name: str, layer: Layer, rows: int) -> Iterator[dict[str, Any]]:
     """A row for every kernel that can run it: errors, milliseconds and TFLOP/s."""
     packed = tuple(rows * share // 256 for share in SHARES)
     for kernel in KERNELS:
-        if kernel.lacks(layer.call()):
+        if kernel.lack_for(layer.call()):
             continue
         row: dict[str, Any] = {"layer": name, "kernel": kernel.name, **asdict(layer)}
         row["errors"], row["dense"] = errors(kernel, layer)
@@ -241,7 +241,7 @@ def _keep(record: dict[str, Any], out: Path | None) -> None:
 
 def text_of(record: dict[str, Any]) -> str:
     """The record as Markdown."""
-    lines = ["# Kernels at the head sizes of real models", "", where_it_ran(record), ""]
+    lines = ["# Kernels at the head sizes of real models", "", origin_text(record), ""]
     lines += [
         f"Milliseconds (TFLOP/s) of one layer in bfloat16 over one document of {record['rows']:,} rows, and over eight "
         "of as many together; backward counts 2.5 times forward's work. Error: the worst of out, dq, dk and dv beside "

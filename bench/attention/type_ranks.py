@@ -19,9 +19,9 @@ from bench.attention.type_cases import (
 )
 from torch import Tensor
 
-from longspan.attention import AttendCall, Mask, choose
-from longspan.bench.record import missing_because, write_unfinished
-from longspan.cli.machine import machine
+from longspan.attention import AttendCall, Mask, choose_kernel
+from longspan.bench.record import missing_row, write_unfinished
+from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.run.result import versions
@@ -56,7 +56,7 @@ def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
         "kernel": _kernel(settings, world),
         "backend": world.backend,
         "check_length": CHECK_ROWS * settings.ranks,
-        "machine": machine(),
+        "machine": machine_facts(),
         "versions": versions(),
         "checks": [],
         "rows": [],
@@ -67,7 +67,7 @@ def _kernel(settings: AttentionSettings, world: World) -> str:
     sizes = (settings.heads, settings.key_value_heads, settings.head_size, settings.head_size)
     mask = Mask(window=settings.window or None)
     call = AttendCall(*sizes, getattr(torch, settings.dtype), world.device, mask)
-    return choose(call, settings.kernel or None).name
+    return choose_kernel(call, settings.kernel or None).name
 
 
 def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> None:
@@ -87,7 +87,7 @@ def _or_missing(case: AttentionCase, measure: Callable[..., dict[str, Any]], *ar
     except Exception as error:
         if not case.peer:
             raise
-        return missing_because(error)
+        return missing_row(error)
 
 
 def _check(settings: AttentionSettings, case: AttentionCase, world: World) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from bridge_record import as_markdown
 from bridge_time import BridgeSettings, measure
 
 from longspan.bench.record import open_record, write_record
-from longspan.cli.processes import has_torchrun, processes_of, reports_here, run_on_ranks
+from longspan.cli.processes import choose_processes, has_torchrun, is_reporting, run_on_ranks
 
 
 def main() -> None:
@@ -42,13 +42,13 @@ def main() -> None:
         _finish(run_on_nodes(flags.nodes, flags.ranks, flags.timeout, cpu=flags.device == "cpu"), None)
     else:
         record = _measured(flags)
-        if flags.results is not None and reports_here():
+        if flags.results is not None and is_reporting():
             flags.results.write_text(json.dumps(record), encoding="utf-8")
         _finish(record, None)
 
 
 def _measured(flags: argparse.Namespace) -> dict[str, Any]:
-    processes = processes_of(0 if has_torchrun() else flags.ranks, flags.device, on_gpus=0, on_cpus=4)
+    processes = choose_processes(0 if has_torchrun() else flags.ranks, flags.device, on_gpus=0, on_cpus=4)
     if processes.ranks not in CASES:
         sys.exit(f"{processes.ranks} ranks; there are layouts for {' and '.join(map(str, CASES))}")
     settings = BridgeSettings(
@@ -68,7 +68,7 @@ def _measured(flags: argparse.Namespace) -> dict[str, Any]:
 
 def _finish(record: dict[str, Any], out: Path | None) -> None:
     """Print a record, and write it where that has not been done."""
-    if reports_here():
+    if is_reporting():
         if out is not None:
             write_record(record, out, as_markdown(record))
         print(as_markdown(record))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from longspan.bench.record import where_it_ran
+from longspan.bench.record import origin_text
 from longspan.plain_text import markdown_table
 
 AIMS = {"gathering": 0.5, "own bytes": 1.3, "uneven": 1.3}  # of the bridge's time to theirs, both ways together
@@ -13,7 +13,7 @@ DIRECTIONS = ("forward", "backward")
 def as_markdown(record: dict[str, Any]) -> str:
     """The record for people who read bench/records."""
     title, body = {"bridge": _times, "bridge bytes": _bytes, "bridge plans": _plans}[record["bench"]](record)
-    return f"# {title}\n\n{where_it_ran(record)}\n\n{body}\n"
+    return f"# {title}\n\n{origin_text(record)}\n\n{body}\n"
 
 
 def _times(record: dict[str, Any]) -> tuple[str, str]:

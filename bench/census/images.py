@@ -13,7 +13,7 @@ from bench.census.run import Row, as_such, said
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from longspan.bench.record import where_it_ran
+from longspan.bench.record import origin_text
 from longspan.doctor.cases import Case
 from longspan.doctor.proof import prove
 from longspan.model.exactness.small_copies import shrink_configuration
@@ -91,7 +91,7 @@ def image_text(record: Mapping[str, Any]) -> str:
     lines = [
         "# Census of transformers' classes from images and text to text",
         "",
-        where_it_ran(dict(record)),
+        origin_text(dict(record)),
         "",
         f"Classes of the registry: {counted(counts(record, variants=False))}. "
         f"{sum(row['seconds'] for row in models.values()) / 60:.0f} minutes of one process with its ranks. Made at "

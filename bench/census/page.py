@@ -9,7 +9,7 @@ from bench.census.images import image_section
 from bench.census.record import counts
 
 from longspan.attention import AttendCall, Mask
-from longspan.doctor.kernels import GPU, kernels_on_gpus
+from longspan.doctor.kernels import GPU, list_gpu_kernels
 
 COMMAND = "python bench/census.py --docs docs/models.md"
 POPULAR = {
@@ -188,7 +188,7 @@ def kernel_of(kind: Mapping[str, Any]) -> str:
     softcap = 1.0 if kind["softcap"] else None
     call = AttendCall(1, 1, query, value, torch.bfloat16, GPU, Mask(window=window), softcap=softcap)
     sizes = str(query) if query == value else f"{query}/{value}"
-    return f"`{kernels_on_gpus(call)[0].name}` ({sizes})"
+    return f"`{list_gpu_kernels(call)[0].name}` ({sizes})"
 
 
 def _why(row: Mapping[str, Any]) -> str:

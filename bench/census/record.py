@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from longspan.bench.record import where_it_ran
+from longspan.bench.record import origin_text
 
 WAYS = ("tp 2", "pp 2", "ep 2", "router losses")
 _RANK = {"exact": 0, "refused": 1, "not built": 1, "crashed": 2, "wrong": 3}
@@ -53,7 +53,7 @@ def as_text(record: Mapping[str, Any]) -> str:
     lines = [
         "# Census of transformers' causal language models",
         "",
-        where_it_ran(dict(record)),
+        origin_text(dict(record)),
         "",
         f"Classes of the registry: {counted(counts(record, variants=False))}; variants: "
         f"{counted(counts(record, variants=True))}. {sum(row['seconds'] for row in models.values()) / 60:.0f} minutes "

@@ -6,11 +6,11 @@ from typing import Any
 
 from bench.census.models import class_name, default_config, head_kinds
 
-from longspan.doctor.cases import Case, cases_named
+from longspan.doctor.cases import Case, list_cases
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.proof import prove
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 RANKS = 3  # degrees 2 and 3
 ORDER = ("wrong", "crashed", "not built", "refused", "exact")
@@ -28,7 +28,7 @@ def row_of(name: str) -> Row:
     except Exception as error:  # of a configuration class, and of the stock model
         row["message"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return row | {"seconds": round(time.perf_counter() - began, 1)}
-    row |= as_such(prove(small, cases_named("basic", RANKS), RANKS))
+    row |= as_such(prove(small, list_cases("basic", RANKS), RANKS))
     if row["status"] == "exact":
         row["ways"] = _other_ways(small)
     return row | {"seconds": round(time.perf_counter() - began, 1)}

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from process_memory import resident, sampled
 
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
@@ -222,7 +222,7 @@ def _markdown(record: dict[str, Any]) -> Iterator[str]:
     build, file = record["build"], record["file"]
     yield "# A corpus: tokenizing, starting again, and opening"
     yield ""
-    yield where_it_ran(record)
+    yield origin_text(record)
     yield ""
     yield (
         f"{file['bytes'] / 1e6:,.0f} MB in {file['rows']:,} rows of made text, {build['tokens']:,} tokens; "

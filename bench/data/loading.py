@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from longspan import Layout, World, prepare
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.model import load_model
 from longspan.testing import run_ranks
 
@@ -116,7 +116,7 @@ def _keep(record: dict[str, Any], row: dict[str, Any], out: Path) -> None:
 def _markdown(record: dict[str, Any]) -> Iterator[str]:
     yield "# Loading a folder: what a rank's host memory rises by"
     yield ""
-    yield where_it_ran(record)
+    yield origin_text(record)
     yield ""
     yield "| model | home | ranks | way | float32 MB | an equal part + largest tensor, MB | rise, MB | device, MB | s |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from process_memory import resident, sampled
 
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.data.step_order import StepOrder
 
 TOKENS_PER_STEP, LATE, SEED, HELD_OUT = 65_536, 10_000, 0, 32
@@ -164,7 +164,7 @@ def _own_and_files() -> tuple[int, int]:
 def _markdown(record: dict[str, Any]) -> Iterator[str]:
     yield "# The order of documents: memory of a rank and seconds"
     yield ""
-    yield where_it_ran(record)
+    yield origin_text(record)
     yield ""
     yield "| rows | case | documents | peak own MB | peak MB of files | held own MB | seconds | largest objects held |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"

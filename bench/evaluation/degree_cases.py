@@ -49,10 +49,10 @@ class EvaluationCase:
 
     def configuration(self, vocabulary: int) -> "PreTrainedConfig":
         """The model's configuration, with an untied head. Raises ModelError for an unknown preset."""
-        from longspan.bench.layers import with_layers
+        from longspan.bench.layers import change_layer_count
         from longspan.model.presets import preset_config
 
-        configuration = with_layers(preset_config(self.preset, vocab_size=vocabulary), self.layers)
+        configuration = change_layer_count(preset_config(self.preset, vocab_size=vocabulary), self.layers)
         configuration.vocab_size, configuration.tie_word_embeddings = vocabulary, False
         return configuration
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from longspan.bench.record import write_unfinished
 from longspan.bench.timing import profile_run, time_run
-from longspan.cli.machine import machine
+from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.data.document import synthetic_documents
 from longspan.evaluation.evaluate import evaluate
@@ -33,7 +33,7 @@ BOUND = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # of the difference of two 
 
 def eval_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
     """Run every case in a world of its own; the record, equal on every rank."""
-    about = {"backend": settings.backend, "machine": machine(), "versions": versions()}
+    about = {"backend": settings.backend, "machine": machine_facts(), "versions": versions()}
     record: dict[str, Any] = {"bench": "eval", **settings.to_json(), **about, "rows": []}
     backend = "gloo" if not settings.gpu else None
     for case in settings.cases:

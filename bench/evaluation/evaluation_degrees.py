@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.evaluation.degree_cases import DEGREES, KNOWN_DOCUMENTS, KNOWN_RANKS, EvalBenchFlags, make_settings
 from bench.evaluation.degree_ranks import eval_ranks
 
-from longspan.bench.record import show_record, where_it_ran
+from longspan.bench.record import origin_text, show_record
 from longspan.cli.flags import parse_flags
-from longspan.cli.processes import run_on_ranks, say
+from longspan.cli.processes import print_note, run_on_ranks
 from longspan.plain_text import bytes_text, markdown_table, text_table
 
 _SUMMARY = (
@@ -58,7 +58,7 @@ def record_markdown(record: dict[str, Any]) -> str:
     )
     return (
         f"# {_title(record)}\n\n"
-        f"{where_it_ran(record)}\n\n"
+        f"{origin_text(record)}\n\n"
         f"{markdown_table(_SUMMARY, _summary(record))}\n\n"
         f"Whole evaluations of {documents} documents, the slowest rank of each, means over {record['repeats']} after "
         f"{record['warmup']}: planning, agreement of the ranks, reading, forward passes under FSDP2, loss, token "
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, ranks, backend, ["python", PROGRAM, *argv])
     for case in settings.left_out:
-        say(f"{case.name} is left out: it runs on multiples of {case.ranks} ranks, here are {ranks}", sys.stderr)
+        print_note(f"{case.name} is left out: it runs on multiples of {case.ranks} ranks, here are {ranks}", sys.stderr)
     record = run_on_ranks(eval_ranks, (settings,), ranks)
     show_record(record, flags, text=record_text(record), markdown=record_markdown(record))
     return 0 if all(row["good"] for row in record["rows"]) else 1

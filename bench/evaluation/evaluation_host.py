@@ -28,7 +28,7 @@ from bench.processes.one_rank import OneRank
 from torch import nn
 
 from longspan import Layout, World, evaluate, load_model, prepare
-from longspan.bench.layers import with_layers
+from longspan.bench.layers import change_layer_count
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import RowSums, Totals
 from longspan.model.presets import preset_config
@@ -46,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not flags.cpu else torch.device("cpu")
     world = OneRank(Layout(flags.ranks, tp=flags.tp), device)
-    configuration = with_layers(preset_config(flags.preset, vocab_size=VOCABULARY), flags.layers)
+    configuration = change_layer_count(preset_config(flags.preset, vocab_size=VOCABULARY), flags.layers)
     configuration.vocab_size, configuration.tie_word_embeddings = VOCABULARY, False
     dtype = torch.bfloat16 if device.type == "cuda" else None
     loaded = load_model(config=configuration, sharded=True)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.matrix_flags import matrix_flags
 
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.comm import run_local
 from tests.evaluation.matrix import (
     DTYPES,
@@ -121,7 +121,7 @@ def _text(record: dict[str, Any]) -> str:
         f"# Matrix of evaluation ({record['backend']}): {combinations} combinations, {evaluations} evaluations, "
         f"{wrong} runs wrong",
         "",
-        f"{record['date']}. {where_it_ran(record)}",
+        f"{record['date']}. {origin_text(record)}",
         "",
         f"A combination is a model ({', '.join(FAMILIES)}), a home of {RANKS} processes, a dtype, a degree of training "
         f"and one of evaluation, and a way of evaluating ({', '.join(WAYS)}); placements (FSDP2 with and without "

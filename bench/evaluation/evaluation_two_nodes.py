@@ -22,13 +22,13 @@ import torch
 from bench.processes.emulated_nodes import run_on_nodes
 
 from longspan import Layout, World, evaluate, load_model, plan_fixed, prepare, run_step
-from longspan.bench.layers import with_layers
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.layers import change_layer_count
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.data.document import synthetic_documents
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
 from longspan.plan import Plan
-from longspan.plan.hierarchy import hierarchical_groups, levels_of
+from longspan.plan.hierarchy import group_levels, hierarchical_groups
 from longspan.train import build_optimizer
 
 NODES = 2
@@ -65,7 +65,7 @@ def run_rank(options: argparse.Namespace) -> None:
     """What each rank does; the first one writes the results."""
     with World(Layout(options.ranks), timeout=options.timeout) as world:
         gpu = world.device.type == "cuda"
-        configuration = with_layers(preset_config(options.preset, vocab_size=options.vocabulary), options.layers)
+        configuration = change_layer_count(preset_config(options.preset, vocab_size=options.vocabulary), options.layers)
         configuration.vocab_size, configuration.tie_word_embeddings = options.vocabulary, False
         loaded = load_model(config=configuration, sharded=True)
         model = prepare(loaded, world, compute_dtype=torch.bfloat16 if gpu else None)
@@ -110,7 +110,7 @@ def rows_of_steps(
 
 def judged(rows: Sequence[dict[str, Any]], wide: Plan, node_size: int, backend: str) -> dict[str, Any]:
     """The rows with the levels of the wide groups, the largest difference of losses, and whether all is as it must."""
-    (levels,) = dict.fromkeys(levels_of(group) for group in hierarchical_groups(wide))
+    (levels,) = dict.fromkeys(group_levels(group) for group in hierarchical_groups(wide))
     by_step: dict[int, list[float]] = {}
     for row in rows:
         if row["does"] == "evaluation":
@@ -143,7 +143,7 @@ def as_markdown(record: dict[str, Any]) -> str:
     a2a, p2p = (" and ".join(map(str, record["levels"][name])) for name in ("a2a", "p2p"))
     return (
         f"# Training and evaluation on two emulated nodes of {record['node_size']} ranks ({record['backend']})\n\n"
-        f"{where_it_ran(record)}\n\n"
+        f"{origin_text(record)}\n\n"
         f"{record['documents']} documents of {record['tokens']:,} tokens, {record['preset']} with {record['layers']} "
         f"layers, vocabulary {record['vocabulary']:,}, FSDP2 over both nodes. Training at degree 1; evaluation at the "
         f"degree of training, and at {record['ranks']} under a2a+p2p: all-to-all inside the slots {a2a}, ring between "

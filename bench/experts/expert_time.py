@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.errors import ConfigError
 from longspan.model.experts.moe import mix_all_rows
 
@@ -146,7 +146,7 @@ def _profile(run: Callable[[], Tensor | None]) -> None:
 
 def text_of(record: dict[str, Any]) -> str:
     """The record as Markdown."""
-    lines = ["# Experts of a layer on one GPU", "", where_it_ran(record), ""]
+    lines = ["# Experts of a layer on one GPU", "", origin_text(record), ""]
     lines += [
         "Milliseconds, bfloat16. TFLOP/s: 6 FLOPs for each weight and visit over the time of both passes.",
         "",

@@ -19,7 +19,7 @@ from mixer_designs import Layer, baseline, errors, flags_of, layers, ours, scan_
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World, bind, plan_fixed
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.comm import SequenceShard
 from longspan.testing import run_ranks
 
@@ -134,7 +134,7 @@ def _keep(record: dict[str, Any], out: Path | None, rank: int) -> None:
 
 def text_of(record: dict[str, Any]) -> str:
     """The record as Markdown."""
-    lines = ["# State-space layers over several GPUs", "", where_it_ran(record), ""]
+    lines = ["# State-space layers over several GPUs", "", origin_text(record), ""]
     lines += [
         f"Milliseconds of forward and backward together (forward alone), and GiB, of the slowest of {record['ranks']} "
         "ranks. Efficiency: one GPU alone at its share of the rows, over ours. Scan: without the layer's rest.",

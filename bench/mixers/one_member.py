@@ -20,7 +20,7 @@ from mixer_designs import Layer, flags_of, layers, ours, scan_alone
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.comm import SequenceShard
 from longspan.errors import ConfigError
 from longspan.ssm.chains import Chains, chains_by_shard
@@ -152,7 +152,7 @@ def _profile(run: Callable[[Tensor], Tensor], world: World) -> None:
 
 def text_of(record: dict[str, Any]) -> str:
     """The record as Markdown."""
-    lines = ["# A state-space layer as one member of a group", "", where_it_ran(record), ""]
+    lines = ["# A state-space layer as one member of a group", "", origin_text(record), ""]
     lines += [
         "Milliseconds of forward and backward together (forward alone; the host's), of the second of "
         f"{record['members']} members, messages taking no time. Efficiency: alone over member.",

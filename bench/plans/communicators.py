@@ -23,8 +23,8 @@ import torch
 
 from longspan import Layout, Plan, World, bind, plan_dynamic
 from longspan.attention import attend
-from longspan.bench.record import where_it_ran, write_record
-from longspan.cli.machine import machine
+from longspan.bench.record import origin_text, write_record
+from longspan.cli.machine import machine_facts
 from longspan.comm import run_local
 from longspan.plan.simulate.distributions import sample_lengths
 from longspan.run.result import versions
@@ -43,7 +43,7 @@ def main() -> None:
         args = (settings.ranks, settings.backend, settings.steps, most)
         rows.append({"max_groups": most, "by_rank": run_local(_measured, settings.ranks, args, timeout=3600)})
         print(_row(rows[-1]), flush=True)
-    about = {"machine": machine(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
+    about = {"machine": machine_facts(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
     options = {name: getattr(settings, name) for name in ("backend", "ranks", "steps")}
     record = {"bench": "communicators", **about, **options, "groups": _groups(settings), "rows": rows}
     if settings.out is not None:
@@ -121,7 +121,7 @@ def _text(record: dict[str, Any]) -> str:
     lines = [
         f"# Communicators of {record['steps']} dynamic plans over {record['ranks']} slots ({record['backend']})",
         "",
-        where_it_ran(record),
+        origin_text(record),
         "",
         f"The plans have {groups['micro_batches']} micro-batches and use groups of several slots {groups['used']} "
         f"times, {groups['different']} different ones: so many communicators there would be with one for each. "

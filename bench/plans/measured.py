@@ -16,7 +16,7 @@ from typing import Any
 from longspan import Group, Layout, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan import AttentionCall, CostSettings, EncoderLoad, EncoderShape, Machine, PlanOptions
 from longspan.plan.cost.cost_changes import Recomputation
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.evaluation import plan_evaluation
 from longspan.plan.simulate.simulate import simulate
 

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from strong_bound import strong_bound
 
 from longspan import Layout, plan_dynamic, plan_fixed
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
 from longspan.plan.simulate.distributions import sample_lengths
-from longspan.plan.simulate.type_and_partition import options_of_types, type_of
+from longspan.plan.simulate.type_and_partition import list_type_options, plan_type_text
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
 LONGEST = 131072
@@ -84,10 +84,10 @@ def static_plan(lengths: list[int], slots: int, cap: int) -> tuple[float, int, s
         plan_fixed(lengths, home, cp, options=typed)
         for cp in (least, 2 * least, 4 * least)
         if slots % cp == 0
-        for typed in options_of_types(options, home, cp)
+        for typed in list_type_options(options, home, cp)
     )
     best = min(plans, key=lambda plan: plan.predicted_seconds)
-    return best.predicted_seconds, best.micro_batches[0].groups[0].degree, type_of(best)
+    return best.predicted_seconds, best.micro_batches[0].groups[0].degree, plan_type_text(best)
 
 
 class Megatron:
@@ -224,7 +224,7 @@ def main() -> None:
         add_before(rows, json.loads(flags.before.read_text())["rows"])
     record = {
         "bench": "planner",
-        "machine": machine(),
+        "machine": machine_facts(),
         "versions": f"python {'.'.join(map(str, __import__('sys').version_info[:3]))}, numpy {np.__version__}",
         "command": "python bench/plans/planner.py" + (f" --megatron {flags.megatron.name}" if megatron else ""),
         "note": (

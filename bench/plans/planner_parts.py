@@ -21,16 +21,16 @@ import numpy as np
 from planner import NAMES, lengths_of
 
 from longspan import Layout, Plan, plan_dynamic
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 from longspan.plan.dynamic import planner
 
 SEEDS = 10
-plan_few = planner.plan_few
+plan_few = planner.plan_few_items
 
 
 def plan(lengths: list[int], slots: int, cap: int, *, few: bool = True) -> tuple[Plan, float]:
     """The lockstep plan of a batch and the seconds to make it, with or without plans of a handful of documents."""
-    planner.plan_few = plan_few if few else lambda _: None
+    planner.plan_few_items = plan_few if few else lambda _: None
     begun = time.process_time()
     made = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=cap)
     return made, time.process_time() - begun
@@ -110,7 +110,7 @@ def main() -> None:
     plan([5000, 300], 8, 1024)
     record = {
         "bench": "planner-parts",
-        "machine": machine(),
+        "machine": machine_facts(),
         "command": "python bench/plans/planner_parts.py",
         "note": f"{SEEDS} batches a row; lockstep.",
         "distributions": few_of_distributions(),

@@ -34,8 +34,8 @@ from unittest import mock
 import numpy as np
 
 from longspan import Layout, World
-from longspan.bench.record import where_it_ran, write_record
-from longspan.cli.machine import machine
+from longspan.bench.record import origin_text, write_record
+from longspan.cli.machine import machine_facts
 from longspan.comm import raise_first_error, run_local
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.comm.groups.channels import Channels
@@ -86,7 +86,7 @@ def main() -> None:
         by_rank = run_local(_measured, ranks, (ranks, settings.repeats, settings.idle_seconds), timeout=3600)
         rows[str(ranks)] = {name: max(figures[name] for figures in by_rank) for name in by_rank[0]}
         print(f"{ranks} ranks are counted", file=sys.stderr, flush=True)
-    about = {"machine": machine(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
+    about = {"machine": machine_facts(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
     record = {"bench": "host-scale", **about, "extrapolated to": settings.extrapolate, "rows": rows}
     record["fits"] = {
         name: _fit({int(n): row[name] for n, row in rows.items()}, settings.extrapolate)
@@ -240,7 +240,7 @@ def _text(record: dict[str, Any]) -> str:
     lines = [
         "# What a rank's host side costs, by the number of ranks",
         "",
-        where_it_ran(record),
+        origin_text(record),
         "",
         (__doc__ or "").split("\n\n")[2].replace("\n", " ").strip(),
         "",

@@ -30,7 +30,7 @@ from typing import Any
 
 import svg_curves
 
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 from longspan.run.result import versions
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +244,7 @@ def _run(recipe: Recipe, flags: argparse.Namespace, folder: Path) -> dict[str, A
 def _write(flags: argparse.Namespace, comparisons: dict[str, Any]) -> None:
     record = {
         "bench": "convergence",
-        "machine": machine(),
+        "machine": machine_facts(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "note": (
             f"{flags.preset} on {flags.world} {'CPU processes' if flags.device == 'cpu' else 'GPUs'}, "

@@ -29,7 +29,7 @@ import torch
 from bench.processes.end_processes import end_with_workers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.data.step_order import StepOrder
 from longspan.plain_text import markdown_table
 from longspan.plan.simulate.distributions import sample_lengths
@@ -243,7 +243,7 @@ def as_markdown(record: dict[str, Any]) -> str:
         f"Each step holds one document of {record['longest']:,} tokens and a long tail of {record['tail']:,} "
         f"({record['tails']} in each step). Ratios are of the steady step, the median of the second half; `bench` is "
         f"`longspan bench step` on the documents of the first step.\n\n"
-        f"{where_it_ran(record)}\n\n{markdown_table(names, rows)}\n"
+        f"{origin_text(record)}\n\n{markdown_table(names, rows)}\n"
     )
 
 

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from longspan.cli.machine import machine
+from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.host_memory import free_host_bytes
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.host_arena import HostArena
-from longspan.model.host_offload import HOST_OFFLOAD, HostOffload
+from longspan.model.activations.host_arena import HostArena
+from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
 from longspan.plan import plan_fixed
@@ -69,7 +69,7 @@ def main() -> None:
     print(markdown_table(list(steps[0]), [list(map(str, row.values())) for row in steps]))
     if flags.out is not None:
         settings = {name: getattr(flags, name) for name in ("tensor", "gib", "preset", "layers", "rows", "steps")}
-        about = {"machine": machine(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
+        about = {"machine": machine_facts(), "versions": versions(), "command": " ".join(["python", *sys.argv])}
         record = {"bench": "host arena", **settings, **about, "memory": memory, "rows": steps}
         flags.out.write_text(json.dumps(record, indent=1) + "\n")
 

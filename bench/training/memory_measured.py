@@ -22,8 +22,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from longspan import World
-from longspan.bench.layers import with_layers
-from longspan.cli.machine import machine, set_gpu_environment
+from longspan.bench.layers import change_layer_count
+from longspan.cli.machine import machine_facts, set_gpu_environment
 from longspan.config.file import load_config
 from longspan.data.document import synthetic_documents
 from longspan.files import write_atomically
@@ -31,7 +31,7 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost
 from longspan.run.result import versions
-from longspan.train.long_documents import configuration_for
+from longspan.train.long_documents import scale_positions
 from longspan.train.plans import PlanChoice, home_of, query_heads
 from longspan.train.training import Training, load_run_model, make_optimizer, model_configuration, prepare_run_model
 
@@ -105,8 +105,8 @@ def measure(case: Case) -> dict[str, Any]:
 def _measure_in(case: Case, config: Any, world: World) -> dict[str, Any]:
     device, started = world.device, time.perf_counter()
     configuration = model_configuration(config, config.data.vocab_size)
-    configuration = with_layers(configuration, case.layers) if case.layers else configuration
-    configuration = configuration_for(configuration, config.model, max(case.lengths), "of the bench", print)
+    configuration = change_layer_count(configuration, case.layers) if case.layers else configuration
+    configuration = scale_positions(configuration, config.model, max(case.lengths), "of the bench", print)
     row: dict[str, Any] = {"context": _driver_bytes(device) - torch.cuda.memory_reserved(device)}
     model = prepare_run_model(config, world, load_run_model(config, config.data.vocab_size, configuration))
     gc.collect()
@@ -158,7 +158,7 @@ def main() -> None:
     words = "" if sharded else flags.cases
     cases = [case for case in _cases() if case.sharded is sharded and words in case.name]
     record = json.loads(flags.out.read_text()) if flags.out.exists() else {"bench": "memory", "cases": {}}
-    record |= {"machine": machine(), "versions": versions()}
+    record |= {"machine": machine_facts(), "versions": versions()}
     began, first = time.perf_counter(), int(os.environ.get("RANK", "0")) == 0
     for case in cases:
         if case.name in record["cases"]:

@@ -18,7 +18,7 @@ from typing import Any
 from longspan import Layout, plan_dynamic, plan_fixed, plan_padded
 from longspan.model.presets import PRESETS
 from longspan.plan import Machine, MemoryNeeds, MemorySettings, Plan, PlanOptions
-from longspan.plan.memory.bytes import Bytes, gib
+from longspan.plan.memory.bytes import Bytes, gib_text
 
 HERE = Path(__file__).resolve().parents[1]
 RECORDS = HERE / "records"
@@ -193,7 +193,7 @@ def text_of(peaks: list[Peak]) -> Iterator[str]:
         yield f"| record | row | measured GiB | predicted | off | {' | '.join(names)} | |"
         yield f"|{' --- |' * (6 + len(names))}"
         for peak in some:
-            parts = " | ".join(gib(getattr(peak.moment, name)).removesuffix(" GiB") for name in names)
+            parts = " | ".join(gib_text(getattr(peak.moment, name)).removesuffix(" GiB") for name in names)
             note = peak.older or ("**off**" if abs(peak.error) > BOUND else "")
             sizes = f"{peak.measured / 2**30:.1f} | {peak.predicted / 2**30:.1f} | {100 * peak.error:+.1f} %"
             yield f"| {peak.record} | {peak.name} | {sizes} | {parts} | {note} |"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.plain_text import markdown_table
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.offload_states import OffloadedStates
@@ -44,7 +44,7 @@ def main() -> None:
     for row, of_row in zip(rows, sums, strict=True):
         row["same bits"] = of_row == sums[0]
     record["rows"] = rows
-    text = f"{describe(rows)}\n\n{where_it_ran(record)}\n"
+    text = f"{describe(rows)}\n\n{origin_text(record)}\n"
     if options.out:
         write_record(record, options.out, f"# Moments on the host\n\n{text}")
     print(text)

@@ -26,7 +26,7 @@ from typing import Any
 import svg_curves
 import torch
 
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 from longspan.comm import World
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
@@ -129,7 +129,12 @@ def measured(losses: Mapping[str, Sequence[float]], name: str, window: int) -> d
 def markdown(record: Mapping[str, Any]) -> str:
     """The record as a page."""
     lines = ["# Precision: the same documents in float32, mixed precision and bfloat16", ""]
-    lines += [f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}.", "", record["note"], ""]
+    lines += [
+        f"Machine: {machine_text(record['machine'])}. Versions: {record['versions']}.",
+        "",
+        record["note"],
+        "",
+    ]
     lines += [f"Command: `{record['command']}`.", "", "| seed | precision | fall | of float32's fall, at most apart |"]
     lines += ["| --- | --- | --- | --- |"]
     for seed, of_seed in record["measured"].items():
@@ -234,7 +239,7 @@ def _record(flags: argparse.Namespace, losses: dict[str, dict[str, list[float]]]
         "bench": "precision",
         "command": f"python bench/training/precision.py --steps {flags.steps} --seeds {flags.seeds} "
         f"--tokens {flags.tokens} --start-steps {flags.start_steps} --lr {flags.lr:g}",
-        "machine": machine(),
+        "machine": machine_facts(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "note": f"qwen3-tiny, {flags.start_steps} steps old, goes on for {flags.steps} steps of about {flags.tokens} "
         f"tokens with AdamW at {flags.lr:g}; sources of Python's standard library, {flags.seeds} orders of documents; "

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.checkpoint.metadata import metadata_text
 from longspan.checkpoint.save_cost import save_cost
 from longspan.checkpoint.save_plan import CachedPlanner, PlanCache
@@ -43,7 +43,7 @@ def main() -> None:
     record["model"] = model = [
         {"model": name, "gpus": gpus} | vars(save_cost(*MODELS[name], gpus)) for name in MODELS for gpus in GPUS[name]
     ]
-    text = f"{plans_table(rows)}\n\n{model_table(model)}\n\n{where_it_ran(record)}\n"
+    text = f"{plans_table(rows)}\n\n{model_table(model)}\n\n{origin_text(record)}\n"
     if options.out:
         write_record(record, options.out, f"# Plans of saves, and what saves take\n\n{text}")
     print(text)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.comm import run_local
 from longspan.plain_text import markdown_table
 from longspan.train import CheckpointSaver, build_optimizer
@@ -49,7 +49,7 @@ def main() -> None:
     record |= {name: str(value) for name, value in vars(options).items() if name != "out"}
     record["load"] = os.getloadavg()[0]
     record["rows"] = results[0]
-    text = f"{describe(results[0])}\n\n{where_it_ran(record)}; load of the machine {record['load']:.1f}\n"
+    text = f"{describe(results[0])}\n\n{origin_text(record)}; load of the machine {record['load']:.1f}\n"
     if options.out:
         write_record(record, options.out, f"# Saves while training goes on\n\n{text}")
     print(text)

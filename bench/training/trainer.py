@@ -24,8 +24,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from longspan.bench.layers import with_layers
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.layers import change_layer_count
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.comm import World
 from longspan.hf import LongspanArguments, with_longspan
 from longspan.layout import Layout
@@ -63,7 +63,7 @@ def main() -> None:
     about = {name: value for name, value in vars(options).items() if name != "out"}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record = open_record("Trainer and loop", None, device, Path(__file__).parent) | about | {"rows": rows}
-    text = f"{markdown_table(COLUMNS, [[str(x) for x in row.values()] for row in rows])}\n\n{where_it_ran(record)}\n"
+    text = f"{markdown_table(COLUMNS, [[str(x) for x in row.values()] for row in rows])}\n\n{origin_text(record)}\n"
     if options.out:
         write_record(record, options.out, f"# Steps of a Trainer and of a loop\n\n{text}")
     print(text)
@@ -97,7 +97,7 @@ def make_documents(options: argparse.Namespace) -> list[np.ndarray]:
 
 def make_model(options: argparse.Namespace) -> Any:
     config = preset_config(options.preset, vocab_size=VOCABULARY)
-    config = with_layers(config, options.layers) if options.layers else config
+    config = change_layer_count(config, options.layers) if options.layers else config
     return load_model(config=config, dtype=options.dtype, seed=0)
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.matrix_flags import matrix_flags
 
-from longspan.bench.record import open_record, where_it_ran, write_record
+from longspan.bench.record import open_record, origin_text, write_record
 from longspan.comm import run_local
 from tests.train.steps.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
 
@@ -79,7 +79,7 @@ def _text(record: dict[str, Any]) -> str:
     lines = [
         f"# Matrix of training ({record['backend']}): {total} combinations, {wrong} wrong, {refused} refused",
         "",
-        where_it_ran(record),
+        origin_text(record),
         "",
         "Qwen3, Qwen3-MoE, gpt-oss (four layers, hidden size 32) × fixed, dynamic plans × tp 1, tp 2, tp 2 with "
         "sequence parallelism × pp 1, pp 2, pp 2 with vpp 2 × ep 1, 2 × FSDP2 resharding or not × float64, float32 "

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from longspan.bench.record import where_it_ran
+from longspan.bench.record import origin_text
 from longspan.plain_text import markdown_table
 
 NAMES = ("images a document", "plan", "images are", "step, s", "predicted, s", "tokens/s a GPU", "GiB")
@@ -26,7 +26,7 @@ def text_of(record: dict[str, Any]) -> str:
         note = "A tiny model in float64 on CPUs: a check of the path, whose times say nothing. " + note
     table = markdown_table(NAMES, [_cells(row, record["ranks"]) for row in record["rows"]])
     return "\n".join(
-        ["# Steps with images", "", where_it_ran(record), "", note, "", table, "", *_against(record["rows"])]
+        ["# Steps with images", "", origin_text(record), "", note, "", table, "", *_against(record["rows"])]
     )
 
 

@@ -32,7 +32,7 @@ def plural(number: int, noun: str, ending: str = "s") -> str:
 def short_text(value: object) -> str:
     """A value as a message shows it: on one line, and of long ones the two ends.
 
-    >>> shortened([7] * 100)
+    >>> short_text([7] * 100)
     '[7, 7, 7, 7, 7, 7, ...]'
     """
     return " ".join(_SHORT.repr(value).split())

@@ -121,7 +121,7 @@ def _compare(
     one = SequenceShard(_batch((world.slot,), lengths, None), world.slot, world.key, world.device)
     c = configuration
     call = AttendCall(c.heads, c.kv_heads, c.size, c.v_size, dtype, world.device, Mask(window=c.window))
-    for kernel in (k.name for k in KERNELS if not k.lacks(call) and (not kernels or k.name in kernels)):
+    for kernel in (k.name for k in KERNELS if not k.lack_for(call) and (not kernels or k.name in kernels)):
         alone = _errors(_run(configuration, tensors, one, "p2p", kernel), expected, one, None)
         for kind in TYPES:
             if kind == "a2a" and configuration.heads % slots:

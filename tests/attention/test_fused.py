@@ -39,7 +39,7 @@ class Noted:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     fakes = Kernels()
-    monkeypatch.setattr(fused, "kernels", lambda: fakes)
+    monkeypatch.setattr(fused, "kernel_module", lambda: fakes)
     monkeypatch.setattr(fused, "_compiled", {})
     return fakes
 

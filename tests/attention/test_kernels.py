@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.attention import KERNELS, AttendCall, choose
+from longspan.attention import KERNELS, AttendCall, choose_kernel
 from longspan.attention.call import Saved
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
 from longspan.attention.members import Members
@@ -30,7 +30,7 @@ MASKS = [{"causal": True}, {"causal": False}, {"causal": True, "window": 1}, {"c
 
 def usable(dtype, window=None, softcap=None):
     call = AttendCall(1, 1, 16, 16, dtype, DEVICE, Mask(window=window), softcap=softcap)
-    return [kernel for kernel in KERNELS if not kernel.lacks(call)]
+    return [kernel for kernel in KERNELS if not kernel.lack_for(call)]
 
 
 def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, with_deltas=False, **options):
@@ -129,7 +129,7 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
     bound = dense_errors(torch.bfloat16, shape, lengths, cuda, **options)
     features = {"softcap": options.get("softcap"), "mask": Mask(options.get("causal", True), options.get("window"))}
     call = AttendCall(*shape, torch.bfloat16, cuda, **features)
-    kernels = [kernel for kernel in KERNELS if not kernel.lacks(call)]
+    kernels = [kernel for kernel in KERNELS if not kernel.lack_for(call)]
     assert kernels[0].name != "reference", f"no kernel of GPUs for {name} with {options}"
     for kernel in kernels:
         for degree, deltas in itertools.product((1, 2, 4), (False, True)[: 1 + kernel.takes_deltas(call)]):
@@ -176,8 +176,8 @@ def cudnn_on_the_cpu(monkeypatch):
     def backward(dout, saved, causal, scale):
         return reference.backward(dout, saved, one(causal, len(saved.q), len(saved.k)), scaled(scale))
 
-    monkeypatch.setattr(cudnn, "_forward", forward)
-    monkeypatch.setattr(cudnn, "_backward", backward)
+    monkeypatch.setattr(cudnn, "_call_forward", forward)
+    monkeypatch.setattr(cudnn, "_call_backward", backward)
 
 
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
@@ -229,7 +229,7 @@ def test_torch_flash_sums_gradients_of_some_heads_at_a_time(monkeypatch):
         counts.append(q.shape[1] * (len(q) + 128) * 64)
         return q, k, v
 
-    monkeypatch.setattr(torch_flash, "_gradients", gradients)
+    monkeypatch.setattr(torch_flash, "_call_backward", gradients)
     for most, calls in ((2**31 - 1, 1), (4 * 133 * 64, 2), (3 * 133 * 64, 3)):
         monkeypatch.setattr(torch_flash, "MOST", most)
         counts.clear()
@@ -272,12 +272,12 @@ REFUSED = [
 @pytest.mark.parametrize("name, call, message", REFUSED)
 def test_a_kernel_that_cannot_is_an_error(name, call, message):
     with pytest.raises(AttentionError, match=message):
-        choose(call, name)
+        choose_kernel(call, name)
 
 
 def test_softcap_falls_to_the_kernel_that_has_it():
-    assert choose(AttendCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
-    assert choose(AttendCall(1, 1, 8, 8, torch.float32, softcap=2.0)).name == "reference"
+    assert choose_kernel(AttendCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
+    assert choose_kernel(AttendCall(1, 1, 8, 8, torch.float32, softcap=2.0)).name == "reference"
 
 
 def hidden_by_torch_flash(launch: Launch) -> bool:
@@ -286,9 +286,9 @@ def hidden_by_torch_flash(launch: Launch) -> bool:
     As torch 2.11 reads them (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and mask.h): a limit
     of as many keys as the longest tile has is none, and none beside another is as many keys as that.
     """
-    longest = torch_flash._max_lengths(launch)[1]
-    limits = [-1 if x is None or x >= longest else x for x in (launch.left, launch.right)]
-    left, right = (x if x >= 0 or max(limits) < 0 else longest for x in limits)
+    max_lengths = torch_flash._max_lengths(launch)[1]
+    limits = [-1 if x is None or x >= max_lengths else x for x in (launch.left, launch.right)]
+    left, right = (x if x >= 0 or max(limits) < 0 else max_lengths for x in limits)
     for tile in launch.tiles:
         first, keys = torch.arange(tile.queries)[:, None] + tile.keys - tile.queries, torch.arange(tile.keys)
         mask = torch.ones((tile.queries, tile.keys), dtype=torch.bool)

@@ -36,7 +36,7 @@ def derived(members: Members) -> list[object]:
         launches += members.window_rows.launches
     tensors = [x for launch in launches for x in (*launch.tokens, *launch.cu_seqlens)]
     tensors += [x for launch in launches for x in (launch.q_rows, launch.k_rows) if isinstance(x, torch.Tensor)]
-    return [members, *launches, *tensors, *(members.orders or ())]
+    return [members, *launches, *tensors, *(members.arrival_orders or ())]
 
 
 @pytest.mark.parametrize("inner", [1, 2])

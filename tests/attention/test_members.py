@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longspan import Group, MicroBatch
-from longspan.attention.call import Dropout, _absorb
+from longspan.attention.call import Dropout, _absorb_word
 from longspan.attention.members import HeadSplit, Members
 from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
 from longspan.attention.tiles_between import Mask
@@ -35,7 +35,7 @@ def test_every_query_head_is_dealt_once_with_the_key_value_head_that_it_uses(hea
         uses = [dealt[run] for run in range(len(dealt)) for _ in range(split.member_heads // split.member_kv_heads)]
         assert uses == [head * kv_heads // heads for head in range(heads)], (heads, kv_heads, members)
         for at_most in (1, 2, 3, 4):
-            slices = split.slices(at_most)
+            slices = split.slice_count(at_most)
             assert slices <= at_most and split.member_heads % slices == 0
             assert split.member_kv_heads % slices == 0 or slices % split.member_kv_heads == 0, (
                 "a slice has whole runs, or a part of one"
@@ -55,7 +55,7 @@ def test_heads_are_cut_as_often_as_they_can_be():
         (12, 4, 2): (2, 2),
     }
     for shape, slices in cut.items():
-        assert (HeadSplit(*shape).slices(2), HeadSplit(*shape).slices(4)) == slices, shape
+        assert (HeadSplit(*shape).slice_count(2), HeadSplit(*shape).slice_count(4)) == slices, shape
     assert [HeadSplit(32, 8, 8).slices_per_kv_head(n) for n in (1, 2, 4)] == [1, 2, 4] and HeadSplit(
         32, 8, 4
     ).slices_per_kv_head(2) == 1
@@ -73,9 +73,9 @@ def test_exchanged_rows_land_in_document_order(inner, outer, partition):
             starts = np.cumsum((0, *lengths))
             expected = starts[np.repeat(segments.document, segments.stop - segments.start)] + segments.positions
             landed, back = arriving, arriving
-            if members.orders is not None:
-                landed = arriving[members.orders[0].numpy()]
-                back = landed[members.orders[1].numpy()]
+            if members.arrival_orders is not None:
+                landed = arriving[members.arrival_orders[0].numpy()]
+                back = landed[members.arrival_orders[1].numpy()]
             assert (back == arriving).all()
             assert (landed == expected).all() and len(arriving) == members.counts[members.member]
             assert inner == 1 or (np.diff(landed) > 0).all()
@@ -158,7 +158,7 @@ SPLITMIX64 = [(0, 0, 16294208416658607535), (1234567, 0, 6457827717110365317), (
 @pytest.mark.parametrize("seed, word, expected", SPLITMIX64)
 def test_the_hash_of_dropout_is_splitmix64(seed, word, expected):
     """The published outputs of the generator: a mask is the same in every version."""
-    assert int(_absorb(seed, torch.tensor(word))) % 2**64 == expected
+    assert int(_absorb_word(seed, torch.tensor(word))) % 2**64 == expected
 
 
 def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
@@ -178,5 +178,5 @@ def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
 
 def test_a_launch_says_where_tiles_begin_and_how_long_they_get() -> None:
     launch = Launch(Tiling.from_tiles((Tile(0, 3, 0, 5), Tile(3, 4, 5, 7), Tile(4, 8, 7, 8))), CPU)
-    assert launch.longest == (4, 5)
+    assert launch.max_lengths == (4, 5)
     assert [ends.tolist() for ends in launch.cu_seqlens] == [[0, 3, 4, 8], [0, 5, 7, 8]]

@@ -114,8 +114,8 @@ MUTATIONS = [
         "tiles.left < tiles.k_stop - tiles.k_start - 1",
         "tiles.left < (tiles.k_stop - tiles.k_start) // 2",
     ),
-    ("attention.tiles_between", "at = some.k_stop - some.left - 1", "at = some.k_stop - some.left"),
-    ("attention.tiles_between", "k_stop=at, left=np.zeros_like(at)", "k_stop=at, left=np.ones_like(at)"),
+    ("attention.tiles_between", "limited.k_stop - limited.left - 1", "limited.k_stop - limited.left"),
+    ("attention.tiles_between", "k_stop=first_key, left=np.zeros_like", "k_stop=first_key, left=np.ones_like"),
     ("attention.tiles_between", "k_stop + window - 1", "k_stop + window - 2"),
     ("attention.tiles_between", "np.array([0, -1])", "np.array([-1, -1])"),
     (
@@ -141,7 +141,7 @@ MUTATIONS = [
         "span_tiles(queries, keys, self.spans)",
         "(span_tiles(queries, keys, self.spans) if [*queries.start] == [*keys.start] else ())",
     ),
-    ("attention.members", "self.spans.ends(runs)", "runs.stop"),
+    ("attention.members", "self.spans.run_ends(runs)", "runs.stop"),
     ("attention.members", "spans if mask.causal else NO_SPANS", "spans"),
     ("attention.tiles_between", "left = k_stop - 1 - stop", "left = k_stop - stop"),
 ]

@@ -64,7 +64,7 @@ def test_errors_do_not_grow_from_degree_1_to_8() -> None:
 def test_errors_do_not_grow_to_degree_64(dtype: torch.dtype, growth: float) -> None:
     """Of the merge, played by one process. In half precision one rounding stands above all; sums of float32 that are
     64 pieces long are as good as the order of their addends."""
-    for kernel in (k for k in KERNELS if not k.lacks(AttendCall(4, 2, 16, 16, dtype, DEVICE))):
+    for kernel in (k for k in KERNELS if not k.lack_for(AttendCall(4, 2, 16, 16, dtype, DEVICE))):
         two = errors(kernel, dtype, (4, 2, 16, 16), (512,), 2)
         for degree in (8, 64):
             relative = errors(kernel, dtype, (4, 2, 16, 16), (512,), degree)
@@ -82,7 +82,7 @@ def repeated(rank: int, slots: int) -> dict[tuple[str, str, str], bool]:
         *qkv, dout = made(torch.bfloat16)
         shard = bind(micro_batch((tuple(range(slots)), LENGTHS)), world)
         call = AttendCall(8, 2, 16, 16, torch.bfloat16, world.device, Mask(window=9))
-        for kernel in (k for k in KERNELS if not k.lacks(call)):
+        for kernel in (k for k in KERNELS if not k.lack_for(call)):
             for kind in TYPES:
                 for options in calls:
                     runs: list[list[torch.Tensor]] = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.attention.rows import RowSum, add_addends, add_rows, as_dtype, copy_rows, join_columns, merge_
+from longspan.attention.rows import RowSum, add_addends, add_rows, cast_rows, copy_rows, join_columns, merge_rows_
 from longspan.comm import Addend, split_columns
 from longspan.testing import backend
 
@@ -81,7 +81,7 @@ def test_addends_of_a_block(parts: str, fresh: bool) -> None:
 def test_tensors_in_another_dtype_and_contiguous(dtype: torch.dtype) -> None:
     matrix = drawn(9, 40)
     tensors = (*split_columns(matrix, ((2, 8), (3, 8))), drawn(9, 4, 8, dtype=dtype), drawn(9, 4, 8).transpose(1, 2))
-    converted = as_dtype(tensors, dtype)
+    converted = cast_rows(tensors, dtype)
     assert converted[2] is tensors[2]
     for x, original in zip(converted, tensors, strict=True):
         assert x.dtype == dtype and x.is_contiguous() and torch.equal(x, original.to(dtype))
@@ -114,7 +114,7 @@ def test_copies_and_merges_are_those_of_the_host(picked: bool) -> None:
     count = len(sources[0][rows])
     total, part = (drawn(20, 4, 16), drawn(20, 4)), (drawn(count, 4, 16, seed=1), drawn(count, 4, seed=2))
     on_host = rows.cpu() if isinstance(rows, Tensor) else rows
-    expected = of_host(lambda a, b, c, d: merge_(a, b, on_host, c, d), *total, *part)
-    merge_(*total, rows, *part)
+    expected = of_host(lambda a, b, c, d: merge_rows_(a, b, on_host, c, d), *total, *part)
+    merge_rows_(*total, rows, *part)
     for x, y in zip(total, expected, strict=False):
         torch.testing.assert_close(x.cpu(), y, rtol=1e-5, atol=1e-5)

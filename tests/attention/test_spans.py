@@ -107,7 +107,7 @@ def test_a_kernel_without_windows_has_no_spans():
     cudnn = replace(find_kernel("cudnn"), devices=("cpu",))
     for window, lacks in ((None, "spans"), (4, "window")):
         call = AttendCall(1, 1, 64, 64, torch.bfloat16, CPU, Mask(True, window), one_document=True, spans=True)
-        assert cudnn.lacks(call) == f"needs a call without {lacks}, got {lacks}" and not cudnn.suits(call)
+        assert cudnn.lack_for(call) == f"needs a call without {lacks}, got {lacks}" and not cudnn.suits(call)
 
 
 def test_spans_stay_with_a_shard_that_is_padded_and_refuse_chunks():

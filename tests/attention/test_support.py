@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.attention import KERNELS, PATTERNS, AttendCall, HeadSizes, Mask, choose
+from longspan.attention import KERNELS, PATTERNS, AttendCall, HeadSizes, Mask, choose_kernel
 from longspan.attention.support import TYPE_ROWS, fill_tables
 from longspan.errors import AttentionError
 from longspan.plan.check import COMM_TYPES
@@ -50,7 +50,7 @@ SIZES = [
 
 @pytest.mark.parametrize("sizes, query, value, taken", SIZES, ids=str)
 def test_head_sizes(sizes: HeadSizes, query: int, value: int, taken: bool) -> None:
-    assert sizes.take(query, value) == taken
+    assert sizes.accept(query, value) == taken
 
 
 def kernel(name: str):
@@ -92,14 +92,14 @@ LACKING = [
 
 @pytest.mark.parametrize("name, call, message", LACKING, ids=str)
 def test_what_a_kernel_lacks_comes_from_its_row(name: str, call: AttendCall, message: str) -> None:
-    assert kernel(name).lacks(call) == message
+    assert kernel(name).lack_for(call) == message
 
 
 def test_one_that_runs_documents_one_by_one_is_chosen_of_itself_for_dense_calls_alone(monkeypatch) -> None:
     cudnn = kernel("cudnn")
     monkeypatch.setitem(cudnn.__dict__, "missing", lambda device: "")
     assert cudnn.suits(needing(torch.bfloat16, 64, one_document=True))
-    assert not cudnn.suits(needing(torch.bfloat16, 64)) and not cudnn.lacks(needing(torch.bfloat16, 64))
+    assert not cudnn.suits(needing(torch.bfloat16, 64)) and not cudnn.lack_for(needing(torch.bfloat16, 64))
 
 
 def test_deterministic_mode_is_asked_of_torch() -> None:
@@ -107,11 +107,11 @@ def test_deterministic_mode_is_asked_of_torch() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert AttendCall(1, 1, 8, 8, torch.float32).deterministic
-        assert choose(AttendCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
+        assert choose_kernel(AttendCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_a_name_that_is_in_no_row_is_an_error() -> None:
     with pytest.raises(AttentionError, match="kernel 'fa5' is unknown; available here: cpu_flash, reference"):
-        choose(AttendCall(1, 1, 8, 8, torch.float32), "fa5")
+        choose_kernel(AttendCall(1, 1, 8, 8, torch.float32), "fa5")

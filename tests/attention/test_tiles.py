@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.attention.tiles import Tile, Tiling
-from longspan.attention.tiles_between import _band_tiles, _drop_idle_limits, make_tilings, split_at_left, tiles_between
+from longspan.attention.tiles_between import (
+    _band_tiles,
+    _drop_idle_limits,
+    make_tilings,
+    split_left_limits,
+    tiles_between,
+)
 from longspan.layout import Partition, Segments
 
 LENGTHS = [(16,), (1,), (3, 1, 2), (7, 16, 5, 1, 30), (2,) * 9]
@@ -101,7 +107,7 @@ def assert_one_launch(tiling):
     for rows in (tiling.q_rows(), tiling.k_rows()):
         listed = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         assert len(set(listed.tolist())) == len(listed)
-    packed = tiling.packed().tiles
+    packed = tiling.packed_tiling().tiles
     assert packed[0].q_start == packed[0].k_start == 0
     for before, after in pairwise(packed):
         assert before.q_stop == after.q_start and before.k_stop == after.k_start
@@ -139,7 +145,7 @@ def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
             segments = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
             for q, k in itertools.product(segments, segments):
                 banded = _band_tiles(q, k, window)
-                for arrays in (banded, _drop_idle_limits(banded), split_at_left(_drop_idle_limits(banded))):
+                for arrays in (banded, _drop_idle_limits(banded), split_left_limits(_drop_idle_limits(banded))):
                     tilings = make_tilings(arrays)
                     assert (seen(tilings, q.rows, k.rows) == wanted(q, k, True, window)).all(), (lengths, degree, q, k)
                     for tiling in tilings:

@@ -5,7 +5,7 @@ import pytest
 
 from longspan import Document
 from longspan.bridge import Item, ItemDocuments, items_at_placeholders
-from longspan.bridge.item_documents import count_targets_of_text, item_table_of
+from longspan.bridge.item_documents import count_text_targets, find_item_table
 from longspan.errors import DataError
 from longspan.layout.packing import NO_TARGET
 
@@ -34,8 +34,8 @@ def test_documents_with_items() -> None:
     documents = ItemDocuments([[1, 2, 3, 4], [5, 6]], [Item(0, ((1, 3),)), Item(1, ((0, 1),))], ["a", "b"])
     assert (documents.lengths, documents.targets, len(documents), documents[1]) == ((4, 2), 2, 2, [5, 6])
     assert documents.read(1) == "b" and ItemDocuments([[1]], [], str.upper).lengths == (1,)  # pyright: ignore
-    assert item_table_of(documents, [4, 2]) is documents.item_table
-    assert item_table_of({0: [1]}, [1]) is None and item_table_of([[1]], [1]) is None
+    assert find_item_table(documents, [4, 2]) is documents.item_table
+    assert find_item_table({0: [1]}, [1]) is None and find_item_table([[1]], [1]) is None
 
 
 LABELS: dict[str, list[int] | None] = {  # of a document of 8 tokens whose items take positions 0, 1, 4 and 5
@@ -55,7 +55,7 @@ def test_labels_at_placeholders_are_no_targets(labels: list[int] | None) -> None
     items = [Item(1, ((4, 6),)), Item(0, ((2, 3),)), Item(1, ((0, 2),), "audio")]
     documents = ItemDocuments([[1, 2, 3, 4], document, [7]], items, ["a", "b", "c"])
     targets = sum((labels or [1] * 8)[position] != NO_TARGET for position in (2, 3, 6, 7))
-    assert count_targets_of_text(documents, documents.item_table) == (2, targets, 0)
+    assert count_text_targets(documents, documents.item_table) == (2, targets, 0)
     assert documents.targets == 2 + targets
 
 

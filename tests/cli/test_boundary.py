@@ -14,7 +14,7 @@ from longspan.bench.calibrate.boundary import (
     Boundary,
     check_boundary,
     cluster_ranks,
-    hosts_of_launcher,
+    launcher_hosts,
     measure_boundary,
     measure_steady_boundary,
 )
@@ -52,7 +52,7 @@ def test_hosts_are_found_however_ranks_are_numbered(hosts: tuple[tuple[int, ...]
 
 
 def test_many_ranks_need_messages_to_a_few_pivots() -> None:
-    hosts = hosts_of_launcher(4096, 8)
+    hosts = launcher_hosts(4096, 8)
     network = Network(hosts)
     boundary = measure_boundary(4096, network.measure)
     assert network.messages == 8 * 4095

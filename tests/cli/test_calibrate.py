@@ -17,14 +17,14 @@ from longspan.bench.calibrate.command import (
     make_calibration_settings,
     make_record,
 )
-from longspan.bench.calibrate.fit import Calibration, Sample, calibrate, least_squares, mean_errors
+from longspan.bench.calibrate.fit import Calibration, Sample, fit_samples, least_squares, mean_errors
 from longspan.bench.calibrate.link_trials import GPU_SIZES, message_sizes
 from longspan.bench.calibrate.ranks import Measured
 from longspan.cli.main import main
 from longspan.plan import AttentionCall, Group, Machine
 from longspan.plan.cost.links import KINDS, LEVELS, SHARDED_KINDS, Level, Link, Wire
 from longspan.plan.cost.model_cost import read_machine
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 
 CALL = AttentionCall(heads=32, kv_heads=8, head_dim=128)
 SIZES = message_sizes(GPU_SIZES)
@@ -140,7 +140,7 @@ def _measured(truth: Calibration = TRUTH, noise: float = 0.0, levels: tuple[Leve
 
 
 def test_a_machine_is_found_where_nothing_disturbs() -> None:
-    calibration = calibrate(_measured(), BASE)
+    calibration = fit_samples(_measured(), BASE)
     machine = calibration.machine
     for name in FITTED:
         assert getattr(machine, name) == pytest.approx(getattr(TRUTH.machine, name), rel=1e-5), name
@@ -155,7 +155,7 @@ def test_a_machine_is_found_where_nothing_disturbs() -> None:
 
 def test_a_machine_is_found_through_noise_and_its_error_is_that_of_what_was_held_out() -> None:
     samples = _measured(noise=0.02)
-    calibration = calibrate(samples, BASE)
+    calibration = fit_samples(samples, BASE)
     for name in FITTED[:2]:
         assert getattr(calibration.machine, name) == pytest.approx(getattr(TRUTH.machine, name), rel=0.05), name
     held_out = [sample for sample in samples if not sample.fitted]
@@ -167,32 +167,32 @@ def test_a_machine_is_found_through_noise_and_its_error_is_that_of_what_was_held
 def test_held_out_samples_decide_nothing_but_the_error() -> None:
     samples = _measured()
     wrong = [s if s.fitted else replace(s, seconds=2 * s.seconds) for s in samples]
-    true, other = calibrate(samples, BASE).machine, calibrate(wrong, BASE).machine
+    true, other = fit_samples(samples, BASE).machine, fit_samples(wrong, BASE).machine
     assert replace(other, fit_error=0.0) == replace(true, fit_error=0.0)
     assert other.fit_error == pytest.approx(0.5)
-    assert set(mean_errors(calibrate(wrong, BASE), wrong)) == {"step", "attention", "memory", "link", "type", "all"}
+    assert set(mean_errors(fit_samples(wrong, BASE), wrong)) == {"step", "attention", "memory", "link", "type", "all"}
 
 
 @pytest.mark.parametrize("name", FITTED)
 def test_every_figure_is_told_from_the_others(name: str) -> None:
     truth = replace(TRUTH, machine=replace(TRUTH.machine, **{name: 3 * getattr(TRUTH.machine, name)}))
-    machine = calibrate(_measured(truth), BASE).machine
+    machine = fit_samples(_measured(truth), BASE).machine
     for figure in FITTED:
         assert getattr(machine, figure) == pytest.approx(getattr(truth.machine, figure), rel=1e-4), figure
 
 
 def test_on_one_host_and_on_one_rank_links_are_assumed() -> None:
-    one_host = calibrate(_measured(levels=("inside",)), BASE).machine
+    one_host = fit_samples(_measured(levels=("inside",)), BASE).machine
     assert one_host.across == BASE.across and one_host.inside != BASE.inside
     assert "across" in one_host.assumed_parts and "inside" not in one_host.assumed_parts
-    one_rank = calibrate(_measured(levels=()), BASE).machine
+    one_rank = fit_samples(_measured(levels=()), BASE).machine
     assert (one_rank.inside, one_rank.step_seconds) == (BASE.inside, BASE.step_seconds)
     assert {"inside", "across", "step_seconds", "ring_wait_seconds"} <= set(one_rank.assumed_parts)
 
 
 def test_what_is_never_measured_is_that_of_a_known_device_or_scaled() -> None:
     samples = _measured()
-    known, other = calibrate(samples, BASE, known=True).machine, calibrate(samples, BASE).machine
+    known, other = fit_samples(samples, BASE, known=True).machine, fit_samples(samples, BASE).machine
     assert (known.scan_flops_per_second, known.channel_seconds) == (BASE.scan_flops_per_second, BASE.channel_seconds)
     assert other.scan_flops_per_second == pytest.approx(BASE.scan_flops_per_second * 3e14 / 508.6e12, rel=1e-3)
     assert other.channel_seconds == pytest.approx(2 * BASE.channel_seconds, rel=1e-4)

@@ -19,7 +19,7 @@ from longspan.data.documents import Corpus
 from longspan.model.weights import write
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans.order import step_order_of
+from longspan.train.plans.order import make_step_order
 from tests.model.deep import deep_config
 from tests.train.small import small_config, train_rank
 
@@ -85,7 +85,7 @@ def _stock_loss(folder: Path, config: RunConfig) -> float:
     """The mean cross entropy of stock transformers on a run's held-out documents, one by one."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     corpus, total, targets = Corpus(Path(config.run.dir) / "corpus"), 0.0, 0
-    for document in step_order_of(config, corpus).evaluation:
+    for document in make_step_order(config, corpus).evaluation:
         ids = torch.from_numpy(corpus[document][np.arange(len(corpus[document]))])
         with torch.no_grad():
             logits = model(ids[None]).logits[0, :-1]
@@ -167,5 +167,5 @@ def test_damaged_and_strange_checkpoints_are_named(
 
 
 def test_a_writer_holds_one_file_and_one_layer() -> None:
-    assert write.unit_of("model.layers.12.mlp.experts.gate_up_proj") == "model.layers.12"
-    assert write.unit_of("lm_head.weight") == "lm_head.weight"
+    assert write.weight_unit("model.layers.12.mlp.experts.gate_up_proj") == "model.layers.12"
+    assert write.weight_unit("lm_head.weight") == "lm_head.weight"

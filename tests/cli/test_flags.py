@@ -222,7 +222,7 @@ def test_eval_takes_the_section_of_its_run() -> None:
     assert (flags.target, flags.json, flags.context) == (
         "runs/x",
         True,
-        ContextConfig(node_size=3).with_evaluation(context_parallel_size=1),
+        ContextConfig(node_size=3).set_evaluation(context_parallel_size=1),
     )
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from longspan.cli.machine import machine, machine_text
+from longspan.cli.machine import machine_facts, machine_text
 
 HOST = {"processor": "A processor", "cores": 64, "memory_bytes": 512 * 2**30, "system": "Linux x86_64"}
 GPUS = {"cuda": "13.0", "cudnn": 91300, "nccl": "2.28.3", "gpu_memory_bytes": 2**37}
@@ -25,6 +25,6 @@ def test_a_machine_in_one_line(facts: dict[str, Any], text: str) -> None:
 
 
 def test_this_machine_is_described() -> None:
-    facts = machine()
+    facts = machine_facts()
     assert facts["cores"] >= 1 and facts["memory_bytes"] > 2**20 and facts["processor"]
     assert f"{facts['cores']} cores of {facts['processor']}" in machine_text(facts)

@@ -16,7 +16,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_cost import cost_on_h200
-from longspan.train.plans import cost_of_run
+from longspan.train.plans import find_run_cost
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model = model_folder(tmp_path)
     plan, _ = planned(["--same", "4x900", "--slots", "2", "--model", model], capsys)
     config = load_config(None, {"model.path": model})
-    assert plan.cost == cost_of_run(config, model, print, gpu=True, slots=2)  # as training prices it, FSDP2 included
+    assert plan.cost == find_run_cost(config, model, print, gpu=True, slots=2)  # as training prices it, FSDP2 included
     free, _ = planned(["--same", "4x900", "--slots", "2", "--model", model, "--mode", "free"], capsys)
     assert free.cost == cost_on_h200(model)
     assert main(["plan", "--same", "4x900", "--slots", "2", "--heads", "8", "--model", model]) == 2

@@ -23,8 +23,8 @@ from longspan.layout import Layout
 from longspan.plan import Bytes, Machine, MemoryPlan, MemorySettings, plan_fixed
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.run.checks.config_check import check_config
-from longspan.train.plans import cost_of_run
-from longspan.train.plans.order import order_of_lengths
+from longspan.train.plans import find_run_cost
+from longspan.train.plans.order import order_lengths
 
 NAMES = [*Bytes().to_json()]
 MODEL: dict[str, Any] = {
@@ -177,7 +177,7 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
     picture = tmp_path / "run.svg"
     answer = ask([*words, "--epochs", "3", "--plot", str(picture)], capsys)
     config = load_config(None, {"model.path": model, "train.tokens_per_step": 4000})
-    assert answer["steps"] == order_of_lengths(config, sizes).steps_of_epochs(3.0)
+    assert answer["steps"] == order_lengths(config, sizes).steps_of_epochs(3.0)
     assert answer["hours"] == pytest.approx(answer["steps"] * answer["step_seconds"] / 3600)
     assert answer["gpu_hours"] == pytest.approx(4 * answer["hours"])
     assert sum(degree["share"] for degree in answer["degrees"]) == pytest.approx(1.0)
@@ -310,10 +310,10 @@ def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: b
     gpus = Gpus(machine=Machine(), count=4, bytes=24 << 30, host_bytes=8 << 30, name="H200")
     run = RunOnGpus.of(config, gpus)
     plans = [run.plan((30000, 20000)), run.plan((9000,))]
-    memory = run.memory_of(plans)
+    memory = run.plan_memory(plans)
     slots = run.home.slots
-    cost = cost_of_run(config, model, print, gpu=True, slots=slots, memory=memory).shared_by(run.home.tp)
-    assert run.cost() == cost_of_run(config, model, print, gpu=True, slots=slots)  # by which plans are made
+    cost = find_run_cost(config, model, print, gpu=True, slots=slots, memory=memory).shared_by(run.home.tp)
+    assert run.cost() == find_run_cost(config, model, print, gpu=True, slots=slots)  # by which plans are made
     priced = sum(plan.timeline(cost).step_seconds for plan in plans) / 2
     seconds = run.seconds(plans, memory)
     assert seconds > priced if extra else seconds == pytest.approx(priced)

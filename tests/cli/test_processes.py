@@ -7,7 +7,7 @@ import pytest
 
 from longspan.cli import processes
 from longspan.cli.main import main
-from longspan.cli.processes import Processes, processes_of
+from longspan.cli.processes import Processes, choose_processes
 from longspan.errors import ConfigError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "8"}
@@ -59,7 +59,7 @@ def test_processes(
     gpus: int, variables: dict[str, str], asked: dict[str, Any], expected: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _here(monkeypatch, gpus, variables)
-    chosen = processes_of(**asked)
+    chosen = choose_processes(**asked)
     assert (chosen.ranks, chosen.backend) == (expected.ranks, expected.backend)
     assert chosen.note.startswith(expected.note) and bool(chosen.note) == bool(expected.note)
 
@@ -80,4 +80,4 @@ def test_processes_that_cannot_be(
 ) -> None:
     _here(monkeypatch, gpus, variables)
     with pytest.raises(ConfigError, match=message):
-        processes_of(**asked)
+        choose_processes(**asked)

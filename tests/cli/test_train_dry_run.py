@@ -16,7 +16,7 @@ from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
 from longspan.model import rope
 from longspan.model.load import torch_dtype
-from longspan.train.memory.memory_settings import memory_settings_of
+from longspan.train.memory.memory_settings import run_memory_settings
 from longspan.train.memory.rows_that_fit import count_states
 from longspan.train.optim.optimizer import OptimizerChoice
 from tests.run.runs.test_images_run import model_folder, rows_with_images
@@ -100,7 +100,7 @@ def test_a_gpu_that_is_here_has_its_own_bytes(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dry_run, "usable_gpus", lambda: 2)
-    monkeypatch.setattr(dry_run, "gpu_here", lambda: ("NVIDIA A100-SXM4-40GB", 42_000_000_000))
+    monkeypatch.setattr(dry_run, "find_first_gpu", lambda: ("NVIDIA A100-SXM4-40GB", 42_000_000_000))
     monkeypatch.setattr(dry_run, "free_host_bytes", lambda: 100_000_000_000)
     assert main(["train", config, "--dry-run", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -109,7 +109,7 @@ def test_a_gpu_that_is_here_has_its_own_bytes(
     assert main(["train", config, "--dry-run", "--json", "--device", "cpu", "--world", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["gpu"] == "H200" and "no GPU here" in answer["assumed"][0]
-    here = machine.gpu_here()
+    here = machine.find_first_gpu()
     assert here is None or here[1] > 0
 
 
@@ -128,12 +128,12 @@ def test_a_gpu_that_is_here_has_its_own_bytes(
 def test_settings_without_torch_are_those_with_it(keys: dict[str, Any]) -> None:
     config = load_config(None, keys)
     settings, trained = (
-        memory_settings_of(config),
+        run_memory_settings(config),
         torch.float32 if config.lora.rank else torch_dtype(config.model.dtype),
     )
     assert settings.state_numbers == count_states(OptimizerChoice.of(config.train), trained)
     for gpu, kind in ((True, "cuda"), (False, "cpu")):
-        assert memory_settings_of(config, gpu=gpu).compute_bytes == compute_dtype(config.model, kind).itemsize
+        assert run_memory_settings(config, gpu=gpu).compute_bytes == compute_dtype(config.model, kind).itemsize
 
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -157,7 +157,7 @@ def test_positions_are_those_that_training_knows(name: str, values: dict[str, An
     config.save_pretrained(tmp_path)
     assert position_limit(str(tmp_path)) == rope.position_limit(config)
     try:
-        rope.with_rope_scaling(config, "yarn", 2.0)
+        rope.scale_rope(config, "yarn", 2.0)
     except Exception:
         assert not can_scale(str(tmp_path))
     else:

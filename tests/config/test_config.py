@@ -19,7 +19,7 @@ from longspan.plan.check import COMM_TYPES
 from longspan.run.checks.check_plans import check_longest
 from longspan.run.checks.config_check import check_config
 from longspan.train.memory.row_probe import probe_plan
-from longspan.train.plans import PlanChoice, degrees_to_compare, plans_of_steps
+from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -58,7 +58,7 @@ def test_the_first_example_says_what_the_demo_has_without_it() -> None:
     given = read_file(EXAMPLES / "first.toml")
     of_any_model = replace(given.encoder, train="all")
     degrees = {"min_dynamic_context_parallel_size": 1, "max_dynamic_context_parallel_size": 0}  # none is dynamic
-    context = given.context.with_evaluation(**degrees)
+    context = given.context.set_evaluation(**degrees)
     model = replace(given.model, path="folder")
     assert replace(given, model=model, encoder=of_any_model, context=context) == load_config(
         EXAMPLES / "first.toml", {"model.path": "folder"}
@@ -338,6 +338,6 @@ def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
         None, {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 300}
     )
     order = StepOrder(np.full(40, 800), tokens_per_step=4000, seed=3, eval_documents=0)
-    with plans_of_steps(PlanChoice.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
+    with plan_steps(PlanChoice.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
         groups = [group for batch in plans.plan(0).micro_batches for group in batch.groups]
     assert {group.degree for group in groups} <= {1, 2, 4}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from longspan.config.defaults import resolve_defaults, settings_line, with_steps
+from longspan.config.defaults import resolve_defaults, set_steps, settings_line
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
@@ -22,7 +22,7 @@ def values(*keys: str, **given: Any) -> list[Any]:
 
 def test_steps_that_follow_from_epochs_bring_their_warm_up() -> None:
     for steps, warm_up in ((60, 3), (10_000, 100)):
-        config = with_steps(load_config(None, OWN | {"train.epochs": 2}), steps)
+        config = set_steps(load_config(None, OWN | {"train.epochs": 2}), steps)
         assert [value_of(config, key) for key in ("train.steps", "train.warmup_steps")] == [steps, warm_up]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config, to_toml
-from longspan.config.keys import keys_of
+from longspan.config.keys import section_keys
 from longspan.config.plan_section import EvalConfig, PlanSection
 from longspan.config.sections import ContextConfig
 from longspan.errors import ConfigError
@@ -26,9 +26,9 @@ def entry(table: dict[str, Any], **keys: Any) -> EvalConfig:
 
 def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
     plan = [key.name for key in fields(PlanSection)]
-    of_context = [key.name for key in keys_of(ContextConfig)]
+    of_context = [key.name for key in section_keys(ContextConfig)]
     assert [key for key in of_context if key.startswith("eval_")] == [f"eval_{key}" for key in plan]
-    assert of_context[: len(plan)] == plan and set(plan) <= {key.name for key in keys_of(EvalConfig)}
+    assert of_context[: len(plan)] == plan and set(plan) <= {key.name for key in section_keys(EvalConfig)}
 
 
 def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:

@@ -10,7 +10,7 @@ from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
-from longspan.plan.hierarchy import levels_at
+from longspan.plan.hierarchy import level_sizes
 
 OWN = ModelConfig(path="folder-of-no-model")
 KEYS = tuple(key.name for key in fields(PlanSection))
@@ -71,7 +71,7 @@ def test_a_degree_that_is_given_makes_plans_of_one_degree(
         assert section.planner != "dynamic" and section.context_parallel_size == degree
         assert section.cp_comm_type == (AUTO if degree == AUTO else parent.cp_comm_type)
         if isinstance(degree, int) and degree != parent.context_parallel_size:
-            levels = levels_at(parent.hierarchical_context_parallel_sizes, degree)
+            levels = level_sizes(parent.hierarchical_context_parallel_sizes, degree)
             assert section.hierarchical_context_parallel_sizes == levels
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from longspan.config.defaults import _DEMO
 from longspan.config.file import config_keys
-from longspan.config.keys import keys_of
+from longspan.config.keys import section_keys
 from longspan.config.plan_section import EvalConfig
 from longspan.config.reference import OFTEN, reference_page
 from longspan.config.sections import SourceConfig
@@ -20,7 +20,7 @@ def test_the_page_is_made_from_the_sections() -> None:
 def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
     rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
     rest = [key.partition(".")[2] for key in config_keys() if key not in OFTEN]
-    rest += [key.name for kind in (SourceConfig, EvalConfig) for key in keys_of(kind)]
+    rest += [key.name for kind in (SourceConfig, EvalConfig) for key in section_keys(kind)]
     assert [row.split("`")[1] for row in rows] == [*OFTEN, *rest]
     assert (
         "| `min_lr_ratio` | a number, at least 0 | `0.1` | Learning rate of the last step, as a share of lr. |" in rows

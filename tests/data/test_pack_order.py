@@ -25,8 +25,8 @@ from longspan.plan.items import Item
 from longspan.run.checks.config_check import check_config
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import backend, run_ranks
-from longspan.train.plans.order import step_order_of
-from longspan.train.reading.step_inputs import with_targets_of
+from longspan.train.plans.order import make_step_order
+from longspan.train.reading.step_inputs import count_pack_targets
 from tests.model.stock import gradients_of, texts, tiny, worst
 from tests.train.small import small_config, train_rank
 
@@ -116,7 +116,7 @@ def _steps(rank: int, across: bool, labelled: bool) -> dict[str, tuple[float, ..
         plans: dict[str, Plan] = {f"cp {cp}": plan_fixed(lengths, world.home, cp=cp) for cp in (1, 2)}
         plans["dynamic"] = plan_dynamic(lengths, world.home, max_tokens_per_slot=8)
         for name, plan in plans.items():
-            counted = with_targets_of(documents, plan)
+            counted = count_pack_targets(documents, plan)
             assert labelled or counted is plan
             result = run_step(model, counted, documents, world)
             assert result.targets == count
@@ -146,7 +146,7 @@ def test_a_run_of_packs(tmp_path: Path) -> None:
     )
     run_ranks(train_rank, 2, config, 2, timeout=120)
     rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
-    order = step_order_of(config, corpus := Corpus(Path(config.run.dir) / "corpus"))
+    order = make_step_order(config, corpus := Corpus(Path(config.run.dir) / "corpus"))
     expected = [(128, 128 - len(order.lengths_of_step(step))) for step in range(3)]
     assert [(row["tokens"], row["targets"]) for row in rows if "loss" in row] == expected
     held_out = corpus.lengths[list(order.evaluation)]
@@ -182,4 +182,4 @@ def test_labels_on_placeholders_of_packs_are_no_targets() -> None:
     pack = LabelledPack((Piece(chats[0], 0, 4), Piece(chats[1], 0, 3)))
     documents = ItemDocuments([pack], [Item(0, ((2, 4),))], [None])
     plan = plan_fixed([7], Layout(1), cp=1)
-    assert pack.targets == 5 and with_targets_of(documents, plan).targets == 3 == documents.targets
+    assert pack.targets == 5 and count_pack_targets(documents, plan).targets == 3 == documents.targets

@@ -21,7 +21,7 @@ from longspan.data.uncut import UncutSpans
 from longspan.errors import ConfigError
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.testing import run_ranks
-from longspan.train.plans.order import step_order_of
+from longspan.train.plans.order import make_step_order
 from tests.corpus.images import test_run as runs
 from tests.corpus.images.folders import write_images
 from tests.corpus.images.test_images import SIZES, corpus_of
@@ -123,7 +123,7 @@ def packed(folder: Path, *, across: bool) -> tuple[ImagePacks, Any, Any]:
         for i in range(6)
     ]
     corpus = show_images(corpus_of(folder, [*rows, {"text": "no image" * 4}], model), read_configuration(model), model)
-    order = step_order_of(_config(pack_to=32, across=across), corpus)
+    order = make_step_order(_config(pack_to=32, across=across), corpus)
     packs, documents = order.select(corpus, 1), corpus.select(range(len(corpus)))
     assert (
         isinstance(packs, ImagePacks)
@@ -172,7 +172,7 @@ def test_packs_without_room_for_an_image_are_refused() -> None:
     images = type("Table", (), {"column": lambda _, name: spans[name], "__len__": lambda _: 1})()
     corpus: Any = _Documents(lengths=np.array([40, 30]), targets=None, images=images, source_of=None)
     with pytest.raises(ConfigError, match=r"data.pack_to is 19, and an image takes 20 tokens, .* set it to 20 or more"):
-        step_order_of(_config(pack_to=19), corpus)
+        make_step_order(_config(pack_to=19), corpus)
 
 
 @pytest.mark.whole
@@ -181,11 +181,11 @@ def test_a_run_of_packs_with_images(attention: str, tmp_path: Path) -> None:
     keys = {"data.pack_to": 64, "data.pack_attention": attention, "train.steps": 3}
     config = runs.config_of(tmp_path, **keys)
     run_ranks(train_rank, 2, config, 2, timeout=200)
-    context = replace(config.context, context_parallel_size=1, max_tokens_per_slot=192).with_evaluation(
+    context = replace(config.context, context_parallel_size=1, max_tokens_per_slot=192).set_evaluation(
         max_tokens_per_slot=192
     )
     alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "alone")))
-    alone = replace(alone, context=context.with_evaluation(context_parallel_size=1))
+    alone = replace(alone, context=context.set_evaluation(context_parallel_size=1))
     run_ranks(train_rank, 1, alone, 1, timeout=200)
     wanted, found = runs.losses_of(alone), runs.losses_of(config)
     assert all(farthest(found[key], wanted[key]) <= 1e-6 for key in runs.COLUMNS)

@@ -11,12 +11,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from longspan.comm import World
 from longspan.doctor import proof as proving
-from longspan.doctor.cases import LENGTHS, Case, cases_named
+from longspan.doctor.cases import LENGTHS, Case, list_cases
 from longspan.doctor.images import image_documents, item_documents, no_video_reason
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.proof import Ranks, Stock, prove, run_proof
 from longspan.doctor.ranks import CaseRun, Expected, Task
-from longspan.doctor.stock import documents_for
+from longspan.doctor.stock import draw_documents
 from longspan.doctor.which_model import find_configuration
 from longspan.layout import Layout
 from longspan.model.exactness.small_copies import shrink_configuration
@@ -34,7 +34,7 @@ def small(family: str) -> PreTrainedConfig:
 
 
 def test_a_mixture_with_sinks_and_windows_is_exact() -> None:
-    outcomes = prove(small("gpt_oss"), cases_named("basic", 3), 3)
+    outcomes = prove(small("gpt_oss"), list_cases("basic", 3), 3)
     assert [outcome.status for outcome in outcomes] == ["exact"] * 5
     assert all(o.gradient_error is not None and 0 < o.gradient_error < 1e-13 for o in outcomes)
 
@@ -108,15 +108,15 @@ def _of_mutants(rank: int, tasks: dict[str, Task]) -> dict[str, tuple[Outcome, O
     with World(Layout(ranks=2), backend="gloo") as world:
         for name, (family, mutant) in MUTANTS.items():
             if family in tasks:
-                as_is = CaseRun(tasks[family], world, CASE).outcome(CASE)
+                as_is = CaseRun(tasks[family], world, CASE).run_case(CASE)
                 with mutant():
-                    outcomes[name] = (as_is, CaseRun(tasks[family], world, CASE).outcome(CASE))
+                    outcomes[name] = (as_is, CaseRun(tasks[family], world, CASE).run_case(CASE))
     return outcomes
 
 
 def _task(config: PreTrainedConfig) -> Task:
-    documents = documents_for(config, LENGTHS)
-    expected = Stock(config, documents).answers([CASE])
+    documents = draw_documents(config, LENGTHS)
+    expected = Stock(config, documents).compute_answers([CASE])
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     return Task(config, Layout(ranks=2), ((0, CASE),), answers, documents, "gloo", 60.0)
 

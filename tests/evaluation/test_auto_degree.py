@@ -27,7 +27,7 @@ def test_the_choice_is_that_of_which_degree() -> None:
     config = load_config(None, {DEGREE: "auto", "context.eval_max_tokens_per_slot": 8192, "parallel.tp": 2})
     choice = PlanChoice.evaluation(config, cost=Cost(), heads=16)
     assert (choice.degree, choice.options.cp_comm_type) == (0, "auto")
-    comparison = which_degree(lengths, home, options=choice.options_on(home))
+    comparison = which_degree(lengths, home, options=choice.home_options(home))
     found, reason = choose_degree(choice, lengths, home)
     assert found.degree == comparison.best.cp >= 4 and reason == comparison.reason()
     assert found.options.cp_comm_type == comparison.best.options.cp_comm_type != "auto"
@@ -42,7 +42,7 @@ def test_the_choice_is_that_of_which_degree() -> None:
 def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
     """Until then plans, of a check or a warm-up, have the smallest degree that fits, with levels fitted to it."""
     config = load_config(None, {DEGREE: "auto", "context.eval_max_tokens_per_slot": 100})
-    config = replace(config, context=config.context.with_evaluation(cp_comm_type="a2a+p2p"))
+    config = replace(config, context=config.context.set_evaluation(cp_comm_type="a2a+p2p"))
     choice, home = PlanChoice.evaluation(config), Layout(8)
     (group,) = choice.plan([390], home).micro_batches[0].groups
     assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))

@@ -17,7 +17,7 @@ from longspan.errors import DataError, EvaluationError, EvaluationStopped, Longs
 from longspan.evaluation import evaluate as portions
 from longspan.evaluation.metrics import Mean, copy_metric
 from longspan.evaluation.result import Evaluation
-from longspan.evaluation.row_sums import edges_to
+from longspan.evaluation.row_sums import bucket_edges
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice, TargetRows
 from tests.model.deep import deep
@@ -150,7 +150,7 @@ def _check(evaluation: Evaluation, wanted: Dense) -> None:
 
 def test_edges() -> None:
     for longest in (1, 127, 128, 129, 256, 1000, 4096):
-        edges = edges_to(longest).tolist()
+        edges = bucket_edges(longest).tolist()
         assert edges == [0, *(n for n in (128 << i for i in range(20)) if n <= longest)]
 
 

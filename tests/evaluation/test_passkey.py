@@ -89,7 +89,7 @@ def test_documents_have_their_length_and_say_key_question_and_answer(
     tokenizer = KINDS[kind]()
     length = 110 + extra
     (document,) = passkey_documents(tokenizer, (length,), (depth,), samples=1, seed=seed)
-    ids = document.ids()
+    ids = document.all_ids()
     assert len(ids) == len(document) == length
     assert np.array_equal(document[np.array([length - 1, 3])], ids[[length - 1, 3]])
     text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
@@ -116,7 +116,7 @@ def test_ids_are_those_of_the_whole_text(kind: str) -> None:
             (document,) = passkey_documents(tokenizer, (len(whole),), (depth,), samples=1)
             again = tokenizer.encode(passkey_text(document.key, before, after)).ids
             if len(again) == len(ids):  # a key of as many tokens
-                assert document.ids().tolist() == again[: len(again) - closing]
+                assert document.all_ids().tolist() == again[: len(again) - closing]
 
 
 def test_the_same_arguments_give_the_same_documents_and_other_lengths_change_none() -> None:
@@ -125,7 +125,7 @@ def test_the_same_arguments_give_the_same_documents_and_other_lengths_change_non
     more = passkey_documents(stock, (150, 200), (0, 0.5), samples=3, seed=3)
     by_place = {(d.length, d.depth, i % 3): d for i, d in enumerate(more)}
     for sample, document in enumerate(few):
-        assert np.array_equal(document.ids(), by_place[200, 0.5, sample].ids())
+        assert np.array_equal(document.all_ids(), by_place[200, 0.5, sample].all_ids())
     assert len({document.key for document in more}) == len(more) == 12
     assert passkey_documents(byte_level(), (200,), (0.5,), samples=2, seed=4)[0].key != few[0].key
 
@@ -155,7 +155,7 @@ def retrieved_and_lost() -> PasskeyDocuments:
     model, made = deep("qwen3", torch.float64, vocabulary=VOCABULARY).eval(), list[PasskeyDocument]()
     documents = passkey_documents(digit_by_digit(), LENGTHS, DEPTHS, SAMPLES)
     for index, document in enumerate(documents):
-        ids = document.ids()[: document.answer_start].tolist()
+        ids = document.all_ids()[: document.answer_start].tolist()
         for _ in document.answer:
             with torch.no_grad():
                 ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -190,7 +190,7 @@ def test_the_grid_equals_greedy_decoding_and_dense_losses(home: dict[str, int], 
     model = deep("qwen3", torch.float64, vocabulary=VOCABULARY).eval()
     losses = []
     for document in documents:
-        ids, first = torch.from_numpy(document.ids()), document.answer_start - 1
+        ids, first = torch.from_numpy(document.all_ids()), document.answer_start - 1
         with torch.no_grad():
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
         losses.append(F.cross_entropy(logits[first:-1], ids[first + 1 :]).item())

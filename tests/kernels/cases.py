@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.model.experts.experts import one_pass
-from longspan.model.experts.rows import Visits, gather, spread
+from longspan.model.experts.experts import gate_in_one_pass
+from longspan.model.experts.rows import Visits, spread_rows, sum_visits
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.train.loss import row_softmax
 from tests.reference import relative_error
@@ -55,8 +55,8 @@ def visit_errors(case: Sequence[int], device: str, dtype: torch.dtype) -> Errors
 
     def compute(x: Tensor, weights: Tensor) -> Tensor:
         visits = Visits.of(order.to(device), top_k)
-        going = spread(x, visits)
-        return gather(going * going * factors[by_expert].to(going)[:, None], weights, visits)
+        going = spread_rows(x, visits)
+        return sum_visits(going * going * factors[by_expert].to(going)[:, None], weights, visits)
 
     def exact(x: Tensor, weights: Tensor) -> Tensor:
         return (x.square()[:, None] * factors[chosen].to(x)[..., None] * weights[..., None]).sum(1)
@@ -68,7 +68,7 @@ def gate_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Error
     """SiLU of one half times the other."""
     torch.manual_seed(0)
     halves = torch.randn(case[0], 2 * case[1])
-    return _errors(one_pass, lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], (halves,), device, dtype)
+    return _errors(gate_in_one_pass, lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], (halves,), device, dtype)
 
 
 def softmax_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:

@@ -21,7 +21,7 @@ from tests.ssm.interpreted import on_a_cpu
 
 def _take_cpus() -> None:
     """Let kernels be launched with tensors of a CPU."""
-    experts.kernels_for = rows.kernels_for = lambda *tensors: rows.kernels()  # pyright: ignore
+    experts.find_kernels = rows.find_kernels = lambda *tensors: rows.kernel_module()  # pyright: ignore
     norm_formula.are_on_gpus = lambda tensors: True
     loss.uses_kernels = lambda dtype, device: dtype != torch.float64
 

@@ -18,8 +18,8 @@ from longspan.attention import rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.tiles import Launch, Tile, Tiling
 from longspan.attention.tiles_between import Mask
-from longspan.model.experts.experts import one_pass
-from longspan.model.experts.rows import Visits, gather, spread
+from longspan.model.experts.experts import gate_in_one_pass
+from longspan.model.experts.rows import Visits, spread_rows, sum_visits
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
 from longspan.ssm.kernels.convolutions import Before, Convolution, FirstRows, write_first
@@ -137,7 +137,7 @@ def gelu(device: str, elements: int) -> Errors:
 
 
 def gate_of_experts(device: str, elements: int) -> Errors:
-    gate = one_pass if device == "cuda" else lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1]
+    gate = gate_in_one_pass if device == "cuda" else lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1]
     return row_errors(gate, rows_of(elements, 2 * WIDTH, device))
 
 
@@ -165,7 +165,7 @@ def visits(device: str, elements: int) -> Errors:
     weights = torch.rand(rows, top_k, device=device, dtype=torch.bfloat16).requires_grad_()
     order = torch.randperm(rows * top_k, device=device)
     of = Visits.of(order, top_k)
-    out = gather(spread(x, of), weights, of)
+    out = sum_visits(spread_rows(x, of), weights, of)
     dout = torch.empty_like(out).normal_()
     dx, dweights = torch.autograd.grad(out, (x, weights), dout)
     at = torch.cat([torch.arange(AROUND), torch.arange(rows - AROUND, rows)]).to(device)
@@ -275,8 +275,8 @@ def sums_of_attention(device: str, elements: int) -> Errors:
     at = compared_rows(rows, WIDTH).to(device)
     back = torch.arange(rows, device=device).flip(0)
     exact_out, exact_lse = total[at].clone(), total_lse[at].clone()
-    sums.merge_(exact_out, exact_lse, slice(None), out[at], lse[at])
-    sums.merge_(total, total_lse, torch.arange(rows, device=device), out, lse)
+    sums.merge_rows_(exact_out, exact_lse, slice(None), out[at], lse[at])
+    sums.merge_rows_(total, total_lse, torch.arange(rows, device=device), out, lse)
     errors = {"merge": relative_error(total[at].double(), exact_out.double())}
     errors["merged lse"] = relative_error(total_lse[at].double(), exact_lse.double())
     before = total[at].clone()

@@ -14,9 +14,9 @@ from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import execution, prepare
-from longspan.model.host_offload import HostOffload, find_host_arena
+from longspan.model.activations.host_offload import HostOffload, find_host_arena
+from longspan.model.activations.recompute import Recomputation
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.recompute import Recomputation
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import MtpLoss, run_step
@@ -107,7 +107,7 @@ def _measure(model: Any, words: Words, world: World) -> HostOffload | None:
         layers: Any = [module for module in part.modules() if hasattr(module, "gradient_checkpointing")]
         for layer in layers:
             layer.gradient_checkpointing = False
-        recomputation.apply(part, offload)
+        recomputation.apply_measures(part, offload)
     return offload
 
 
@@ -146,7 +146,7 @@ def _prepare_with_kernels(rank: int, measures: Sequence[str]) -> list[str]:
     errors = list[str]()
     with World(Layout(ranks=2), backend=backend()) as world, pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr(execution, "choose", lambda call, name: find_kernel("reference"))
+            patched.setattr(execution, "choose_kernel", lambda call, name: find_kernel("reference"))
         for words in measures:
             try:
                 prepare(tiny("qwen3", torch.float64), world, measures=words)

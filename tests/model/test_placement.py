@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.comm import World, run_local
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.layers import decoder_layers
 from longspan.model.placement import shared_blocks
 from longspan.model.seams.layer_arguments import number_layers
@@ -24,7 +24,7 @@ def _zamba2(hybrids: int, blocks: int) -> PreTrainedModel:
     config.num_hidden_layers, config.num_mem_blocks = hybrids + 1, blocks
     config.layers_block_type = ["linear_attention"] + ["hybrid"] * hybrids
     config.hybrid_layer_ids = list(range(1, hybrids + 1))
-    return tiny_model(config, torch.float32)
+    return make_tiny_model(config, torch.float32)
 
 
 def test_blocks_are_found_and_numbered() -> None:

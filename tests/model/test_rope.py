@@ -18,12 +18,12 @@ from transformers import (
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.rope import (
+    has_no_positions,
     position_limit,
-    positions_are_left_to_mixers,
+    scale_rope,
     smallest_factor,
-    with_rope_scaling,
 )
 from longspan.testing import run_ranks
 from tests.model.seams.test_mixers import here, small_config
@@ -46,7 +46,7 @@ def _dense(parameters: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
 
 def _sharded(rank: int, kind: str, axes: dict[str, int]) -> tuple[dict[int, float], float, dict[str, torch.Tensor]]:
     with World(Layout(ranks=4, **axes)) as world:
-        model = prepare(at_random(with_rope_scaling(_config(), kind, 4.0)), world)
+        model = prepare(at_random(scale_rope(_config(), kind, 4.0)), world)
         losses = {}
         for cp in (1, 2, 4):
             if world.home.slots % cp == 0:
@@ -78,13 +78,13 @@ def test_the_attention_factor_of_yarn_counts_and_stages_have_it() -> None:
 
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 def test_stock_transformers_reads_a_scaled_configuration_back(kind: str, tmp_path: Path) -> None:
-    scaled = with_rope_scaling(_config(), kind, 2.5)
+    scaled = scale_rope(_config(), kind, 2.5)
     scaled.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
     assert again.rope_parameters == scaled.rope_parameters and position_limit(again) == 40
     assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"]["rope_type"] == kind
     with pytest.raises(ModelError, match=rf"a rope scaling of its own \('{kind}', for documents of up to 40 tokens\)"):
-        with_rope_scaling(again, "yarn", 2.0)
+        scale_rope(again, "yarn", 2.0)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -130,13 +130,13 @@ def test_the_limit_of_a_configuration_is_that_of_its_own_scaling(config: PreTrai
 )
 def test_models_that_cannot_be_scaled_are_refused(config: PreTrainedConfig, says: str) -> None:
     with pytest.raises(ModelError, match=says):
-        with_rope_scaling(config, "yarn", 2.0)
+        scale_rope(config, "yarn", 2.0)
 
 
 @pytest.mark.parametrize(("longest", "factor"), [(3, 1.0), (16, 1.0), (17, 1.25), (20, 1.25), (21, 1.5), (64, 4.0)])
 def test_the_smallest_factor_is_in_quarters(longest: int, factor: float) -> None:
     assert smallest_factor(_config(), longest) == factor
-    assert factor == 1.0 or (position_limit(with_rope_scaling(_config(), "yarn", factor)) or 0) >= longest
+    assert factor == 1.0 or (position_limit(scale_rope(_config(), "yarn", factor)) or 0) >= longest
 
 
 # ---- hybrids whose attention has no positions
@@ -152,12 +152,12 @@ WITH = {"bamba": {}, "granitemoehybrid": {"position_embedding_type": "rope"}, "z
 def test_hybrids_without_positions_have_no_limit(family: str, changes: dict[str, Any], left: bool) -> None:
     config = small_config(family)
     config.update(changes)
-    assert positions_are_left_to_mixers(config) == left == (position_limit(config) is None)
-    model, ids = tiny_model(config, torch.float64).eval(), torch.arange(9)[None]
+    assert has_no_positions(config) == left == (position_limit(config) is None)
+    model, ids = make_tiny_model(config, torch.float64).eval(), torch.arange(9)[None]
     seen = {"attention_mask": torch.ones_like(ids), "use_cache": False}  # or positions would mean packed documents
     with torch.no_grad():
         near, far = (model(input_ids=ids, position_ids=step * ids, **seen).logits for step in (1, 3))
     assert torch.equal(near, far) == left
     if left:
         with pytest.raises(ModelError, match=r"no rotary positions that 'yarn' could scale.*leave model.rope_scaling"):
-            with_rope_scaling(config, "yarn", 2.0)
+            scale_rope(config, "yarn", 2.0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, list_styles
 from longspan.model.tensor_parallel.split_trial import mixes_features, refuse_mixed_features
 
@@ -48,7 +48,7 @@ def test_mixed_features_are_found(name: str, device: str) -> None:
 
 def test_gemma3n_is_refused_before_anything_is_split() -> None:
     config = pytest.importorskip("transformers.models.gemma3n").Gemma3nTextConfig()
-    model = tiny_model(shrink_configuration(config), torch.float32)
+    model = make_tiny_model(shrink_configuration(config), torch.float32)
     with pytest.raises(
         ModelError, match=r"layers\.0\.mlp \(Gemma3nTextMLP\) computes from all its features .* use tp 1"
     ):

@@ -10,8 +10,8 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
-from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide, lockstep_seconds
-from longspan.plan.dynamic.few_documents import plan_few
+from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide_bins, lockstep_seconds
+from longspan.plan.dynamic.few_documents import plan_few_items
 from longspan.plan.dynamic.lockstep import DraftSettings, Effort, Search, make_draft
 from longspan.plan.dynamic.planner import _search_lockstep
 from longspan.plan.dynamic.problem import FreeSlots, Problem, even_runs
@@ -67,7 +67,7 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         lengths = [drawn.randint(500, 60000) for _ in range(drawn.randint(1, 12))]
         options = PlanOptions(max_tokens_per_slot=65536, cost=cost)
         of_slots = Problem.of(Request.of(lengths, Layout(slots), options), range(min_cp, slots + 1))
-        few = plan_few(of_slots)
+        few = plan_few_items(of_slots)
         assert few is not None and few[0] == pytest.approx(predicted_seconds(few[1], slots, cost))
         seconds, make = _search_lockstep(of_slots, Effort(drafts=2, steps=4, sample_steps=6))
         assert seconds == pytest.approx(predicted_seconds(make(), slots, cost))
@@ -81,7 +81,7 @@ def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> No
         while free.total:
             width = rng.randint(1, min(free.total, 12))
             had = free.has_block(width)
-            parts = free.take(width)
+            parts = free.take_slots(width)
             members = {slot for start, count in parts for slot in range(start, start + count)}
             assert len(members) == width
             assert not members & taken
@@ -93,13 +93,16 @@ def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> No
 def test_a_group_leaves_none_or_enough_and_spans_blocks_largest_first() -> None:
     mine = problem([9], 16, min_cp=3)
     free = FreeSlots(mine.blocks, mine.degrees)
-    assert [free.take(3), free.take(3)] == [[(0, 3)], [(8, 3)]]  # five are left of each: two more would be too few
-    assert free.take(7) == [(11, 5), (3, 2)] and free.total == 3
+    assert [free.take_slots(3), free.take_slots(3)] == [
+        [(0, 3)],
+        [(8, 3)],
+    ]  # five are left of each: two more would be too few
+    assert free.take_slots(7) == [(11, 5), (3, 2)] and free.total == 3
 
 
 def test_one_after_another_a_document_may_have_all_slots() -> None:
     for lengths in ([30000], [30000, 20000]):
-        few = plan_few(problem(lengths, 4))
+        few = plan_few_items(problem(lengths, 4))
         assert few is not None
         groups = [[(group.documents, group.slots) for group in batch.groups] for batch in few[1]]
         assert groups == [[((d,), (0, 1, 2, 3))] for d in range(len(lengths))]
@@ -182,7 +185,7 @@ def test_items_are_documents_or_packs_of_tiny_ones() -> None:
 def test_a_division_holds_the_cap_and_is_no_slower_than_sharing_all(name: str, level: bool) -> None:
     mine = problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16)
     draft = make_draft(mine, DegreeTable.of(mine), np.full(6, 1.05 * mine.mean_seconds / 6), Anchoring(0.5, 0.4))
-    division = divide(draft, level=level)
+    division = divide_bins(draft, level=level)
     bins, ends = draft.bins, np.zeros(len(draft.durations))
     np.maximum.at(ends, bins.micro_batch, division.seconds)
     assert ends.sum() <= draft.durations.sum() * 1.01
@@ -197,7 +200,7 @@ def test_a_division_holds_the_cap_and_is_no_slower_than_sharing_all(name: str, l
 
 def test_a_sample_is_a_problem_of_the_same_kind() -> None:
     mine = problem(sample_lengths("expo", 1024 * 32768).tolist(), 1024)
-    small = mine.sample()
+    small = mine.make_sample()
     assert (mine.sample_factor, small.request.slots, len(small.blocks)) == (4, 256, 32)
     assert small.mean_seconds == pytest.approx(mine.mean_seconds, rel=0.02)
     assert problem([1000000, 5], 1024).sample_factor == 1

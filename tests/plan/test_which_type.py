@@ -4,7 +4,7 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_dynamic, plan_fixed
-from longspan.plan.simulate.type_and_partition import options_of_types, type_of, type_text
+from longspan.plan.simulate.type_and_partition import list_type_options, plan_type_text, type_text
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_types_at_a_degree(cp: int, heads: int | None, tp: int, partition: str, 
     options = PlanOptions(
         cp_comm_type="auto", heads=heads, partition="contiguous" if partition != "zigzag" else "zigzag"
     )
-    ways = options_of_types(options, Layout(48 * tp, tp=tp), cp)
+    ways = list_type_options(options, Layout(48 * tp, tp=tp), cp)
     assert [type_text(way.cp_comm_type, [way.hierarchical_context_parallel_sizes]) for way in ways] == expected
     for way in ways:
         plan_fixed([4800], Layout(48 * tp, tp=tp), cp, options=way)
@@ -31,17 +31,17 @@ def test_types_at_a_degree(cp: int, heads: int | None, tp: int, partition: str, 
 
 def test_types_of_a_dynamic_plan() -> None:
     options, home = PlanOptions(cp_comm_type="auto", heads=8, max_tokens_per_slot=1000), Layout(12)
-    ways = options_of_types(options, home)
+    ways = list_type_options(options, home)
     assert [way.hierarchical_context_parallel_sizes for way in ways] == [None, None, None, 2, 4]
     for way in ways:
         plan = plan_dynamic([7000, 900, 30], home, options=way)
-        assert plan.cost.cp_comm_type == way.cp_comm_type and type_of(plan).startswith(str(way.cp_comm_type))
-    assert type_of(plan_fixed([90, 30], home, 1, options=ways[1])) == ""
+        assert plan.cost.cp_comm_type == way.cp_comm_type and plan_type_text(plan).startswith(str(way.cp_comm_type))
+    assert plan_type_text(plan_fixed([90, 30], home, 1, options=ways[1])) == ""
 
 
 def test_a_type_that_is_named_is_the_only_one() -> None:
     options = PlanOptions(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(4, 2))
-    (way,) = options_of_types(options, Layout(8), 2)
+    (way,) = list_type_options(options, Layout(8), 2)
     assert way.hierarchical_context_parallel_sizes == (2, 1)
     assert plan_fixed([90], Layout(8), 2, options=way).cost == Cost().under("a2a+p2p", 2)
-    assert options_of_types(options, Layout(8)) == [options]
+    assert list_type_options(options, Layout(8)) == [options]

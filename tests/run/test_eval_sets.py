@@ -32,7 +32,7 @@ from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult
 from longspan.testing import backend, run_ranks
-from longspan.train.long_documents import check_known
+from longspan.train.long_documents import check_set_length
 from tests.corpus.rows.families import write_folder
 from tests.train.small import small_config, train_rank, without_times, write_texts
 
@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(
 
 
 def test_documents_of_a_set_are_no_longer_than_the_model_knows(tmp_path: Path) -> None:
-    check = partial(check_known, preset_config("qwen3-tiny", vocab_size=300), ModelConfig(), 60)
+    check = partial(check_set_length, preset_config("qwen3-tiny", vocab_size=300), ModelConfig(), 60)
     with pytest.raises(
         ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with eval.books.max_document_tok"
     ):

@@ -14,10 +14,10 @@ from longspan.comm import World
 from longspan.config.sections import RunConfig, RunSection
 from longspan.layout import Layout
 from longspan.model import execution, load_model, prepare
-from longspan.model.execution import Execution, execution_of
+from longspan.model.execution import Execution, model_execution
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.facts import RunFacts, facts_text
 from longspan.run.run_facts import _mixers_text
 from longspan.train import step_figures as figures_module
@@ -145,7 +145,7 @@ def test_kernels_are_said_by_kind_of_layer_and_group(monkeypatch: pytest.MonkeyP
         "cpu_flash (layers with window of 128)",
     )
     alone = {True: "cudnn", False: "fa4"}
-    monkeypatch.setattr(execution, "choose", lambda call, name: SimpleNamespace(name=alone[call.one_document]))
+    monkeypatch.setattr(execution, "choose_kernel", lambda call, name: SimpleNamespace(name=alone[call.one_document]))
     assert of_calls(full).kernels == ("cudnn where each group has one document, else fa4",)
 
 
@@ -159,7 +159,7 @@ def test_the_slow_kernel_on_gpus_is_a_caution() -> None:
 def test_a_prepared_model_says_what_it_computes_with(dtype: str) -> None:
     with World(Layout(1), backend="gloo") as world:
         model = load_model(preset="gpt-oss-tiny", vocab_size=64, dtype=dtype)
-        computed = execution_of(prepare(model, world, compute_dtype=torch.bfloat16))
+        computed = model_execution(prepare(model, world, compute_dtype=torch.bfloat16))
     assert computed.parameter_dtype == getattr(torch, dtype)
     assert (computed.compute_dtype, computed.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert {call.mask.window for call in computed.calls} == {None, model.config.sliding_window}

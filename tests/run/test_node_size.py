@@ -22,7 +22,7 @@ from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.node_size import with_node_size
+from longspan.train.plans.node_size import set_node_size
 from tests.train.small import small_config, train_rank
 
 
@@ -41,9 +41,9 @@ def resolve(rank: int, config: RunConfig, ranks: int, local: int) -> tuple[Any, 
     """The node size of a world, and the error of a configuration that has another number."""
     os.environ["LOCAL_WORLD_SIZE"] = str(min(local, ranks - rank // local * local))
     with World(home_of(config.parallel, ranks), backend=backend()) as world:
-        size = with_node_size(config, world).context.node_size
+        size = set_node_size(config, world).context.node_size
         try:
-            with_node_size(replace(config, context=ContextConfig(node_size=5)), world)
+            set_node_size(replace(config, context=ContextConfig(node_size=5)), world)
         except ConfigError as error:
             return size, str(error)
         return size, ""

@@ -13,7 +13,7 @@ from longspan.plan import Cost
 from longspan.plan.cost.model_cost import cost_on_cpus
 from longspan.run.checks.config_check import check_config
 from longspan.train.plans import PlanChoice
-from longspan.train.plans.partition import choose_partition, with_usual_partition
+from longspan.train.plans.partition import choose_partition, set_usual_partition
 
 COST, HOME = cost_on_cpus(preset_config("qwen3-next-tiny", vocab_size=2048)), Layout(4)
 LENGTHS = [[300] * 12, [900, 400, 20, 7]]
@@ -58,7 +58,7 @@ def test_evaluations_follow_unless_they_say_otherwise() -> None:
     wide, _ = chosen(heads=2, context_parallel_size=2, eval_context_parallel_size=4)  # 2 heads, 4 slots
     assert (wide.cp_comm_type, wide.evaluation.partition, wide.evaluation.cp_comm_type) == ("a2a", "contiguous", "auto")
     of_set = load_config(None, {"model.preset": "bamba-tiny"})
-    assert with_usual_partition(of_set).context.evaluation.partition == "contiguous"
+    assert set_usual_partition(of_set).context.evaluation.partition == "contiguous"
 
 
 def test_a_cost_without_states_leaves_contiguous_rows() -> None:

@@ -25,7 +25,7 @@ from longspan.run.run_data import TrainingRun
 from longspan.run.slow_slots import STEPS, SlowSlots
 from longspan.run.time_limits import longest_wait
 from longspan.testing import backend, run_ranks
-from longspan.train.plans import cost_of
+from longspan.train.plans import read_cost
 from longspan.train.terms import slot_pace
 from tests.train.small import small_config, without_times
 
@@ -40,7 +40,7 @@ def train_noting_plans(rank: int, config: RunConfig) -> TrainResult:
     note, take = refining.note_step, TrainingRun.take_step
 
     def note_made(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
-        note(run, plan, step, plan.timeline(TRUE.apply(COST)).step_seconds)
+        note(run, plan, step, plan.timeline(TRUE.correct_cost(COST)).step_seconds)
 
     def take_noting(run: TrainingRun, plan: Plan, documents: Any, step: int) -> Any:
         if rank == 0:
@@ -131,7 +131,7 @@ def test_off_plans_are_those_of_the_prices_as_they_are(straight: tuple[RunConfig
 
 def test_a_correction_of_other_prices_is_left_out(straight: tuple[RunConfig, TrainResult]) -> None:
     config, said = straight[0], list[str]()
-    cost = cost_of(config)
+    cost = read_cost(config)
     state = json.loads((Path(config.run.dir) / "checkpoints" / f"step-{BREAK:06d}" / "state.json").read_text())
     world: Any = mock.Mock()
     same = refining.refinement_of_run(config, cost, state, world, said.append)

@@ -163,7 +163,7 @@ def test_a_run_resumed_on_other_ranks_has_the_same_losses(
 ) -> None:
     config, _ = straight
     again = copy_cut_at(config, tmp_path, 3)
-    context = replace(config.context, context_parallel_size=3).with_evaluation(context_parallel_size=1)
+    context = replace(config.context, context_parallel_size=3).set_evaluation(context_parallel_size=1)
     run(replace(again, context=context), 3)
     for old, new in zip(rows_of(config), rows_of(again), strict=True):
         assert (old["step"], old.get("tokens")) == (new["step"], new.get("tokens"))
@@ -183,7 +183,7 @@ def test_a_finished_run_is_shown_again_and_not_trained(
         metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
     assert run(again, 2).summary() == outcome.summary() | {"eval_at_degrees": run_summary_rows(again)}
     assert rows_of(again) == rows_of(config)
-    wide = again.context.with_evaluation(planner="dynamic", max_tokens_per_slot=32)  # no degree of the comparison's
+    wide = again.context.set_evaluation(planner="dynamic", max_tokens_per_slot=32)  # no degree of the comparison's
     run(replace(again, context=wide), 2)
     assert rows_of(again) == rows_of(config)
 
@@ -295,7 +295,7 @@ def test_a_finished_run_is_not_shown_under_other_keys(straight: tuple[RunConfig,
     ):
         run(changed, 2)
     config.write_text(before)
-    run(replace(again, context=again.context.with_evaluation(max_tokens_per_slot=32)), 2)
+    run(replace(again, context=again.context.set_evaluation(max_tokens_per_slot=32)), 2)
     assert config.read_text() == before
 
 

@@ -7,7 +7,7 @@ import torch
 from longspan import Group
 from longspan.comm import ShardPart
 from longspan.ssm.chains import Chains
-from longspan.ssm.conv import halo_of
+from longspan.ssm.conv import find_halo
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, arrived_gradients, write_first
 from tests.reference import relative_error
 
@@ -25,7 +25,7 @@ def errors(partition: str, width: int, extras: bool, device: torch.device, dtype
     generator, worst = torch.Generator().manual_seed(0), {"y": 0.0, "owed": 0.0}
     for member in range(3):
         chains = Chains(ShardPart(group, member, member, 0, world_key=-1), device)
-        halo, rows = halo_of(chains, width - 1), int(chains.lengths.sum())
+        halo, rows = find_halo(chains, width - 1), int(chains.lengths.sum())
         shapes = (rows, CHANNELS), (rows, CHANNELS), (sum(halo.receives), CHANNELS), (CHANNELS, width), (CHANNELS,)
         x, dout, arrived, weight, bias = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
         if not len(arrived):

@@ -14,8 +14,8 @@ from longspan.comm import ShardPart
 from longspan.errors import LayoutError, ModelError
 from longspan.model.seams.mixer_calls import check_kernels
 from longspan.ssm.chains import Chains
-from longspan.ssm.conv import halo_of
-from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_scan_kernels, choose_scan_kernel, kernels_here
+from longspan.ssm.conv import find_halo
+from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_scan_kernels, choose_scan_kernel, describe_kernels
 from longspan.ssm.kernels import convolutions as by_causal_conv1d
 from longspan.ssm.kernels import delta as by_channel
 from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION, TORCH_CONVOLUTION, Convolution, choose_convolution
@@ -27,8 +27,8 @@ SCAN = Recurrence(torch.bfloat16, CPU, 16, 16, delta=False, by_channel=False)
 
 
 def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.ssm.kernels.by_mamba_ssm.lacks_package", lambda *_: "")
-    monkeypatch.setattr("longspan.ssm.kernels.convolutions.lacks_package", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.by_mamba_ssm.package_lack", lambda *_: "")
+    monkeypatch.setattr("longspan.ssm.kernels.convolutions.package_lack", lambda *_: "")
     x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, 4)
     both = ("mamba_ssm", "causal_conv1d")
     assert choose_scan_kernel(SCAN).name == "torch" and choose_convolution(x, weight).name == "torch"
@@ -41,7 +41,7 @@ def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: p
         choose_scan_kernel(SCAN, ("torch",)) is TORCH and choose_scan_kernel(SCAN, ("causal_conv1d",)).name == "torch"
     )
     check_scan_kernels(both, torch.bfloat16, CPU)
-    assert kernels_here(torch.bfloat16, CPU, both) == (
+    assert describe_kernels(torch.bfloat16, CPU, both) == (
         "mamba_ssm (tried on one H200) and causal_conv1d (its CUDA code untried), as asked for, and torch's operations"
     )
 
@@ -78,8 +78,8 @@ def test_sizes_and_versions_are_said() -> None:
     assert PACKAGE_CONVOLUTION.lacks(x, torch.zeros(16, 5)) == "a convolution of width 2 to 4, got 5"
     of_channels = "a delta rule of a decay for each key number"
     assert (
-        by_channel.kimi_lacks(SCAN._replace(delta=True))
-        == by_channel.kimi_lacks(SCAN._replace(by_channel=True))
+        by_channel.kimi_lack(SCAN._replace(delta=True))
+        == by_channel.kimi_lack(SCAN._replace(by_channel=True))
         == of_channels
     )
     lacking = choose_scan_kernel.__globals__["MAMBA"].lacks(SCAN._replace(device=CUDA))
@@ -120,7 +120,7 @@ def test_the_calls_of_causal_conv1d(
     lengths: tuple[int, ...], partition: str, extras: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one run with rows before it, of one without, and of several: outputs and all gradients are torch's."""
-    monkeypatch.setattr(by_causal_conv1d, "_package", _stand_in)
+    monkeypatch.setattr(by_causal_conv1d, "_conv_package", _stand_in)
     assert _worst(lengths, partition, extras) <= 1e-12
 
 
@@ -135,7 +135,7 @@ def test_the_calls_of_causal_conv1d(
 def test_what_is_dropped_is_noticed(
     lengths: tuple[int, ...], old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_causal_conv1d, "_package", _stand_in)
+    monkeypatch.setattr(by_causal_conv1d, "_conv_package", _stand_in)
     undo = mutate("ssm.kernels.convolutions", old, new)
     try:
         assert _worst(lengths, "contiguous", extras=True) > 1e-3
@@ -150,7 +150,7 @@ def _worst(lengths: tuple[int, ...], partition: str, extras: bool) -> float:
     for width in (2, 4):
         for member in range(3):
             chains = Chains(ShardPart(group, member, member, 0, world_key=-1), CPU)
-            halo = halo_of(chains, width - 1)
+            halo = find_halo(chains, width - 1)
             shapes = (int(chains.lengths.sum()), 8), (sum(halo.receives), 8), (8, width), (8,)
             x, arrived, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
             parameters = (weight.requires_grad_(), bias.requires_grad_() if extras else None)
@@ -167,7 +167,7 @@ def _worst(lengths: tuple[int, ...], partition: str, extras: bool) -> float:
 def test_chunks_of_another_size_hold_the_same_rows() -> None:
     runs = LocalRuns(np.array([70, 1, 64, 130]), CPU)
     for chunk in (32, 128):
-        cut = runs.with_chunks(chunk)
-        assert cut is runs.with_chunks(chunk) and cut.chunks == sum(-(-n // chunk) for n in (70, 1, 64, 130))
+        cut = runs.cut_chunks(chunk)
+        assert cut is runs.cut_chunks(chunk) and cut.chunks == sum(-(-n // chunk) for n in (70, 1, 64, 130))
         rows = torch.cat([torch.arange(runs.rows), torch.tensor([-1])])[cut.padded_rows]
         assert torch.equal(rows[cut.padded_places], torch.arange(runs.rows)) and len(rows) == cut.chunks * chunk

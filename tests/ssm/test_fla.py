@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from longspan import Layout, World, bind
 from longspan.ssm import causal_conv, linear_scan, scan_kernel
-from longspan.ssm import state_pass as unit
+from longspan.ssm import state_pass as unit_vectors
 from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, ScanKernel
 from longspan.ssm.kernels.call import SavedScan, state_dtype
-from longspan.ssm.kernels.packages import fla_lacks
+from longspan.ssm.kernels.packages import fla_lack
 from longspan.testing import backend, run_ranks
 from tests.reference import relative_error
 from tests.ssm import first_rows
@@ -23,7 +23,7 @@ CUDA = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or bool(fla_lacks(torch.bfloat16, CUDA)), reason="no kernels of fla here"
+        not torch.cuda.is_available() or bool(fla_lack(torch.bfloat16, CUDA)), reason="no kernels of fla here"
     ),
 ]
 LENGTHS = (200, 1, 64, 3, 2321)
@@ -65,7 +65,7 @@ def passes(kernel: ScanKernel, given: Inputs, runs: LocalRuns, name: str) -> dic
     found["out"] = forward.outputs(states)
     backward = kernel.backward(given, runs, 0.7, SavedScan(states, forward.activations, dout))
     found["owed"] = backward.entry_gradients(every[1:])
-    backward.prepare()
+    backward.prepare_chunks()
     gradients = backward.gradients(leaving)
     return found | dict(zip(("dq", "dk", "dv", "dg", "dbeta"), gradients, strict=False))
 
@@ -150,4 +150,4 @@ def _convolution(rank: int) -> list[float]:
             )
             results.append([out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))])
     errors = [relative_error(*pair) for pair in zip(*results, strict=True)]
-    return [*errors, relative_error(unit(given[0], 1e-6), unit(given[0].double(), 1e-6))]
+    return [*errors, relative_error(unit_vectors(given[0], 1e-6), unit_vectors(given[0].double(), 1e-6))]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan.ssm.kernels import delta_states as maps
-from longspan.ssm.kernels.pieces import Pieces, pieces_of
+from longspan.ssm.kernels.pieces import Pieces, cut_into_pieces
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 from tests.mutation import mutated
 
@@ -45,7 +45,7 @@ def _case(seed: int) -> tuple[LocalRuns, Pieces, list[Tensor], Tensor]:
     """Runs, their pieces, and the pieces' maps."""
     runs = LocalRuns(np.array([70, 2500, 1024, 40, 1030]), CPU, np.array([False, True, True, False, True]))
     generator = torch.Generator().manual_seed(seed)
-    pieces = pieces_of(runs, 16)
+    pieces = cut_into_pieces(runs, 16)
     count = len(pieces.runs.lengths)
     maps = torch.randn(count, 2, K, V + K, generator=generator, dtype=torch.float64)
     return runs, pieces, list(maps), maps[pieces.first : pieces.stop]
@@ -76,7 +76,7 @@ def worst(seed: int = 0) -> float:
     entering, final = _by_hand(runs, pieces, all_maps, states)
     shared = np.array([1, 2, 4])
     added, transitions = maps[..., :V].contiguous(), maps[..., V:].contiguous()
-    of_runs = pieces.maps_of_runs(added, transitions, shared)
+    of_runs = pieces.run_maps(added, transitions, shared)
     differences = [
         (pieces.entering_states(states.detach(), added, transitions) - torch.stack(entering)).abs().max(),
         (of_runs[1] @ states[shared] + of_runs[0] - torch.stack(final)[shared]).abs().max(),

@@ -8,7 +8,7 @@ import numpy as np
 
 from longspan import World
 from longspan.config.file import load_config
-from longspan.config.keys import value_at
+from longspan.config.keys import key_value
 from longspan.config.sections import RunConfig
 from longspan.run.checks.config_check import check_config
 from longspan.run.loop import train
@@ -90,4 +90,4 @@ def without_times(row: Mapping[str, object]) -> dict[str, object]:
 def value_of(config: RunConfig, name: str) -> Any:
     """The value of a "section.key"."""
     section, _, key = name.partition(".")
-    return value_at(getattr(config, section), key)
+    return key_value(getattr(config, section), key)

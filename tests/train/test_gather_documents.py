@@ -34,9 +34,9 @@ from longspan.errors import CommError, DataError
 from longspan.multimodal import Item, ItemDocuments
 from longspan.testing import backend, run_ranks
 from longspan.train.reading.gather import deal_documents, share_documents
-from longspan.train.reading.local_batch import prefix_rows
+from longspan.train.reading.local_batch import count_prefix_rows
 from longspan.train.reading.read_rows import read_rows
-from longspan.train.reading.step_inputs import with_targets_of
+from longspan.train.reading.step_inputs import count_pack_targets
 from tests.model.stock import VOCABULARY, gradients_of, tiny, worst
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_rows.py"
@@ -98,9 +98,9 @@ def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) ->
             assert np.array_equal(gathered[d][:], documents[d].ids)
             assert np.array_equal(gathered[d].labels(), documents[d].labels())
         for d, length in enumerate(LENGTHS):
-            assert prefix_rows(gathered[d], d, length) == prefix_rows(documents[d], d, length)
+            assert count_prefix_rows(gathered[d], d, length) == count_prefix_rows(documents[d], d, length)
         for plan in plans_of(home, gathered.targets):
-            assert with_targets_of(gathered, replace(plan, targets=0)) == plan
+            assert count_pack_targets(gathered, replace(plan, targets=0)) == plan
             for depths in (0, 2):
                 rows = gathered.rows_under(plan, depths)
                 places = set[tuple[int, int]]()

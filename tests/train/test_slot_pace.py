@@ -25,7 +25,7 @@ def pace(tp: int = 0, vocabulary: int = slot_pace.LEAST_LOGITS // 4) -> SlotPace
     world: Any = SimpleNamespace(coordinates=SimpleNamespace(tp=tp))
     model: Any = None
     term = SlotPaceTerm(world)
-    passes = term.extend(Passes(model=model, plan=model, world=world, backward=True, measure=measure))
+    passes = term.extend_passes(Passes(model=model, plan=model, world=world, backward=True, measure=measure))
     batch: Any = SimpleNamespace(labels=np.array([1, 2, NO_TARGET, 3, 4]))
     assert passes.measure(batch, torch.ones(3), SimpleNamespace(vocabulary=vocabulary), torch.ones(1)).item() == 4.0
     return term

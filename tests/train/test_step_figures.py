@@ -7,8 +7,8 @@ import torch
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_flops import model_flops
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.train.step_figures import StepFigures
 from longspan.train.terms.encoder_times import EncoderTimes, PartClock
 
@@ -49,6 +49,6 @@ def test_images_without_a_price_leave_no_share_of_the_peak() -> None:
 def test_parts_add_up() -> None:
     clock = PartClock(torch.device("cpu"))
     for _ in range(2):
-        with clock.timing("phases"), clock.timing("towers"):
+        with clock.time_part("phases"), clock.time_part("towers"):
             sum(range(1000))
     assert clock.seconds("phases") >= clock.seconds("towers") > 0

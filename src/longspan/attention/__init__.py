@@ -2,8 +2,10 @@
 
 from longspan.attention.attend import PATTERNS, attend
 from longspan.attention.call import AttendCall
-from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose
+from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose_kernel
 from longspan.attention.tiles_between import Mask
+
+choose = choose_kernel  # its former name
 
 __all__ = [
     "KERNELS",
@@ -13,5 +15,5 @@ __all__ = [
     "Kernel",
     "Mask",
     "attend",
-    "choose",
+    "choose_kernel",
 ]

@@ -32,7 +32,7 @@ class HeadSlice(NamedTuple):
 
 
 def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
-    """What one key/value head of a group of this many rows takes at the fullest moment, which is in backward.
+    """Return what one key/value head of a group of this many rows takes at the fullest moment, which is in backward.
 
     Its keys and values twice (as they arrive and in document order), and three times their gradients in the
     accumulation dtype (in document order, and those of the head before by member, as they leave and arrive).
@@ -42,7 +42,7 @@ def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
 
 
 def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) -> list[HeadSlice]:
-    """Slices of equal numbers of heads (the last may have fewer) that fit the budget; at least one head each.
+    """Cut the heads into equal slices (the last may have fewer) that fit the budget; at least one head each.
 
     Without a budget, two where they are large, so that one travels while the other is computed.
     """
@@ -60,7 +60,7 @@ def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) 
 def all_gather_forward(
     q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall
 ) -> tuple[Tensor, list[Saved]]:
-    """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows."""
+    """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), all of one group's local rows."""
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
     parts: list[_Pair] = []
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather forward"):
@@ -74,7 +74,7 @@ def all_gather_forward(
 
 
 def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
-    """Gradients of the local rows; those of k and v in the accumulation dtype."""
+    """Return the gradients of the local rows; those of k and v in the accumulation dtype."""
     (saved,) = saved_slices
     q, k, v, out, lse = saved
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
@@ -82,27 +82,27 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         part = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
         dq, of_heads = RowSum(tuple(part.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
-        sums.send(block_gradients(dq, dout[:, heads.q], part, members.launches(None), of_heads), all_k, all_v)
+        sums.send_gradients(block_gradients(dq, dout[:, heads.q], part, members.launches(None), of_heads), all_k, all_v)
         dq_parts.append(dq.result())
         del all_k, all_v, part
-    dk, dv = sums.finish()
+    dk, dv = sums.own_sums()
     return Gradients(concat_heads(dq_parts), dk, dv, sink_gradient(dout, saved, call.sinks))
 
 
 def _gather_slices(
     members: Members, tensors: _Pair, slices: Sequence[HeadSlice], label: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
-    """(heads, their keys and values of all rows of the group in document order); the next slice is on its way."""
+    """Yield (heads, their keys and values of all rows of the group in document order); the next slice is on its way."""
     channel = members.channel
     order = members.document_order(channel.starts(members.counts))
 
-    def start(heads: HeadSlice) -> Handle:
+    def start_gather(heads: HeadSlice) -> Handle:
         return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), members.counts, label)
 
-    started = [start(slices[0])]
+    started = [start_gather(slices[0])]
     for i, heads in enumerate(slices):
         in_order = join_columns((started.pop().wait(),), order)
-        started += [start(following) for following in slices[i + 1 : i + 2]]
+        started += [start_gather(following) for following in slices[i + 1 : i + 2]]
         k, v = split_columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
         del in_order
         yield heads, (k, v)
@@ -118,9 +118,9 @@ class _GradientSums:
         self._row_shapes: list[torch.Size] = []  # of k and v of that slice, without rows
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
-    def send(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
+    def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
         """Start sending gradients of all rows, k and v (S, heads, H), to their members, after the last slice's."""
-        self._collect()
+        self._collect_slice()
         self._row_shapes = [x.shape[1:] for x in (k, v)]
         packed = self._sum_by_member(addends, k, v)
         del addends
@@ -128,21 +128,21 @@ class _GradientSums:
         label = "attention all-gather backward, gradients"
         self._started = self._channel.all_to_all_rows(packed, self._members.counts, [rows] * degree, label)
 
-    def finish(self) -> _Pair:
-        """The summed gradients of the own rows, of all heads."""
-        self._collect()
+    def own_sums(self) -> _Pair:
+        """Return the summed gradients of the own rows, of all heads."""
+        self._collect_slice()
         dk, dv = (concat_heads(parts) for parts in zip(*self._finished_slices, strict=True))
         return dk, dv
 
     def _sum_by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
-        """The sums, (S, columns of k and v) in the accumulation dtype, the rows of one member after another's."""
+        """Sum k and v, (S, columns) in the accumulation dtype, the rows of one member after another's."""
         places, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
         for i, into in enumerate(total.split(widths, 1)):
             sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, places, strict=True)])
         return total
 
-    def _collect(self) -> None:
+    def _collect_slice(self) -> None:
         if self._started is None:
             return
         arrived = self._started.wait()  # of every member, the gradients of the own rows

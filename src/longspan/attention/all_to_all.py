@@ -29,7 +29,7 @@ from longspan.attention.ring import (
     Queries,
     RingGradients,
     key_blocks,
-    queries_of,
+    make_queries,
     ring_backward,
     ring_forward,
 )
@@ -53,7 +53,10 @@ SLICES, SLICE_BYTES = EXCHANGE_SLICES, EXCHANGE_SLICE_BYTES  # as they are price
 
 
 def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
-    """q (T, N, H), k (T, K, H), v (T, K, Hv) of one group's local rows; what is saved is of one slice after another."""
+    """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), all of one group's local rows.
+
+    What is saved is of one slice after another.
+    """
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
     split = head_split(q.shape[1], k.shape[1], members.inner)
@@ -61,7 +64,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     sent = swap.tensors_to_send(q, k, v)
     arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
     leaving, saved = list[Handle](), list[Saved]()
-    _take_turns([_forward_turns(run, swap, call, (sent, arriving), (leaving, saved)) for run in swap.runs])
+    _take_turns([_forward_turns(run, swap, call, (sent, arriving), (leaving, saved)) for run in swap.kv_runs])
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for slice_index in range(swap.slices):
         swap.write_rows(leaving.pop(0), (out,), slice_index)
@@ -84,7 +87,7 @@ def _forward_turns(
     messages: tuple[Sequence[Sequence[Tensor]], list[Handle]],
     results: tuple[list[Handle], list[Saved]],
 ) -> Iterator[None]:
-    """The ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
+    """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
 
     `messages` are the tensors of every slice and what arrives of the slices from here on. The outputs on their way back
     and what is saved are appended to `results`.
@@ -113,7 +116,7 @@ def _forward_turns(
 
 
 def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
-    """Gradients of the local rows."""
+    """Return the gradients of the local rows."""
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
@@ -122,7 +125,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     work = _Backward(dout, saved, swap, call, kv_dtype)
     if members.degree > 1 and swap.slices > 1:
-        _take_turns([work.ring_turns(run) for run in swap.runs])
+        _take_turns([work.ring_turns(run) for run in swap.kv_runs])
     else:
         for slice_index in range(swap.slices):
             work.compute_slice(slice_index)
@@ -155,32 +158,32 @@ class _Backward:
         self._of_keys: list[Addend] = []
 
     def compute_slice(self, slice_index: int) -> None:
-        """Gradients of one slice after another, from its ring or only block."""
-        swap, queries = self._swap, self._receive(slice_index)
+        """Compute the gradients of a slice, from its ring or its only block."""
+        swap, queries = self._swap, self._receive_queries(slice_index)
         inside = ring_backward(queries.dout, [queries.saved], swap.members, queries.call)
         self._sinks[slice_index] = inside.sinks
         gradients = [inside.q.to(self._dout.dtype)]
         self._of_keys.append(Addend(slice(0, len(inside.k)), (inside.k, inside.v)))
-        if swap.ends(slice_index):
+        if swap.closes_run(slice_index):
             k, v = queries.saved.k, queries.saved.v
             gradients += [x.to(self._kv_dtype) for x in sum_addends(self._of_keys, k, v)]
             self._of_keys.clear()
-        for some in swap.messages(slice_index):
-            self._send(slice_index, some, gradients[some])
+        for some in swap.message_gradients(slice_index):
+            self._send_gradients(slice_index, some, gradients[some])
 
     def ring_turns(self, run: range) -> Iterator[None]:
-        """The ring of slices that share keys and values: a turn for each block, one for the own, one for the sums.
+        """Run the ring of slices that share keys and values: a turn for each block, one for the own, one for the sums.
 
         The own block of the first half of all slices is computed before the first block of another member arrives, that
         of the others while the last gradients travel.
         """
-        queries, own_pairs = [self._receive(run.start)] if self._is_local else list[Queries](), list[_Pair]()
+        queries, own_pairs = [self._receive_queries(run.start)] if self._is_local else list[Queries](), list[_Pair]()
         first = queries[0].saved if queries else self._swap.slice_saved(self._saved, run.start)
         ring = RingGradients(first.k, first.v, self._swap.members)
         early = [index for index in run if 2 * index < self._swap.slices]
         for slice_index in run:
             if slice_index >= run.start + len(queries):
-                queries.append(self._receive(slice_index))
+                queries.append(self._receive_queries(slice_index))
             own_pairs += [ring.own_gradients(queries[-1])] if slice_index in early else []
         for _ in range(1, self._swap.members.degree):
             yield
@@ -190,15 +193,18 @@ class _Backward:
         own_pairs += [ring.own_gradients(later) for later in queries[len(early) :]]
         self._send_queries(run[len(early) :], queries[len(early) :])
         yield
-        self._send(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
+        self._send_gradients(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
 
     def sink_gradients(self) -> Tensor | None:
-        """The sinks' gradient (N,) over the rows of this neighbourhood, of the heads that are computed here."""
+        """Return the sinks' gradient (N,) over the rows of this neighbourhood, of the heads that are computed here."""
         sinks = [x for _, x in sorted(self._sinks.items()) if x is not None]
         return self._swap.place_heads(torch.cat(sinks)) if sinks else None
 
-    def _receive(self, slice_index: int) -> Queries:
-        """The query heads of a slice, once their dout is here, and with it what was saved of the own rows only."""
+    def _receive_queries(self, slice_index: int) -> Queries:
+        """Receive the query heads of a slice, with their dout and with what was saved.
+
+        Only the own rows of that are here where all heads were saved.
+        """
         swap = self._swap
         arrived = swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
         if self._is_local:
@@ -207,25 +213,25 @@ class _Backward:
             saved = Saved(q, k, v, heads_as_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
         else:
             (dout,), saved = arrived, swap.slice_saved(self._saved, slice_index)
-        return queries_of(dout, saved, swap.slice_call(self._call, slice_index))
+        return make_queries(dout, saved, swap.slice_call(self._call, slice_index))
 
     def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
         """Start sending dq of slices that have met all blocks."""
         for slice_index, finished in zip(indices, queries, strict=True):
             dq, self._sinks[slice_index] = finished.finish()
-            self._send(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
+            self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
 
-    def _send(self, slice_index: int, some: slice, gradients: Sequence[Tensor]) -> None:
+    def _send_gradients(self, slice_index: int, some: slice, gradients: Sequence[Tensor]) -> None:
         self.leaving.append((slice_index, some, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients")))
 
 
 def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
-    """How many slices of heads are exchanged: by the most rows of a member, so the same on every member.
+    """Choose how many slices of heads are exchanged: by the most rows of a member, so the same on every member.
 
     The rows of a narrow window come in one exchange.
     """
     worth = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
-    return split.slices(min(worth, SLICES)) if worth > 1 and not members.has_narrow_window else 1
+    return split.slice_count(min(worth, SLICES)) if worth > 1 and not members.has_narrow_window else 1
 
 
 def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,42 +260,45 @@ class _Swap:
         self._local_counts = (self._counts[self._me],) * self._degree
 
     @property
-    def runs(self) -> list[range]:
+    def kv_runs(self) -> list[range]:
         """The slices that share key/value heads, which one ring brings to all of them."""
         return [range(first, first + self._shared) for first in range(0, self.slices, self._shared)]
 
-    def begins(self, slice_index: int) -> bool:
-        """Whether a slice is the first with its key/value heads."""
+    def opens_run(self, slice_index: int) -> bool:
+        """Return whether a slice is the first with its key/value heads."""
         return slice_index % self._shared == 0
 
-    def ends(self, slice_index: int) -> bool:
-        """Whether it is the last with them."""
-        return self.begins(slice_index + 1)
+    def closes_run(self, slice_index: int) -> bool:
+        """Return whether a slice is the last with its key/value heads."""
+        return self.opens_run(slice_index + 1)
 
     def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-        """The tensors to send of each slice, with keys and values if it is the first with them."""
+        """Return the tensors to send of each slice, with keys and values if it is the first with them."""
         copies = self.split.kv_copies
         copied = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
-        return [copied if self.begins(slice_index) else copied[:1] for slice_index in range(self.slices)]
+        return [copied if self.opens_run(slice_index) else copied[:1] for slice_index in range(self.slices)]
 
     def slice_saved(self, saved: Sequence[Saved], slice_index: int) -> Saved:
-        """The saved tensors of a slice, with its keys and values."""
+        """Return the saved tensors of a slice, with its keys and values."""
         first = saved[slice_index - slice_index % self._shared]
         return saved[slice_index]._replace(k=first.k, v=first.v)
 
-    def messages(self, slice_index: int) -> list[slice]:
-        """Which of dq, dk and dv leave together once a slice is computed: of one dtype where no head has copies."""
-        if not self.ends(slice_index):
+    def message_gradients(self, slice_index: int) -> list[slice]:
+        """Return which of dq, dk and dv leave together once a slice is computed.
+
+        They are of one dtype where no head has copies.
+        """
+        if not self.closes_run(slice_index):
             return [slice(0, 1)]
         return [slice(0, 3)] if self.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
 
     def slice_call(self, call: AttendCall, slice_index: int) -> AttendCall:
-        """The call for the query heads of a slice that are computed here."""
+        """Return the call for the query heads of a slice that are computed here."""
         start = self.split.q_heads(self._me).start + slice_index * self.heads_of_slice
         return call.for_heads(start, start + self.heads_of_slice)
 
     def place_heads(self, x: Tensor) -> Tensor:
-        """Values of the query heads computed here, in their places among all heads: (N,), zero elsewhere."""
+        """Put values of the query heads computed here in their places among all heads: (N,), zero elsewhere."""
         all_heads = x.new_zeros(self.split.heads)
         all_heads[self.split.q_heads(self._me)] = x
         return all_heads
@@ -304,19 +313,19 @@ class _Swap:
         return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
 
     def _slice_views(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
-        """Where this slice of every member's heads lies in tensors (T, N, size)."""
+        """Return where this slice of every member's heads lies in tensors (T, N, size)."""
         return [
             head_views(x, self._degree, cuts, slice_index * cuts // self.slices)
             for x, cuts in zip(tensors, map(self._slice_count, tensors), strict=True)
         ]
 
     def _slice_count(self, x: Tensor) -> int:
-        """Into how many slices a member's heads of x (T, N, size) are cut: query heads, or key/value heads."""
+        """Return how many slices a member's heads of x (T, N, size) are cut into: query heads, or key/value heads."""
         return self.slices if x.shape[1] == self.split.heads else self.slices // self._shared
 
     def receive_heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What arrives of `send_heads`: (R, n, size) of all rows in document order, for tensors like those sent."""
-        arrived, orders = handle.wait(), self.members.orders
+        """Receive what `send_heads` sent: (R, n, size) of all rows in document order, for tensors like those sent."""
+        arrived, orders = handle.wait(), self.members.arrival_orders
         in_order = arrived if orders is None else join_columns((arrived,), orders[0])
         return split_columns(
             in_order, [(x.shape[1] // (self._degree * self._slice_count(x)), x.shape[2]) for x in like]
@@ -324,7 +333,7 @@ class _Swap:
 
     def send_rows(self, tensors: Sequence[Tensor], label: str) -> Handle:
         """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
-        orders = self.members.orders
+        orders = self.members.arrival_orders
         packed = join_columns(tensors, None if orders is None else orders[1])
         return self._channel.all_to_all_rows(packed, self._counts, self._local_counts, label)
 

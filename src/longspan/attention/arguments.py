@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attention.all_gather import gather_bytes_per_head
 from longspan.attention.call import AttendCall, CallPart, Dropout, cache_of
-from longspan.attention.kernels import choose
+from longspan.attention.kernels import choose_kernel
 from longspan.attention.members import Members
 from longspan.attention.tiles_between import Mask
 from longspan.comm import SequenceShard, ShardPart, world_of
@@ -53,8 +53,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None
         if not isinstance(x, Tensor) or x.ndim != 3:
             form = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise AttentionError(f"{name} has {form}; attend takes (rows, heads, head size), without a batch dim")
-        _check_plain(name, x)
-    _check_same(named)
+        _check_plain_tensor(name, x)
+    _check_same_type(named)
     if q.device != shard.device:
         raise AttentionError(f"q, k and v are on {q.device}, the shard is bound to {shard.device}; move them there")
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
@@ -69,24 +69,24 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None
         raise AttentionError(f"{shapes}: {kv_heads} key/value heads do not divide {heads} query heads, or a size is 0")
 
 
-def _check_plain(name: str, x: Tensor) -> None:
+def _check_plain_tensor(name: str, x: Tensor) -> None:
     if isinstance(x, DTensor):
         placements = ", ".join(map(str, x.placements))
         raise AttentionError(f"{name} is a DTensor ({placements}); pass this rank's part of it: {name}.to_local()")
 
 
-def _check_same(named: dict[str, Tensor]) -> None:
+def _check_same_type(named: dict[str, Tensor]) -> None:
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
     if len(set(dtypes.values())) > 1:
-        raise AttentionError(f"q, k and v need one dtype, got {_list_values(dtypes)}; cast them before attend")
+        raise AttentionError(f"q, k and v need one dtype, got {_values_text(dtypes)}; cast them before attend")
     devices = {name: str(x.device) for name, x in named.items()}
     if len(set(devices.values())) > 1:
-        raise AttentionError(f"q, k and v need one device, got {_list_values(devices)}; move them before attend")
+        raise AttentionError(f"q, k and v need one device, got {_values_text(devices)}; move them before attend")
     if named["q"].dtype not in _DTYPES:
         raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
 
 
-def _list_values(values: dict[str, str]) -> str:
+def _values_text(values: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
@@ -131,7 +131,7 @@ def check_capture(dropout: float) -> None:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is an integer, numpy's among them, of at least 1."""
+    """Return whether the value is an integer, numpy's among them, of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
@@ -155,7 +155,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         return
     if not isinstance(sinks, Tensor):
         raise AttentionError(f"sinks is a {type(sinks).__name__}; give a tensor of one logit per query head")
-    _check_plain("sinks", sinks)
+    _check_plain_tensor("sinks", sinks)
     if tuple(sinks.shape) != (q.shape[1],):
         raise AttentionError(f"sinks has shape {tuple(sinks.shape)}; give one logit per query head: ({q.shape[1]},)")
     if not sinks.is_floating_point() or sinks.device != q.device:
@@ -173,7 +173,7 @@ class CommChoice(NamedTuple):
 
 
 def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -> list[CommChoice]:
-    """How each group of the micro-batch communicates.
+    """Return how each group of the micro-batch communicates.
 
     Raises AttentionError, naming the group, for a type that is unknown, levels that do not make the degree, or heads
     that members cannot exchange.
@@ -200,29 +200,29 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
     if group.degree == 1:
         return CommChoice("p2p")
     if kind == "auto":
-        return _resolve_auto(shard, index, call)
+        return _resolve_automatic_type(shard, index, call)
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
     if kind == "a2a+p2p":
         _check_levels(sizes, group.degree, where)
-    choice = _to_choice(kind, group, sizes)
+    choice = _make_choice(kind, group, sizes)
     if call.heads % choice.inner:
         raise AttentionError(_describe_uneven_heads(choice, group, call.heads, where))
     return choice
 
 
-def _to_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
+def _make_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
     if kind == "a2a+p2p":
         assert sizes is not None
         return CommChoice(kind, sizes[0])
     return CommChoice(kind, group.degree if kind == "a2a" else 1)
 
 
-def _resolve_auto(shard: SequenceShard, index: int, call: AttendCall) -> CommChoice:
+def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) -> CommChoice:
     automatic, key = cache_of(shard).automatic, (index, call)
     if key not in automatic:
         group, world = shard.micro_batch.groups[index], world_of(shard.world_key)
         fastest = world.machine.fastest_type(group, call.sizes, node_size=world.node_size)
-        automatic[key] = _to_choice(fastest.cp_comm_type, group, fastest.sizes)
+        automatic[key] = _make_choice(fastest.cp_comm_type, group, fastest.sizes)
     return CommChoice(*automatic[key])
 
 
@@ -271,7 +271,7 @@ def _describe_uneven_heads(choice: CommChoice, group: Group, heads: int, where: 
 def pack_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttendCall:
-    """The call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact."""
+    """Pack the call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact."""
     check_tensors(q, k, v, shard)
     check_features(arguments)
     check_sinks(sinks, q)
@@ -293,7 +293,7 @@ def pack_call(
     choices = comm_choices(shard, arguments, call)
     gathering = [group for group, choice in zip(groups, choices, strict=True) if choice.cp_comm_type == "all_gather"]
     check_budget(arguments.max_gather_bytes, k, v, gathering)
-    kernel = choose(call, arguments.kernel)
+    kernel = choose_kernel(call, arguments.kernel)
     parts = (
         _pack_part(part, choices[part.index] if part.index >= 0 else CommChoice("p2p"), call, shard)
         for part in shard.parts

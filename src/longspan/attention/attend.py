@@ -21,7 +21,7 @@ from longspan.attention.arguments import Arguments, check_capture, pack_call
 from longspan.attention.call import AttendCall, Dropout, Gradients, Saved, cache_of, mix_seed
 from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
-from longspan.attention.rows import accumulation_dtype, as_dtype, take_rows
+from longspan.attention.rows import accumulation_dtype, cast_rows, take_rows
 from longspan.attention.saved_outputs import active_recording
 from longspan.comm import SequenceShard
 from longspan.comm.shard import outside_graphs
@@ -102,8 +102,8 @@ def attend(
         softcap=softcap,
         scale=scale,
         dropout=dropout,
-        cp_comm_type=_as_key(cp_comm_type),
-        sizes=_as_key(hierarchical_context_parallel_sizes),
+        cp_comm_type=_hashable_argument(cp_comm_type),
+        sizes=_hashable_argument(hierarchical_context_parallel_sizes),
         max_gather_bytes=max_gather_bytes,
         layer=layer,
         kernel=kernel,
@@ -111,20 +111,20 @@ def attend(
     call = _find_call(q, k, v, sinks, shard, arguments)
     if dropout:
         check_capture(dropout)
-        call = replace(call, dropout=Dropout(dropout, _seed(dropout_seed, shard, layer), first_head))
+        call = replace(call, dropout=Dropout(dropout, _layer_seed(dropout_seed, shard, layer), first_head))
     q = q if call.sign == 1 else q * call.sign
     return _Attend.apply(q, k, v, sinks, call)  # pyright: ignore[reportReturnType]
 
 
-def _as_key(argument: Any) -> Any:
-    """The argument as a dictionary key: lists become tuples."""
+def _hashable_argument(argument: Any) -> Any:
+    """Return the argument as a part of a dictionary key: lists become tuples."""
     return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
 
 
 def _find_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttendCall:
-    """The packed call, cached by shard: a model makes the same call in every layer, and checks take time."""
+    """Find the packed call, cached by shard: a model makes the same call in every layer, and checks take time."""
     tensors = (q, k, v, sinks)
     if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
         return pack_call(q, k, v, sinks, shard, arguments)  # raises
@@ -142,7 +142,7 @@ def _find_call(
     return call
 
 
-def _seed(seed: int | None, shard: SequenceShard, layer: int | None) -> int:
+def _layer_seed(seed: int | None, shard: SequenceShard, layer: int | None) -> int:
     return mix_seed(*shard.seed, -1 if layer is None else layer) if seed is None else mix_seed(seed)
 
 
@@ -150,12 +150,12 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttendCall) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        recording, with_sinks = active_recording.get(), _with_sinks(call, sinks)
+        recording, with_sinks = active_recording.get(), _put_sinks(call, sinks)
         if recording is None:
-            out, saved, slices = _forward(q, k, v, with_sinks)
+            out, saved, slices = _attend_parts(q, k, v, with_sinks)
         else:
             local = not recording.keep_exchanged
-            out, saved, slices = recording.output(lambda: _forward(q, k, v, with_sinks, local), (q, k, v))
+            out, saved, slices = recording.output(lambda: _attend_parts(q, k, v, with_sinks, local), (q, k, v))
         ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
@@ -166,7 +166,7 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         sinks, out, *saved = ctx.saved_tensors
-        dout, call = gradients[0].contiguous(), _with_sinks(ctx.call, sinks)
+        dout, call = gradients[0].contiguous(), _put_sinks(ctx.call, sinks)
         parts: list[Gradients] = []
         for (rows, cp_comm_type, members), slices in zip(reversed(call.parts), reversed(ctx.slices), strict=True):
             last = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
@@ -178,14 +178,14 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, None if sinks is None else _sum_sinks([part.sinks for part in parts], sinks), None
 
 
-def _with_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
+def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
     return call if sinks is None else replace(call, sinks=sinks)
 
 
-def _forward(
+def _attend_parts(
     q: Tensor, k: Tensor, v: Tensor, call: AttendCall, local: bool = False
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
-    """Output (T, N, Hv) of all parts, what they save for backward, and in how many slices each does.
+    """Attend in all parts: output (T, N, Hv), what they save for backward, and in how many slices each does.
 
     None stands for the output of a part, which is saved as a part of the whole output. With `local` q, k, v and out are
     saved of the own rows under every type, in place of what was exchanged: backward exchanges them once more.
@@ -202,14 +202,14 @@ def _forward(
 
 
 def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context without autocast, which would round products of float32 scores to half precision."""
+    """Make a context without autocast, which would round products of float32 scores to half precision."""
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
 def _join_parts(parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Join the rows of all parts, tensor by tensor: (rows, *shape) in the dtype of `like`, contiguous."""
     if len(parts) == 1:
-        return as_dtype(parts[0], like.dtype)
+        return cast_rows(parts[0], like.dtype)
     no_rows = [like.new_empty((0, *shape)) for shape in shapes]
     return [torch.cat([x.to(like.dtype) for x in rows]) for rows in zip(no_rows, *parts, strict=True)]
 

@@ -29,13 +29,14 @@ from longspan.plan import AttentionCall
 _BITS = 31  # of the hash that are compared with the rate
 
 
-def _to_signed(word: int) -> int:
+def _to_signed_word(word: int) -> int:
+    """Return the signed integer with the bits of an unsigned word."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
 
-_GOLDEN = _to_signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _to_signed(0xBF58476D1CE4E5B9), _to_signed(0x94D049BB133111EB)
+_GOLDEN = _to_signed_word(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _to_signed_word(0xBF58476D1CE4E5B9), _to_signed_word(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -47,30 +48,32 @@ class Dropout:
     first_head: int = 0  # of the tensors at hand, among all query heads
 
     def from_head(self, head: int) -> "Dropout":
-        """The same for tensors that begin at this head of the ones at hand."""
+        """Return the same dropout for tensors that begin at this head of the ones at hand."""
         return replace(self, first_head=self.first_head + head)
 
     def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:
-        """What each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate)."""
+        """Return what each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate)."""
         document, q_position, k_position = launch.tokens
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         head = torch.arange(self.first_head, self.first_head + heads, device=launch.device)
-        row = _absorb(_absorb(_absorb(_to_signed(self.seed), head)[:, None], document[rows]), q_position[rows])
-        word = _absorb(row.unsqueeze(-1), k_position[keys])  # (heads, query rows, key rows)
+        row = _absorb_word(
+            _absorb_word(_absorb_word(_to_signed_word(self.seed), head)[:, None], document[rows]), q_position[rows]
+        )
+        word = _absorb_word(row.unsqueeze(-1), k_position[keys])  # (heads, query rows, key rows)
         is_kept = _shift_right(word, 64 - _BITS) >= round(self.rate * (1 << _BITS))
         return is_kept.to(dtype).div_(1.0 - self.rate)
 
 
 def mix_seed(*words: int) -> int:
-    """One seed of several integers."""
+    """Mix several integers into one seed."""
     state = torch.zeros((), dtype=torch.int64)
     for word in words:
-        state = _absorb(state, torch.tensor(_to_signed(word)))
+        state = _absorb_word(state, torch.tensor(_to_signed_word(word)))
     return int(state)
 
 
-def _absorb(state: Tensor | int, word: Tensor) -> Tensor:
-    """splitmix64's finaliser of state + (word + 1) · golden ratio."""
+def _absorb_word(state: Tensor | int, word: Tensor) -> Tensor:
+    """Return splitmix64's finaliser of state + (word + 1) · golden ratio."""
     x = state + (word + 1) * _GOLDEN
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_FIRST)
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_SECOND)
@@ -78,7 +81,7 @@ def _absorb(state: Tensor | int, word: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of unsigned words: the sign bit does not spread."""
+    """Return x >> bits of unsigned words: the sign bit does not spread."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -99,7 +102,7 @@ class Saved(NamedTuple):
     lse: Tensor
 
     def deltas(self, dout: Tensor) -> Tensor:
-        """dout · out of each row and head (T, N), in the accumulation dtype."""
+        """Return dout · out of each row and head (T, N), in the accumulation dtype."""
         return self.out if self.out.ndim == 2 else deltas(dout, self.out)
 
 
@@ -141,7 +144,7 @@ class AttendCall:
     `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a
     kernel or a communication type leaves out the rest:
 
-    >>> choose(AttendCall(32, 8, 192, 128, torch.float32)).name
+    >>> choose_kernel(AttendCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'
     """
 
@@ -186,7 +189,7 @@ class AttendCall:
         return frozenset(name for name, value in asked_for.items() if value is not None)
 
     def for_heads(self, start: int, stop: int) -> "AttendCall":
-        """The same for query heads start to stop of the tensors at hand."""
+        """Return the same call for query heads start to stop of the tensors at hand."""
         if self.sinks is None and self.dropout is None:
             return self
         sinks = None if self.sinks is None else self.sinks[start:stop]
@@ -211,7 +214,7 @@ _caches = WeakKeyDictionary[SequenceShard, AttentionCache]()  # freed with their
 
 
 def cache_of(shard: SequenceShard) -> AttentionCache:
-    """What attention derives from a shard, made on first use."""
+    """Return what attention derives from a shard, made on first use."""
     cache = _caches.get(shard)
     if cache is None:
         listed = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)
@@ -258,7 +261,7 @@ def block_gradients(
 
 
 def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums dk (Tk, K, H) and dv (Tk, K, Hv) of a block's parts."""
+    """Sum the parts of a block: dk (Tk, K, H) and dv (Tk, K, Hv)."""
     dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
     for rows, (of_k, of_v) in addends:
         dk.add(rows, of_k)
@@ -267,7 +270,7 @@ def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 
 def sink_gradient(dout: Tensor, saved: Saved, sinks: Tensor | None) -> Tensor | None:
-    """−Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0."""
+    """Return −Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0."""
     if sinks is None:
         return None
     weight = (sinks.to(saved.lse.dtype) - saved.lse).exp_()

@@ -21,12 +21,12 @@ _compiled: dict[Hashable, Any] = {}
 
 
 @cache
-def kernels() -> Any:
-    """The module of the kernels; None without Triton."""
+def kernel_module() -> Any:
+    """Return the module of the kernels; None without Triton."""
     return None if find_spec("triton") is None else import_module("longspan.attention.row_kernels")
 
 
-def merge_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
+def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge out (R, N, Hv) and lse (R, N) into some rows of total_out (T, N, Hv) and total_lse (T, N), in place."""
     count, heads, size = out.shape
     if count == 0:
@@ -36,26 +36,26 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tens
         total_out, total_lse = total_out[rows], total_lse[rows]
     strides = (*total_out.stride()[:2], *total_lse.stride(), *out.stride()[:2], *lse.stride())
     arguments = (total_out, total_lse, out, lse, index, count * heads, heads, size, *strides)
-    constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS, "WIDTH": _power(size)}
-    _launch("merge", (-(-count * heads // _PAIRS), 1, 1), arguments, constants)
+    constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS, "WIDTH": _padded_width(size)}
+    _launch_kernel("merge_rows", (-(-count * heads // _PAIRS), 1, 1), arguments, constants)
 
 
 def copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
-    """into[r] ← source[index[r]] for pairs (source, into) of (rows, members, width), whose columns are contiguous."""
+    """Copy into[r] ← source[index[r]] for pairs (source, into) of (rows, members, width) with contiguous columns."""
     rows, members, _ = moves[0][1].shape
     by_member = [
         _Move(source, source.stride(0), source.stride(1), into, into.stride(0), into.stride(1), into.shape[2])
         for source, into in moves
     ]
-    _copy(by_member, index, rows, members)
+    _launch_copies(by_member, index, rows, members)
 
 
 def copy_whole_rows(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """into ← source for pairs (source, into) of (rows, …), as many rows each, whose elements in a row are in order."""
+    """Copy into ← source for pairs (source, into) of (rows, …), as many rows each, whose elements are in order."""
     whole_rows = [
         _Move(source, source.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for source, into in moves
     ]
-    _copy(whole_rows, None, len(moves[0][1]), 1)
+    _launch_copies(whole_rows, None, len(moves[0][1]), 1)
 
 
 class _Move(NamedTuple):
@@ -70,7 +70,7 @@ class _Move(NamedTuple):
     width: int
 
 
-def _copy(moves: Sequence[_Move], index: Tensor | None, rows: int, members: int) -> None:
+def _launch_copies(moves: Sequence[_Move], index: Tensor | None, rows: int, members: int) -> None:
     """Launch copies of (rows, members, width), up to _COPIES at once.
 
     Where a launch has fewer, the others repeat its first, and COUNT leaves them out.
@@ -80,13 +80,13 @@ def _copy(moves: Sequence[_Move], index: Tensor | None, rows: int, members: int)
     for first in range(0, len(moves), _COPIES):
         some = moves[first : first + _COPIES]
         a, b, c = (*some, *[some[0]] * (_COPIES - len(some)))
-        widths = {"A": _power(a.width), "B": _power(b.width), "C": _power(c.width)}
+        widths = {"A": _padded_width(a.width), "B": _padded_width(b.width), "C": _padded_width(c.width)}
         constants = {"COUNT": len(some), "HAS_INDEX": index is not None} | widths
-        _launch("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, differ=1 + len(a) * len(some))
+        _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, differ=1 + len(a) * len(some))
 
 
 def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
-    """into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, …), into in float32.
+    """Add into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, …), into in float32.
 
     Elements of a row are in order, indices distinct, and every pair has as many source rows.
     """
@@ -94,40 +94,49 @@ def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> No
     if not rows:
         return
     for first in range(0, len(moves), 2):
-        some = [_add_arguments(source, into) for source, into in moves[first : first + 2]]
+        some = [_addition_arguments(source, into) for source, into in moves[first : first + 2]]
         a, b = some[0], some[-1]
-        widths = {"A": _power(a[-1]), "B": _power(b[-1])}
+        widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1])}
         constants = {"HAS_B": len(some) > 1, "HAS_INDEX": index is not None} | widths
-        _launch("add_rows", (rows, 1, 1), (index, *a, *b), constants)
+        _launch_kernel("add_rows", (rows, 1, 1), (index, *a, *b), constants)
 
 
-def _add_arguments(source: Tensor, into: Tensor) -> tuple[Any, ...]:
+def _addition_arguments(source: Tensor, into: Tensor) -> tuple[Any, ...]:
     return (source, source.stride(0), into, into.stride(0), into.shape[1:].numel())
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """total[r] ← sum of x[index[r]] over addends (x, index), for total (R, W) in float32; index −1 adds nothing."""
+    """Sum into total[r] the x[index[r]] of addends (x, index), for total (R, W) in float32; index −1 adds nothing."""
     if not total.shape[0]:
         return
     for first in range(0, len(addends), 2):
         (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
         of_a, of_b = (a, a_index, a.stride(0)), (b, b_index, b.stride(0))
-        constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _power(total.shape[1])}
+        constants = {
+            "HAS_B": first + 1 < len(addends),
+            "FRESH": first == 0,
+            "WIDTH": _padded_width(total.shape[1]),
+        }
         arguments = (total, total.stride(0), *of_a, *of_b, total.shape[1])
-        _launch("sum_rows", (total.shape[0], 1, 1), arguments, constants)
+        _launch_kernel("sum_rows", (total.shape[0], 1, 1), arguments, constants)
 
 
 def deltas(dout: Tensor, out: Tensor) -> Tensor:
-    """dout · out (T, N) in float32, for dout and out (T, N, Hv) whose columns are contiguous."""
+    """Return dout · out (T, N) in float32, for dout and out (T, N, Hv) whose columns are contiguous."""
     rows, heads, size = out.shape
     sums = out.new_empty((rows, heads), dtype=torch.float32)
     if sums.numel():
         arguments = (dout, out, sums, rows * heads, heads, size, *dout.stride()[:2], *out.stride()[:2])
-        _launch("deltas", (-(-rows * heads // _PAIRS), 1, 1), arguments, {"PAIRS": _PAIRS, "WIDTH": _power(size)})
+        _launch_kernel(
+            "deltas",
+            (-(-rows * heads // _PAIRS), 1, 1),
+            arguments,
+            {"PAIRS": _PAIRS, "WIDTH": _padded_width(size)},
+        )
     return sums
 
 
-def _launch(
+def _launch_kernel(
     name: str,
     grid: tuple[int, int, int],
     arguments: Sequence[Any],
@@ -152,13 +161,13 @@ def _launch(
     if compiled_kernel is not None:
         compiled_kernel[grid](*arguments, *values)
         return
-    compiled = getattr(kernels(), name)[grid](*arguments, **constants)
+    compiled = getattr(kernel_module(), name)[grid](*arguments, **constants)
     if not addresses % _ALIGNED:
         if len(_compiled) >= _REMEMBERED:
             _compiled.clear()
         _compiled[launch_key] = compiled
 
 
-def _power(size: int) -> int:
-    """The next power of two, which Triton's ranges must be."""
+def _padded_width(size: int) -> int:
+    """Return the next power of two, which Triton's ranges must be."""
     return 1 << (size - 1).bit_length()

@@ -19,7 +19,7 @@ from longspan.attention.tiles import Launch, Tokens
 from longspan.attention.tiles_between import Mask, span_tiles, tiles_between
 from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
-from longspan.layout.segments import Integers, expand, segments_from_runs
+from longspan.layout.segments import Integers, expand_runs, segments_from_runs
 from longspan.layout.spans import NO_SPANS, Spans
 from longspan.plan.cost.attention_price import is_narrow
 
@@ -86,7 +86,7 @@ class Members:
     # ---- who holds which rows
 
     def segments(self, member: int) -> Segments:
-        """The rows of one member as its tensors hold them, padding included."""
+        """Return the rows of one member as its tensors hold them, padding included."""
         if self.inner == 1:
             return self.part.group.shares.segments(member)
         document, start, stop = self._list_runs(member)
@@ -94,14 +94,14 @@ class Members:
         return segments_from_runs(document[order], start[order], stop[order])
 
     def _list_runs(self, member: int) -> tuple[Integers, Integers, Integers]:
-        """Document, start and stop of every run that the ranks of one member hold, rank after rank."""
+        """List document, start and stop of every run that the ranks of one member hold, rank after rank."""
         neighbours = range(member * self.inner, (member + 1) * self.inner)
         runs = [(s.document, s.start, s.stop) for s in map(self.part.group.shares.segments, neighbours)]
         document, start, stop = (np.concatenate(column) for column in zip(*runs, strict=True))
         return document, start, stop
 
     def real_segments(self, member: int) -> Segments:
-        """The rows of one member without those that pad documents out: padding takes no part in attention."""
+        """Return the rows of one member without those that pad documents out: padding takes no part in attention."""
         segments, group = self.segments(member), self.part.group
         if group.pad_to is None:
             return segments
@@ -110,16 +110,16 @@ class Members:
         return Segments(segments.document[real], segments.start[real], stop[real], segments.offset[real])
 
     @cached_property
-    def orders(self) -> tuple[Tensor, Tensor] | None:
+    def arrival_orders(self) -> tuple[Tensor, Tensor] | None:
         """Where rows that arrive one inside member's after another lie in document order; None where they do.
 
         Two of (R,): which arriving row each row in document order is, and the inverse.
         """
         document, start, stop = self._list_runs(self.member)
         order, sizes = np.lexsort((start, document)), stop - start
-        at = np.empty_like(start)
-        at[order] = np.cumsum(sizes[order]) - sizes[order]
-        places = expand(at, at + sizes)
+        begins = np.empty_like(start)
+        begins[order] = np.cumsum(sizes[order]) - sizes[order]
+        places = expand_runs(begins, begins + sizes)
         if (np.diff(places) == 1).all():
             return None
         inverse = np.empty_like(places)
@@ -127,7 +127,12 @@ class Members:
         return to_device(inverse, self.device), to_device(places, self.device)
 
     def document_order(self, starts: tuple[int, ...]) -> Tensor:
-        """Which gathered row each of the group's rows is, in document order; member m's begin at `starts[m]`: (S,)."""
+        """Return which gathered row each of the group's rows is, in document order: (S,).
+
+        Member m's rows begin at `starts[m]`.
+
+        Member m's begin at `starts[m]`: (S,).
+        """
         assert self.inner == 1, "only members of the group itself gather"
         if starts not in self._gathered_orders:
             order = np.empty(sum(self.counts), dtype=np.int64)
@@ -149,7 +154,7 @@ class Members:
     # ---- what they see
 
     def launches(self, owner: int | None) -> tuple[Launch, ...]:
-        """The launches of this member's rows against the block of `owner`, or against all rows (None)."""
+        """Return the launches of this member's rows against the block of `owner`, or against all rows (None)."""
         if owner not in self._launches:
             self._launches[owner] = self._launches_on_all() if owner is None else self._launches_on_block(owner)
         return self._launches[owner]
@@ -159,19 +164,22 @@ class Members:
         return self._make_launches(self.real_segments(owner), lambda: segments.positions)
 
     def _launches_on_all(self) -> tuple[Launch, ...]:
-        """The launches on whole documents, which lie among the group's rows in document order, without padding."""
+        """Make the launches on whole documents, which lie among the group's rows in document order, without padding."""
         laid_out, starts = self._document_extents()
         lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
         keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
-        return self._make_launches(keys, lambda: expand(0 * laid_out, laid_out))
+        return self._make_launches(keys, lambda: expand_runs(0 * laid_out, laid_out))
 
     def _document_extents(self) -> tuple[Integers, Integers]:
-        """Rows of each document, padding included, and where each starts among the group's rows."""
+        """Return the rows of each document, padding included, and where each starts among the group's rows."""
         laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """The launches of this member's rows against other rows; `positions` are those of all rows of their tensor."""
+        """Make the launches of this member's rows against other rows, where all rows of a tensor have `positions`.
+
+        `positions` are those of all rows of their tensor.
+        """
         ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
         # The launches keep this function and `Members` keeps them: it refers to no `Members`, or a cycle would be left.
@@ -215,22 +223,22 @@ class Members:
         )
 
     def visible_rows(self, reader: int) -> Segments:
-        """The rows that one member's rows see under a window or chunks and in their spans, in document order."""
+        """Return the rows that one member's rows see under a window or chunks and in their spans, in document order."""
         _, window, chunk = self.mask
         assert window is not None or chunk is not None
         runs = self.real_segments(reader)
         start = np.zeros_like(runs.start) if window is None else np.maximum(runs.start - window + 1, 0)
         if chunk is not None:
             start = np.maximum(start, runs.start - runs.start % chunk)
-        same, stop = runs.document[1:] == runs.document[:-1], self.spans.ends(runs)
+        same, stop = runs.document[1:] == runs.document[:-1], self.spans.run_ends(runs)
         start[1:] = np.where(same, np.maximum(start[1:], stop[:-1]), start[1:])  # begins where the last run ended
         return segments_from_runs(runs.document, start, stop)
 
     def _find_rows(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
-        """Which rows of `owner` are among `keys`, ascending, and where there."""
+        """Find which rows of `owner` are among `keys`, ascending, and where there."""
         _, first = self._document_extents()
         segments = self.segments(owner)
-        rows = expand(segments.start + first[segments.document], segments.stop + first[segments.document])
+        rows = expand_runs(segments.start + first[segments.document], segments.stop + first[segments.document])
         starts, stops = keys.start + first[keys.document], keys.stop + first[keys.document]
         run = np.searchsorted(starts, rows, side="right") - 1
         among = np.flatnonzero((run >= 0) & (rows < np.append(stops, 0)[run]))
@@ -271,11 +279,11 @@ class HeadSplit:
         return self.degree * self.member_kv_heads // self.kv_heads
 
     def q_heads(self, member: int) -> slice:
-        """The member's query heads."""
+        """Return the member's query heads."""
         return slice(member * self.member_heads, (member + 1) * self.member_heads)
 
-    def slices(self, at_most: int) -> int:
-        """Into how many equal slices, at most so many, the query heads of every member can be cut.
+    def slice_count(self, at_most: int) -> int:
+        """Return into how many equal slices, at most so many, the query heads of every member can be cut.
 
         >>> HeadSplit(heads=32, kv_heads=8, degree=4).slices(2), HeadSplit(heads=32, kv_heads=8, degree=8).slices(2)
         (2, 2)
@@ -285,7 +293,7 @@ class HeadSplit:
         return next(n for n in range(min(at_most, self.member_heads), 0, -1) if self._cuts_evenly(n))
 
     def slices_per_kv_head(self, slices: int) -> int:
-        """How many of so many slices use the same key/value head."""
+        """Return how many of so many slices use the same key/value head."""
         return max(1, slices // self.member_kv_heads)
 
     def _cuts_evenly(self, slices: int) -> bool:
@@ -298,7 +306,7 @@ head_split = cache(HeadSplit)  # worked out once
 
 
 def _find_places(rows: slice | Integers, count: int) -> Integers:
-    """Which of `rows` each of `count` rows is, −1 for none of them."""
+    """Find which of `rows` each of `count` rows is, −1 for none of them."""
     places = np.full(count, -1, dtype=np.int64)
     places[rows] = np.arange(len(places[rows]))
     return places

@@ -44,17 +44,17 @@ class Queries(NamedTuple):
     dq: RowSum
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        """dq, and the gradient of the sinks."""
+        """Return dq, and the gradient of the sinks."""
         return self.dq.result(), sink_gradient(self.dout, self.saved, self.call.sinks)
 
 
-def queries_of(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
-    """Query heads before the first block."""
+def make_queries(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
+    """Make the query heads as they are before the first block."""
     return Queries(dout, saved, call, RowSum(tuple(saved.q.shape), saved.q))
 
 
 def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
-    """What this member's rows see of the members' k and v, in `members.turns` blocks: (launches, k, v) of each.
+    """Yield what this member's rows see of the members' k and v, in `members.turns` blocks: (launches, k, v) of each.
 
     The next block is in flight. A block is valid until the next is asked for.
     """
@@ -69,7 +69,7 @@ def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
-    """q (T, N, H), k (T, K, H), v (T, K, Hv) of this member's rows."""
+    """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), all of this member's rows."""
     total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
     for launches, block_k, block_v in key_blocks(k, v, members):
         add_block(total, q, block_k, block_v, launches, call)
@@ -78,16 +78,19 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: Attend
 
 
 def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
-    """Gradients of this member's rows. The own block waits for no one: it hides the first and the last message."""
+    """Return the gradients of this member's rows.
+
+    The own block waits for no one: it hides the first and the last message.
+    """
     (saved,) = saved_slices
     if members.has_narrow_window:
         return _window_backward(dout, saved, members, call)
-    queries = queries_of(dout, saved, call)
+    queries = make_queries(dout, saved, call)
     if members.degree == 1:
         addends = block_gradients(queries.dq, dout, saved, members.launches(0), call)
         dk, dv = sum_addends(addends, saved.k, saved.v)
     else:
-        ring, (first_heads, *later_heads) = RingGradients(saved.k, saved.v, members), _slices_of_own_block(saved)
+        ring, (first_heads, *later_heads) = RingGradients(saved.k, saved.v, members), _own_head_slices(saved)
         own_pairs = [_own_gradients(queries, members, first_heads)]
         for _ in range(1, members.degree):
             ring.add_block([queries])
@@ -122,17 +125,20 @@ class RingGradients:
         self._sums.add(owner, addends)
 
     def own_gradients(self, queries: Queries) -> tuple[Tensor, Tensor]:
-        """dk and dv that the own block gets from the queries; what they get from it is added to their sum."""
+        """Return dk and dv that the own block gets from the queries; what they get from it is added to their sum."""
         return _own_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
     def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """dk and dv of the own block, summed over the members, `own` last."""
+        """Return dk and dv of the own block, summed over the members, `own` last."""
         dk, dv = self._sums.finish([Addend(slice(0, len(of_own[0])), of_own) for of_own in own])
         return dk, dv
 
 
-def _slices_of_own_block(saved: Saved) -> list[slice]:
-    """Key/value heads that are computed at once: half of them first and the others last, where messages are large."""
+def _own_head_slices(saved: Saved) -> list[slice]:
+    """Return the key/value heads that are computed at once.
+
+    Where messages are large, half of them come first and the others last.
+    """
     rows, kv_heads, head_size = saved.k.shape
     message = rows * kv_heads * (head_size + saved.v.shape[2]) * 4
     half = kv_heads // 2 if message >= HALVES_BYTES else 0
@@ -140,7 +146,7 @@ def _slices_of_own_block(saved: Saved) -> list[slice]:
 
 
 def _own_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:
-    """dk and dv of the own block, of some key/value heads; what their queries get is added to their sum."""
+    """Return dk and dv of the own block, of some key/value heads; what their queries get is added to their sum."""
     dout, (q, k, v, out, lse), call, dq = queries
     per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
@@ -153,7 +159,7 @@ def _own_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple
 
 
 def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
-    """Gradients of this member's rows."""
+    """Return the gradients of this member's rows."""
     dq = RowSum(tuple(saved.q.shape), saved.q)
     k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
     addends = block_gradients(dq, dout, saved._replace(k=k, v=v), members.window_rows.launches, call)
@@ -162,7 +168,7 @@ def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendC
 
 
 def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
-    """The members' tensors (T, …) to the rows seen here."""
+    """Fetch the rows that are seen here of the members' tensors (T, …)."""
     rows = members.window_rows
     counts = [len(sent) for sent in rows.sends]
     sent = join_columns(tensors, rows.sent)
@@ -174,7 +180,7 @@ def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) ->
 
 
 def _return_gradients(members: Members, gradients: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
-    """Gradients of the rows seen here to the sums over members of those of the own rows; summed in member order."""
+    """Send gradients of the rows seen here to the rows' members; return the sums of the own rows, in member order."""
     rows, dtype = members.window_rows, accumulation_dtype(gradients[0].dtype)
     counts = [len(sent) for sent in rows.sends]
     foreign = join_columns(gradients, rows.places, dtype)

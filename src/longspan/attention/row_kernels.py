@@ -12,7 +12,7 @@ _INDICES = ("index", "a_index", "b_index")
 
 
 @triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
-def merge(
+def merge_rows(
     total_out,
     total_lse,
     out,
@@ -33,7 +33,7 @@ def merge(
     PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each."""
+    """Step total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each."""
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     real = pair < pairs
     row, head = pair // heads, pair % heads
@@ -57,7 +57,7 @@ def merge(
 
 
 @triton.jit
-def _move(source, into, width, WIDTH: tl.constexpr):
+def _move_columns(source, into, width, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     x = tl.load(source + column, mask=column < width)
     tl.store(into + column, x.to(into.dtype.element_ty), mask=column < width)
@@ -93,20 +93,24 @@ def copy_rows(
     B: tl.constexpr,
     C: tl.constexpr,
 ):
-    """into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width)."""
+    """Copy into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width)."""
     row, member = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = row
     if HAS_INDEX:
         at = tl.load(index + row)
-    _move(a + at * a_row + member * a_member, a_into + row * a_into_row + member * a_into_member, a_width, A)
+    _move_columns(a + at * a_row + member * a_member, a_into + row * a_into_row + member * a_into_member, a_width, A)
     if COUNT > 1:
-        _move(b + at * b_row + member * b_member, b_into + row * b_into_row + member * b_into_member, b_width, B)
+        _move_columns(
+            b + at * b_row + member * b_member, b_into + row * b_into_row + member * b_into_member, b_width, B
+        )
     if COUNT > 2:
-        _move(c + at * c_row + member * c_member, c_into + row * c_into_row + member * c_into_member, c_width, C)
+        _move_columns(
+            c + at * c_row + member * c_member, c_into + row * c_into_row + member * c_into_member, c_width, C
+        )
 
 
 @triton.jit
-def _add(source, into, width, WIDTH: tl.constexpr):
+def _add_columns(source, into, width, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     inside = column < width
     total = tl.load(into + column, mask=inside, other=0.0) + tl.load(source + column, mask=inside, other=0.0).to(
@@ -135,14 +139,14 @@ def add_rows(
     A: tl.constexpr,
     B: tl.constexpr,
 ):
-    """into[index[row]] += source[row] for one or two pairs of (rows, width), in float32; indices are distinct."""
+    """Add into[index[row]] += source[row] for one or two pairs of (rows, width), in float32; indices are distinct."""
     row = tl.program_id(0).to(tl.int64)
     at = row
     if HAS_INDEX:
         at = tl.load(index + row)
-    _add(a + row * a_row, a_into + at * a_into_row, a_width, A)
+    _add_columns(a + row * a_row, a_into + at * a_into_row, a_width, A)
     if HAS_B:
-        _add(b + row * b_row, b_into + at * b_into_row, b_width, B)
+        _add_columns(b + row * b_row, b_into + at * b_into_row, b_width, B)
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES)
@@ -160,7 +164,7 @@ def sum_rows(
     FRESH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """total[row] ← (0 if FRESH, else total[row]) + a[a_index[row]] + b[b_index[row]]; an index of −1 adds nothing."""
+    """Sum total[row] ← (0 if FRESH, else total[row]) + a[a_index[row]] + b[b_index[row]]; an index of −1 adds 0."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = column < width
     at = total + row * total_row + column
@@ -191,7 +195,7 @@ def deltas(
     PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """delta (T, N) of contiguous float32: dout · out of PAIRS rows and heads."""
+    """Compute delta (T, N) of contiguous float32: dout · out of PAIRS rows and heads."""
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     row, head = pair // heads, pair % heads
     column = tl.arange(0, WIDTH)

@@ -25,23 +25,23 @@ NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held
 
 
 def runs_fused(x: Tensor) -> bool:
-    """Whether Triton's kernels take tensors of this one's device."""
-    return x.is_cuda and fused.kernels() is not None
+    """Return whether Triton's kernels take tensors of this one's device."""
+    return x.is_cuda and fused.kernel_module() is not None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """Return float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
+def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
     """Merge (out, lse) into some rows of the totals, in place.
 
     out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size σ(l − L) from one to the other: exact at
     L = −inf, and without an exponential that could overflow.
     """
     if total_out.dtype == torch.float32 and runs_fused(total_out):
-        fused.merge_(total_out, total_lse, rows, out, lse)
+        fused.merge_rows_(total_out, total_lse, rows, out, lse)
         return
     rows_out, rows_lse = total_out[rows], total_lse[rows]
     step = torch.sigmoid(lse - rows_lse)
@@ -55,7 +55,7 @@ def merge_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tensor, ls
 
 
 def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
-    """into[r] ← source[index[r]] (source[r] without an index), for pairs (source, into) of (rows, members, width)."""
+    """Copy into[r] ← source[index[r]] for pairs (source, into) of (rows, members, width); r without an index."""
     if runs_fused(moves[0][1]):
         fused.copy_rows(moves, index)
         return
@@ -64,7 +64,7 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
 
 
 def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
-    """into[rows] += source, for pairs (source, into) of (rows, …), all with as many source rows; these are distinct."""
+    """Add into[rows] += source, for pairs (source, into) of (rows, …); all have as many source rows, each its own."""
     index = rows if isinstance(rows, Tensor) else None
     moves = [(source, into if index is not None else take_rows(into, rows)) for source, into in moves]
     if all(into.dtype == torch.float32 and runs_fused(into) for _, into in moves):
@@ -80,7 +80,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
 def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
     """Add parts of a block's gradient to its sum in place, or, where the sum is `fresh`, fill it with them."""
     if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
-        _copy(list(zip(addends[0].tensors, total, strict=True)))
+        _copy_whole_rows(list(zip(addends[0].tensors, total, strict=True)))
         return
     for into in total if fresh else ():
         into.zero_()
@@ -88,8 +88,8 @@ def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None
         add_rows(list(zip(gradients, total, strict=True)), rows)
 
 
-def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors (rows, …) contiguous and in `dtype`; those that are so already are passed on."""
+def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Cast tensors (rows, …) to `dtype` and make them contiguous; those that are so already are passed on."""
     converted = [
         x
         if x.dtype == dtype and x.is_contiguous()
@@ -98,12 +98,12 @@ def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     ]
     changed = [(x, into) for x, into in zip(tensors, converted, strict=True) if into is not x]
     if changed:
-        _copy(changed)
+        _copy_whole_rows(changed)
     return converted
 
 
-def _copy(moves: Sequence[Move]) -> None:
-    """into ← source, for pairs (source, into) of (rows, …)."""
+def _copy_whole_rows(moves: Sequence[Move]) -> None:
+    """Copy into ← source, for pairs (source, into) of (rows, …)."""
     if runs_fused(moves[0][1]):
         fused.copy_whole_rows([(_contiguous_rows(source), into) for source, into in moves])
         return
@@ -112,7 +112,7 @@ def _copy(moves: Sequence[Move]) -> None:
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
-    """x (rows, …), copied where the elements of a row do not follow each other."""
+    """Return x (rows, …), copied where the elements of a row do not follow each other."""
     step = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if size != 1 and stride != step:
@@ -122,12 +122,12 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 
 
 def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
-    """x[rows]; x itself where that is all of it, which costs the host nothing."""
+    """Return x[rows]; x itself where that is all of it, which costs the host nothing."""
     return x if covers(rows, x.shape[0]) else x[rows]
 
 
 def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns).
+    """Join rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns).
 
     A single contiguous tensor without `index` comes back as a view: only read what is returned.
     """
@@ -142,7 +142,7 @@ def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: 
 
 
 def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
-    """A contiguous matrix (members × rows, columns), member after member, as views (rows, members, width)."""
+    """View a contiguous matrix (members × rows, columns), member after member, as (rows, members, width) each."""
     columns, start, views = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
     rows = matrix.shape[0] // members
     for width in widths:
@@ -152,7 +152,7 @@ def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Te
 
 
 def head_views(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
-    """A slice of every member's heads in x (T, N, size), as (T, members, columns).
+    """Return a slice of every member's heads in x (T, N, size), as (T, members, columns).
 
     It is a view where a row's heads follow each other.
     """
@@ -166,12 +166,12 @@ def head_views(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor
 
 
 def concat_heads(parts: Sequence[Tensor]) -> Tensor:
-    """Slices of the heads (rows, some heads, …) as (rows, heads, …); a copy unless there is only one."""
+    """Join slices of the heads (rows, some heads, …) to (rows, heads, …); a copy unless there is only one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """total[r] ← sum of x[index[r]] over addends (x, index), for total (R, W); an index of −1 adds nothing."""
+    """Sum into total[r] the x[index[r]] of addends (x, index), for total (R, W); an index of −1 adds nothing."""
     if addends and runs_fused(total) and total.dtype == torch.float32:
         fused.sum_rows(total, addends)
         return
@@ -182,7 +182,7 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def deltas(dout: Tensor, out: Tensor) -> Tensor:
-    """dout · out of each row and head (T, N), in the accumulation dtype, for dout and out (T, N, Hv).
+    """Return dout · out of each row and head (T, N), in the accumulation dtype, for dout and out (T, N, Hv).
 
     On CPUs some rows after others: products of all rows at once would take several times the memory of the queries.
     """
@@ -195,7 +195,7 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
-    """Numbers of rows and heads (T, N) as heads of another dtype, bit by bit, to travel with others: (T, N, size).
+    """View numbers of rows and heads (T, N) as heads of another dtype, bit by bit, to travel with others: (T, N, size).
 
     With zeros a slice of the heads fills a multiple of 16 bytes, as kernels want the rows of what travels with it.
     """
@@ -206,12 +206,12 @@ def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -
 
 
 def heads_as_numbers(heads: Tensor) -> Tensor:
-    """The numbers (R, n) of `numbers_as_heads` as they were, in the accumulation dtype."""
+    """View heads as the numbers (R, n) that `numbers_as_heads` made them of, in the accumulation dtype."""
     return heads.clone(memory_format=torch.contiguous_format).view(accumulation_dtype(heads.dtype))[..., 0].contiguous()
 
 
 def pad_heads(x: Tensor, size: int) -> Tensor:
-    """x (rows, heads, …) with each head padded with zeros to `size`; x itself where it has that size."""
+    """Pad each head of x (rows, heads, …) with zeros to `size`; x itself where it has that size."""
     return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
 
 
@@ -233,12 +233,15 @@ class Partial:
         total_out, total_lse = self.result()
         dtype = accumulation_dtype(self._like.dtype)
         if total_out.dtype != dtype:
-            (total_out,) = as_dtype((total_out,), dtype)
+            (total_out,) = cast_rows((total_out,), dtype)
             self._total = total_out, total_lse
-        merge_(total_out, total_lse, rows, out, lse)
+        merge_rows_(total_out, total_lse, rows, out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """out (T, N, Hv) and lse (T, N), in the accumulation dtype; out in the kernel's where it gave all of it."""
+        """Return out (T, N, Hv) and lse (T, N), in the accumulation dtype.
+
+        out is in the kernel's where that gave all of it.
+        """
         if self._total is None:
             dtype = accumulation_dtype(self._like.dtype)
             out = self._like.new_zeros(self._shape, dtype=dtype)
@@ -246,7 +249,7 @@ class Partial:
         return self._total
 
     def result_with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """out (T, N, Hv) and lse (T, N) over all keys, and the sinks (N,).
+        """Return out (T, N, Hv) and lse (T, N) over all keys, and the sinks (N,).
 
         A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output. The lse of rows
         that see neither a key nor a sink (of −inf) is finite, so that their weights are 0.
@@ -280,11 +283,11 @@ class RowSum:
             add_rows([(x, self._full_sum()[:, heads])], slice(0, self._shape[0]))
 
     def _full_sum(self) -> Tensor:
-        (self._total,) = as_dtype((self.result(),), accumulation_dtype(self._like.dtype))
+        (self._total,) = cast_rows((self.result(),), accumulation_dtype(self._like.dtype))
         return self._total
 
     def result(self) -> Tensor:
-        """The sum, in the accumulation dtype; one addend that covers all rows, in its own."""
+        """Return the sum, in the accumulation dtype; one addend that covers all rows, in its own."""
         if self._total is None:
             self._total = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
         return self._total

@@ -4,7 +4,7 @@
 inside `Recording.recompute()` it is taken from there, call by call in the same order, so that the kernels of attention
 do not run a second time. Kept are the output and the log-sum-exp of the local rows: queries, keys and values are
 recomputed, and where heads are exchanged for rows, backward exchanges them once more. Elsewhere nothing is kept.
-`model/recompute.py` opens a recording for each layer.
+`model/activations/recompute.py` opens a recording for each layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,35 +42,35 @@ class _Parked(NamedTuple):
 class Recording:
     """What the attention calls of one checkpointed call of a layer gave, in order.
 
-    `park` may keep it elsewhere (`model/recompute.py`); by default it stays where it is. It is freed with the
-    recording, which the layer's checkpoint holds until its backward pass is over. With `keep_exchanged` the queries,
-    keys, values and outputs that `a2a` and `a2a+p2p` exchanged are kept as well, and not exchanged again.
+    `park` may keep it elsewhere (`model/activations/recompute.py`); by default it stays where it is. It is freed with
+    the recording, which the layer's checkpoint holds until its backward pass is over. With `keep_exchanged` the
+    queries, keys, values and outputs that `a2a` and `a2a+p2p` exchanged are kept as well, and not exchanged again.
     """
 
     def __init__(self, park: Park | None = None, *, keep_exchanged: bool = False) -> None:
-        self._park: Park = park or _keep_in_place
+        self._park: Park = park or _park_in_place
         self.keep_exchanged = keep_exchanged
         self._calls: list[Any] = []
         self._next: int | None = None  # None: recording
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For `torch.utils.checkpoint`'s `context_fn`: around the forward pass, and around its recomputation."""
+        """Return two contexts for `context_fn` of torch's checkpoint: of the forward pass, and of its recomputation."""
         return self.forward(), _Reentrant(self.recompute)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A context that records the results of the attention calls inside."""
-        with _activate(self, None):
+        """Open a context that records the results of the attention calls inside."""
+        with _activate_recording(self, None):
             yield
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
-        """A context in which attention calls return the recorded results."""
-        with _activate(self, 0):
+        """Open a context in which attention calls return the recorded results."""
+        with _activate_recording(self, 0):
             yield
 
     def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
-        """What a call gives: `compute()`, or what that gave in the forward pass that is being recomputed.
+        """Return what a call gives: `compute()`, or what that gave in the forward pass that is being recomputed.
 
         The result is a tree of tensors; those that share memory with `inputs` are made again from the inputs at hand.
         """
@@ -81,12 +81,12 @@ class Recording:
         assert self._next < len(self._calls), "a recomputed layer calls attention more often than its forward pass did"
         call = self._calls[self._next]
         self._next += 1
-        return tree_map(lambda x: _restore(x, inputs), call, is_leaf=lambda x: isinstance(x, _InputView | _Parked))
+        return tree_map(
+            lambda x: _restore_output(x, inputs), call, is_leaf=lambda x: isinstance(x, _InputView | _Parked)
+        )
 
     def _keep_output(self, x: Any, inputs: Sequence[Tensor]) -> Any:
-        """Keep what attention returned: a tensor as it is, or, if it shares the memory of an input, as a view of that
-        one.
-        """
+        """Keep what attention returned: a tensor as it is, or, in the memory of an input, as a view of that."""
         if not isinstance(x, Tensor):
             return x
         for i, source in enumerate(inputs):
@@ -104,10 +104,10 @@ class _Reentrant(AbstractContextManager[None]):
     """A context that may be entered again: a graph that is kept is recomputed in every backward pass."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
+        self._make_context = make
 
     def __enter__(self) -> None:
-        self._open = self._make()
+        self._open = self._make_context()
         self._open.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -115,7 +115,7 @@ class _Reentrant(AbstractContextManager[None]):
 
 
 @contextmanager
-def _activate(recording: Recording, start: int | None) -> Iterator[None]:
+def _activate_recording(recording: Recording, start: int | None) -> Iterator[None]:
     token, recording._next = active_recording.set(recording), start
     try:
         yield
@@ -123,12 +123,14 @@ def _activate(recording: Recording, start: int | None) -> Iterator[None]:
         active_recording.reset(token)
 
 
-def _restore(x: Any, inputs: Sequence[Tensor]) -> Any:
+def _restore_output(x: Any, inputs: Sequence[Tensor]) -> Any:
+    """Return an output as attention gave it, from what `_keep_output` kept of it and the inputs at hand."""
     if isinstance(x, _InputView):
         source = inputs[x.input_index]
         return source.as_strided(x.size, x.stride, source.storage_offset() + x.offset)
     return x.fetch() if isinstance(x, _Parked) else x
 
 
-def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
+def _park_in_place(x: Tensor) -> Callable[[], Tensor]:
+    """Leave a tensor where it is: the `Park` of a run that moves none."""
     return x.detach

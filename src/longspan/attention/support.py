@@ -94,7 +94,7 @@ _FEATURE_ROWS: tuple[tuple[str, str], ...] = (
 
 
 def kernel_rows() -> list[tuple[str, ...]]:
-    """The kernel table: a header, then a row each."""
+    """Return the kernel table: a header, then a row each."""
     rows = [("kernel", "tensors", "head sizes", *FEATURES, "deterministic", "several documents", "needs")]
     return rows + [_kernel_row(kernel) for kernel in KERNELS]
 
@@ -108,7 +108,7 @@ def _kernel_row(kernel: Kernel) -> tuple[str, ...]:
 
 
 def feature_rows() -> list[tuple[str, ...]]:
-    """The table of features: which types have each, and which kernels."""
+    """Return the table of features: which types have each, and which kernels."""
     types = [row[0] for row in TYPE_ROWS[1:]]
     rows = [("feature", "how", *types, "kernels")]
     of_kernels = {"sliding window": "window", "spans": "window", "softcap": "softcap", "dropout": "dropout"}
@@ -122,7 +122,7 @@ def feature_rows() -> list[tuple[str, ...]]:
 
 
 def fill_tables(page: str) -> str:
-    """A page whose marked tables are those of this version."""
+    """Fill the marked tables of a page with those of this version."""
     tables = {"features": feature_rows(), "types": TYPE_ROWS, "kernels": kernel_rows()}
     return _MARKED.sub(lambda marked: marked[1] + _page_table(tables[marked[2]]) + marked[3], page)
 

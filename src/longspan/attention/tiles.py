@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.attention.rows import merge_
+from longspan.attention.rows import merge_rows_
 from longspan.comm import to_device
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 
 
 class Tile(NamedTuple):
@@ -46,11 +46,11 @@ class Tile(NamedTuple):
         return self.k_stop - self.k_start
 
     def pieces(self, rows: int) -> "Iterator[Tile]":
-        """This tile cut into tiles of at most `rows` query rows."""
+        """Yield this tile in tiles of at most `rows` query rows."""
         return (self.rows(start, min(start + rows, self.queries)) for start in range(0, self.queries, rows))
 
     def rows(self, start: int, stop: int) -> "Tile":
-        """The part of this tile of its query rows start to stop (counted in the tile), with the keys that they see."""
+        """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see."""
         shift = self.keys - self.queries
         first = 0 if self.left is None else max(0, start + shift - self.left)
         last = self.keys if self.right is None else min(self.keys, stop + shift + self.right)
@@ -78,7 +78,7 @@ class Tiling:
 
     @staticmethod
     def from_tiles(tiles: Iterable[Tile]) -> "Tiling":
-        """These tiles, which have one mask."""
+        """Make a tiling of these tiles, which have one mask."""
         tile_list = tuple(tiles)
         return Tiling(
             np.asarray([tile[:4] for tile in tile_list], dtype=np.int64), tile_list[0].left, tile_list[0].right
@@ -90,22 +90,22 @@ class Tiling:
         return tuple(Tile(a, b, c, d, self.left, self.right) for a, b, c, d in self.bounds.tolist())
 
     def q_rows(self) -> slice | Integers:
-        """The query rows of all tiles in order; a slice where they follow each other."""
+        """Return the query rows of all tiles in order; a slice where they follow each other."""
         return _row_index(self.bounds[:, 0], self.bounds[:, 1])
 
     def k_rows(self) -> slice | Integers:
-        """The key rows of all tiles in order; a slice where they follow each other."""
+        """Return the key rows of all tiles in order; a slice where they follow each other."""
         return _row_index(self.bounds[:, 2], self.bounds[:, 3])
 
-    def packed(self) -> "Tiling":
-        """The same tiles over `x[q_rows()]` and `x[k_rows()]`, where each tile begins at the end of the one before."""
+    def packed_tiling(self) -> "Tiling":
+        """Return the tiles over `x[q_rows()]` and `x[k_rows()]`: each begins where the one before ends."""
         sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]  # (tiles, 2)
         stops = np.cumsum(sizes, axis=0)
         bounds = np.stack([stops - sizes, stops], axis=2).reshape(-1, 4)
         return Tiling(bounds, self.left, self.right)
 
     def blocks(self, rows: int, *, of_keys: bool) -> npt.NDArray[np.int32]:
-        """Every tile cut into blocks of `rows` query rows, or of keys: the tile and the block's first row in it (n, 2).
+        """Cut every tile into blocks of `rows` query rows, or of keys: the tile and the block's first row in it (n, 2).
 
         Those that meet the most keys (or rows) come first.
         """
@@ -131,7 +131,7 @@ class Tiling:
 def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
-    return expand(starts, stops)
+    return expand_runs(starts, stops)
 
 
 class Tokens(NamedTuple):
@@ -162,24 +162,24 @@ class Launch:
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """The tiles one by one, over the rows that a kernel receives."""
-        return self.tiling.packed().tiles
+        return self.tiling.packed_tiling().tiles
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
         """Where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
         ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int32)
-        ends[:, 1:] = self.tiling.packed().bounds[:, 1::2].T
+        ends[:, 1:] = self.tiling.packed_tiling().bounds[:, 1::2].T
         q_ends, k_ends = to_device(ends, self.device)
         return q_ends, k_ends
 
     @cached_property
-    def longest(self) -> tuple[int, int]:
+    def max_lengths(self) -> tuple[int, int]:
         """The most query rows and the most key rows of a tile."""
         queries, keys = (self.tiling.bounds[:, 1::2] - self.tiling.bounds[:, ::2]).max(0).tolist()
         return queries, keys
 
     def blocks(self, rows: int, *, of_keys: bool) -> Tensor:
-        """The tiles cut into blocks of so many rows, or of keys, the costliest first: tile and first row in it (n, 2).
+        """Cut the tiles into blocks of so many rows, or of keys, the costliest first: tile and first row in it (n, 2).
 
         A kernel whose programs take one block each keeps all multiprocessors busy to the end this way. int32.
         """
@@ -199,7 +199,7 @@ class Launch:
 
 
 def visible_keys(tile: Tile, device: torch.device) -> Tensor | None:
-    """Which keys each query row of a tile sees: (queries, keys) bool; None where every row sees every key."""
+    """Return which keys each query row of a tile sees: (queries, keys) bool; None where every row sees every key."""
     if tile.left is None and tile.right is None:
         return None
     first = torch.arange(tile.queries, device=device)[:, None] + (tile.keys - tile.queries)
@@ -230,11 +230,14 @@ class DenseCall(NamedTuple):
         if self.first:
             total_out[self.rows], total_lse[self.rows] = out, lse
         else:
-            merge_(total_out, total_lse, self.rows, out, lse)
+            merge_rows_(total_out, total_lse, self.rows, out, lse)
 
 
 def dense_calls(tile: Tile) -> Iterator[DenseCall]:
-    """A tile without a window: a causal one with more keys than rows is a square on the last keys, and a full one."""
+    """Yield the calls of a tile without a window.
+
+    A causal tile with more keys than rows is a square on the last keys, and a full one.
+    """
     assert tile.left is None and (tile.right in (None, 0) or tile.queries == 1), "a window takes a mask"
     rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
     if tile.right is None or tile.queries == 1:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longspan.attention.tiles import Tiling
-from longspan.layout.segments import Flags, Integers, Segments, expand
+from longspan.layout.segments import Flags, Integers, Segments, expand_runs
 from longspan.layout.spans import Spans
 
 
@@ -30,7 +30,7 @@ class Mask(NamedTuple):
     chunk: int | None = None
 
     def for_lengths(self, lengths: Sequence[int]) -> "Mask":
-        """The mask over documents of these lengths, without a window or chunk that hides none of their keys."""
+        """Return the mask over documents of these lengths, without a window or chunk that hides none of their keys."""
         longest = max(lengths, default=0)
         window, chunk = (None if x is None or x >= longest else x for x in (self.window, self.chunk))
         return Mask(self.causal, window, chunk)
@@ -48,14 +48,14 @@ class TileArrays(NamedTuple):
     right: Integers
 
     def where(self, keep: Flags) -> "TileArrays":
-        """The tiles to keep."""
+        """Return the tiles to keep."""
         return TileArrays(*(column[keep] for column in self))
 
 
 def tiles_between(
     q: Segments, k: Segments, *, causal: bool, window: int | None = None, chunk: int | None = None
 ) -> tuple[Tiling, ...]:
-    """The tilings that cover what the rows of `q` see of the rows of `k`.
+    """Return the tilings that cover what the rows of `q` see of the rows of `k`.
 
     Rows see rows of their own document only: all of them, or with `causal` those at positions up to their own, or with
     `window` w at most the last w of those. With `chunk` c every c positions are a document of their own.
@@ -69,19 +69,20 @@ def tiles_between(
     if window is not None:
         banded = _band_tiles(q, k, window)
         loose = _drop_idle_limits(banded)
-        return min((make_tilings(arrays) for arrays in (banded, loose, split_at_left(loose))), key=len)
+        return min((make_tilings(arrays) for arrays in (banded, loose, split_left_limits(loose))), key=len)
     return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _whole_tiles(q, k))
 
 
 def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
-    """The same rows as runs of chunks, each of which is a document."""
+    """Cut the rows at chunks, each of which is then a document."""
     longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
-    return _split_into_chunks(q, chunk, longest), _split_into_chunks(k, chunk, longest)
+    return _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
 
 
-def _split_into_chunks(segments: Segments, chunk: int, longest: int) -> Segments:
+def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
+    """Cut segments at every multiple of `chunk` positions; a document has as many chunks as `longest` has."""
     first, last = segments.start // chunk, -(-segments.stop // chunk)
-    number, of_run = expand(first, last), np.repeat(np.arange(len(segments)), last - first)
+    number, of_run = expand_runs(first, last), np.repeat(np.arange(len(segments)), last - first)
     start = np.maximum(segments.start[of_run], number * chunk)
     stop = np.minimum(segments.stop[of_run], (number + 1) * chunk)
     document = segments.document[of_run] * -(-longest // chunk) + number
@@ -95,17 +96,17 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
     order = np.lexsort((tiles.document, tiles.right, tiles.left))
     same_mask = (np.diff(tiles.left[order]) == 0) & (np.diff(tiles.right[order]) == 0)
     opens = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))
-    at = np.arange(len(order))
-    turn, mask = np.empty_like(at), np.empty_like(at)
-    turn[order] = at - np.maximum.accumulate(np.where(opens, at, 0))
+    index = np.arange(len(order))
+    turn, mask = np.empty_like(index), np.empty_like(index)
+    turn[order] = index - np.maximum.accumulate(np.where(opens, index, 0))
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
     _, first = np.unique(launch, return_index=True)
-    return tuple(_tiling(tiles.where(launch == launch[i])) for i in np.sort(first))
+    return tuple(_make_tiling(tiles.where(launch == launch[i])) for i in np.sort(first))
 
 
-def _tiling(tiles: TileArrays) -> Tiling:
-    """The tiles of one launch, without a limit that hides no key from a row of any of them."""
+def _make_tiling(tiles: TileArrays) -> Tiling:
+    """Make the tiling of one launch, without a limit that hides no key from a row of any of its tiles."""
     bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
     left, right = _find_hiding_limits(tiles)
     limits = (int(tiles.left[0]) if left.any() else None, int(tiles.right[0]) if right.any() else None)
@@ -122,15 +123,15 @@ def _find_hiding_limits(tiles: TileArrays) -> tuple[Flags, Flags]:
 def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
     """Pair the runs of one document: (run of q, run of k) in their order, and the first run of k of its document."""
     documents, first, runs = np.unique(k.document, return_index=True, return_counts=True)
-    at = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
-    is_in_k = documents[at] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
-    mine = np.flatnonzero(is_in_k)
-    starts, count = first[at[mine]], runs[at[mine]]
-    return np.repeat(mine, count), expand(starts, starts + count), np.repeat(starts, count)
+    place = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
+    is_in_k = documents[place] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
+    q_run = np.flatnonzero(is_in_k)
+    starts, count = first[place[q_run]], runs[place[q_run]]
+    return np.repeat(q_run, count), expand_runs(starts, starts + count), np.repeat(starts, count)
 
 
 def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]:
-    """The documents in the tensor's order, and where the rows of each begin and end in it."""
+    """Return the documents in the tensor's order, and where the rows of each begin and end in it."""
     opens = np.flatnonzero(np.diff(segments.document, prepend=-1))
     last = np.append(opens, len(segments))[1:] - 1
     stops = segments.offset + segments.stop - segments.start
@@ -138,11 +139,13 @@ def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]
 
 
 def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
-    """The tiles in which every row of a document sees all of its keys."""
+    """Return the tiles in which every row of a document sees all of its keys."""
     (document, q_start, q_stop), (k_document, k_start, k_stop) = _document_extents(q), _document_extents(k)
-    document, mine, theirs = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
-    none = np.full_like(document, -1)
-    return TileArrays(document, q_start[mine], q_stop[mine], k_start[theirs], k_stop[theirs], none, none)
+    document, q_index, k_index = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
+    no_limit = np.full_like(document, -1)
+    return TileArrays(
+        document, q_start[q_index], q_stop[q_index], k_start[k_index], k_stop[k_index], no_limit, no_limit
+    )
 
 
 def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
@@ -152,17 +155,17 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
     a run of k there are two: the rows at the positions of the run of k, which see one key more with every row, and
     those after it up to the next run of k, which see all of it.
     """
-    mine, theirs, foremost = pair_runs(q, k)  # indices: of q's run, of k's run, of the document's first run of k
-    document, start, stop = q.document[mine], q.start[mine], q.stop[mine]
-    k_start, k_stop, k_offset = k.start[theirs], k.stop[theirs], k.offset[theirs]
+    q_run, k_run, first_k_run = pair_runs(q, k)  # indices: of q's run, of k's run, of the document's first run of k
+    document, start, stop = q.document[q_run], q.start[q_run], q.stop[q_run]
+    k_start, k_stop, k_offset = k.start[k_run], k.stop[k_run], k.offset[k_run]
     following = stop.copy()  # where the next run of k begins
-    another = mine[1:] == mine[:-1]
-    following[:-1][another] = k_start[1:][another]
+    same_run = q_run[1:] == q_run[:-1]
+    following[:-1][same_run] = k_start[1:][same_run]
     first = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
     last = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
-    to_row = (q.offset[mine] - start)[:, None]
+    to_row = (q.offset[q_run] - start)[:, None]
     end = np.stack([k_offset + last[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
-    base = k.offset[foremost][:, None]
+    base = k.offset[first_k_run][:, None]
     columns = (document[:, None], first + to_row, last + to_row, base, end, np.array(-1), np.array([0, -1]))
     tiles = TileArrays(*(np.broadcast_to(column, first.shape).reshape(-1) for column in columns))
     return tiles.where(tiles.q_start < tiles.q_stop)
@@ -179,15 +182,15 @@ def _join_neighbours(tiles: TileArrays) -> TileArrays:
 
 
 def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
-    """The tiles of runs of q and k where position p sees p − window + 1 … p."""
-    mine, theirs, _ = pair_runs(q, k)
-    (q_start, q_stop), (k_start, k_stop) = (q.start[mine], q.stop[mine]), (k.start[theirs], k.stop[theirs])
+    """Return the tiles of runs of q and k where position p sees p − window + 1 … p."""
+    q_run, k_run, _ = pair_runs(q, k)
+    (q_start, q_stop), (k_start, k_stop) = (q.start[q_run], q.stop[q_run]), (k.start[k_run], k.stop[k_run])
     first, last = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
     k_first, k_last = np.maximum(k_start, first - window + 1), np.minimum(k_stop, last)
-    to_row, to_key = q.offset[mine] - q_start, k.offset[theirs] - k_start
+    to_row, to_key = q.offset[q_run] - q_start, k.offset[k_run] - k_start
     ahead = last - k_last  # rows by which the last query is ahead of the last key
     tiles = TileArrays(
-        q.document[mine],
+        q.document[q_run],
         first + to_row,
         last + to_row,
         k_first + to_key,
@@ -205,41 +208,41 @@ def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
     return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
 
 
-def split_at_left(tiles: TileArrays) -> TileArrays:
+def split_left_limits(tiles: TileArrays) -> TileArrays:
     """Split tiles with a limit only on the left: keys that all rows see, and a rest whose last row sees one key.
 
     How far the limit is from the last key differs from document to document; after this it does not.
     """
     cut = (tiles.left > 0) & (tiles.right < 0)
-    some = tiles.where(cut)
-    at = some.k_stop - some.left - 1  # the last row sees keys from here on
-    full = some._replace(k_start=at, left=np.full_like(at, -1))
-    banded = some._replace(q_stop=some.q_stop - 1, k_stop=at, left=np.zeros_like(at))
+    limited = tiles.where(cut)
+    first_key = limited.k_stop - limited.left - 1  # the last row sees keys from here on
+    full = limited._replace(k_start=first_key, left=np.full_like(first_key, -1))
+    banded = limited._replace(q_stop=limited.q_stop - 1, k_stop=first_key, left=np.zeros_like(first_key))
     parts = (tiles.where(~cut), full, banded.where(banded.q_start < banded.q_stop))
     return TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
-    """The tilings that cover what rows of `q` see of the later rows of their spans among the rows of `k`.
+    """Return the tilings that cover what rows of `q` see of the later rows of their spans among the rows of `k`.
 
     Whole spans on both sides, however many, are one tiling; the runs of a span that a member holds a part of add few.
     """
     if not len(spans):
         return ()
     tiles = _later_key_tiles(spans.find_rows(q), spans.find_rows(k))
-    return min((make_tilings(arrays) for arrays in (tiles, split_at_left(tiles))), key=len)
+    return min((make_tilings(arrays) for arrays in (tiles, split_left_limits(tiles))), key=len)
 
 
 def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Rows of runs of q against the keys of runs of k that come after them; documents are spans."""
-    mine, theirs, _ = pair_runs(q, k)
-    start, k_stop = q.start[mine], k.stop[theirs]
-    stop, k_start = np.minimum(q.stop[mine], k_stop - 1), np.maximum(k.start[theirs], start + 1)
-    to_row, to_key = q.offset[mine] - start, k.offset[theirs] - k.start[theirs]
+    """Pair rows of runs of q with the keys of runs of k that come after them; documents are spans."""
+    q_run, k_run, _ = pair_runs(q, k)
+    start, k_stop = q.start[q_run], k.stop[k_run]
+    stop, k_start = np.minimum(q.stop[q_run], k_stop - 1), np.maximum(k.start[k_run], start + 1)
+    to_row, to_key = q.offset[q_run] - start, k.offset[k_run] - k.start[k_run]
     left = k_stop - 1 - stop  # the last row, at position stop − 1, sees keys from position stop on
     hides = left < k_stop - k_start - 1
     tiles = TileArrays(
-        q.document[mine],
+        q.document[q_run],
         start + to_row,
         stop + to_row,
         k_start + to_key,

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from longspan.cli.flags import Switch
-from longspan.cli.processes import Device, processes_of, say
+from longspan.cli.processes import Device, choose_processes, print_note
 from longspan.errors import ConfigError
 
 
@@ -42,9 +42,12 @@ class BenchFlags:
             )
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
-        """The number of processes (without --world and torchrun one for each GPU, or `without_gpus`), their backend."""
-        processes = processes_of(self.world, self.device, on_cpus=without_gpus)
-        say(processes.note, sys.stderr)
+        """Return how many processes there are, and their backend.
+
+        Without --world and torchrun there is one for each GPU, or `without_gpus`.
+        """
+        processes = choose_processes(self.world, self.device, on_cpus=without_gpus)
+        print_note(processes.note, sys.stderr)
         return processes.ranks, processes.backend
 
 
@@ -61,7 +64,7 @@ SCRIPTS = {
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if not argv or argv[0] in ("-h", "--help", "--list"):
-        print(usage())
+        print(usage_text())
         return 0
     name, *arguments = argv
     if name in SCRIPTS:
@@ -71,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
     return import_module(f"longspan.bench.{name}.command").main(arguments)
 
 
-def usage() -> str:
-    """What `longspan bench` prints."""
+def usage_text() -> str:
+    """Write what `longspan bench` prints."""
     lines = "\n".join(f"  {name:<11}{text}" for name, text in BENCHES.items())
     return (
         f"usage: longspan bench NAME [flags]\n\n{lines}\n\n"

@@ -6,8 +6,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def with_layers(configuration: "PreTrainedConfig", count: int) -> "PreTrainedConfig":
-    """The same configuration, changed to so many layers; their kinds repeat in the model's order."""
+def change_layer_count(configuration: "PreTrainedConfig", count: int) -> "PreTrainedConfig":
+    """Change a configuration to so many layers; their kinds repeat in the model's order."""
     text = configuration.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     text.num_hidden_layers = count

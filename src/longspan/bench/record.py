@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from longspan.bench.benches import BenchFlags
-from longspan.cli.machine import machine, machine_text
-from longspan.cli.processes import reports_here
+from longspan.cli.machine import machine_facts, machine_text
+from longspan.cli.processes import is_reporting
 from longspan.errors import ConfigError
 from longspan.run.result import versions
 
 
 def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdown: str) -> None:
     """Print a finished record, as JSON with --json, and write it to the file of --out; on the reporting rank only."""
-    if not reports_here():
+    if not is_reporting():
         return
     if flags.out:
         write_record(record, Path(flags.out), markdown)
@@ -40,7 +40,7 @@ def write_unfinished(record: dict[str, Any], out: str) -> None:
 
 
 def open_record(bench: str, out: Path | None, backend: str, source: Path, **about: Any) -> dict[str, Any]:
-    """The record at `out` if it has the same commit of `source` and the same backend, otherwise a new one.
+    """Open the record at `out` if it has the same commit of `source` and the same backend, otherwise a new one.
 
     `about` is what all of its figures have in common, such as ranks. Raises ConfigError where it goes on with others.
     """
@@ -56,18 +56,24 @@ def open_record(bench: str, out: Path | None, backend: str, source: Path, **abou
                     )
             return recorded
     command = " ".join(["python", *sys.argv])
-    origin = {"machine": machine(), "versions": versions(), "commit": commit, "command": command, "backend": backend}
+    origin = {
+        "machine": machine_facts(),
+        "versions": versions(),
+        "commit": commit,
+        "command": command,
+        "backend": backend,
+    }
     return {"bench": bench, **origin, **about}
 
 
-def where_it_ran(record: dict[str, Any]) -> str:
-    """Machine, versions, command and, if known, commit of a record, as text."""
+def origin_text(record: dict[str, Any]) -> str:
+    """Write machine, versions, command and, if known, commit of a record."""
     packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     commit = f" Commit {record['commit']}." if "commit" in record else ""
     return f"Machine: {machine_text(record['machine'])}. Versions: {packages}.{commit} Command: `{record['command']}`."
 
 
-def missing_because(error: Exception) -> dict[str, str]:
-    """The row of a peer that did not run: the reason, in place of figures."""
+def missing_row(error: Exception) -> dict[str, str]:
+    """Return the row of a peer that did not run: the reason, in place of figures."""
     lines = str(error).strip().splitlines() or [""]
     return {"missing": f"{type(error).__name__}: {lines[0][:160]}"}

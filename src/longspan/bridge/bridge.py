@@ -53,11 +53,14 @@ class Bridge:
         self._rows = RowExchange(self.exchange, everyone, gradient=gradient, slots=slots)
 
     def __call__(self, x_local: Tensor) -> Tensor:
-        """This rank's rows of `have`, in order, to its rows of `need`. Raises LayoutError for other numbers of rows."""
+        """Bring this rank's rows of `have`, in order, to its rows of `need`.
+
+        Raises LayoutError for other numbers of rows.
+        """
         return self._rows(x_local)
 
     def back(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's rows of `have` from that of its rows of `need`; entered by all ranks.
+        """Bring the gradient of this rank's rows of `need` back to its rows of `have`; entered by all ranks.
 
         For a caller who runs backward passes himself, after `bridge(x_local)` under `torch.no_grad()`.
         """

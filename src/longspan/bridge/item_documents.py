@@ -53,14 +53,14 @@ class ItemDocuments:
     @cached_property
     def targets(self) -> int:
         """How many tokens the documents predict, for the planners' `targets=`."""
-        return sum(count_targets_of_text(self.tokens, self.item_table))
+        return sum(count_text_targets(self.tokens, self.item_table))
 
     def read(self, item: int) -> Any:
-        """The encoder's input for an item."""
+        """Return the encoder's input for an item."""
         return self._read(item) if callable(self._read) else self._read[item]
 
     def positions(self, document: int) -> Integers | None:
-        """The positions of a document in several parts (3 or 4, T); None where they are plain."""
+        """Return the positions of a document in several parts (3 or 4, T); None where they are plain."""
         return None if self._positions is None else self._positions(document)
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class ItemDocuments:
 def items_at_placeholders(
     tokens: Sequence[Any], placeholder: int, rows: Sequence[Sequence[int]], modality: str = "image"
 ) -> list[Item]:
-    """The items whose rows stand, one after another, where documents have the id of a placeholder.
+    """Make the items whose rows stand, one after another, where documents have the id of a placeholder.
 
     `rows[d]` are the rows of each item of document d, in order; a run of placeholders may hold several items, and other
     tokens may stand between the rows of one. Raises DataError, naming document and modality, for other counts.
@@ -101,8 +101,10 @@ def items_at_placeholders(
     return items
 
 
-def count_targets_of_text(documents: Any, items: ItemTable) -> tuple[int, ...]:
-    """How many tokens each document predicts: all but the first and placeholders, those with a label where it has some.
+def count_text_targets(documents: Any, items: ItemTable) -> tuple[int, ...]:
+    """Count the tokens that each document predicts.
+
+    These are all but the first and placeholders, or those with a label where a document has labels.
 
     A document with labels has `targets`, their number beyond position 0, and `labels(positions)`, −100 where none is,
     which are read only for placeholders.
@@ -122,8 +124,8 @@ def _count_targets(document: Any, number: int, items: ItemTable) -> int:
     return int(document.targets) - int((labels != NO_TARGET).sum())
 
 
-def item_table_of(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
-    """The items of any object with `items`; None where it has none to speak of."""
+def find_item_table(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
+    """Find the items of any object with `items`; None where it has none to speak of."""
     items = getattr(documents, "items", None)
     if items is None or callable(items):  # a mapping's
         return None

@@ -9,8 +9,8 @@ from longspan.comm import SequenceShard
 AHEAD = "tokens_ahead"  # the keyword of an input embedding that is called for later tokens than the shard's rows
 
 
-def splice(embeddings: Tensor, shard: SequenceShard, ahead: int = 0) -> Tensor:
-    """Token embeddings (1, T, D) with the rows of `shard.derived.spliced` in their places; a copy if there are any.
+def splice_rows(embeddings: Tensor, shard: SequenceShard, ahead: int = 0) -> Tensor:
+    """Put the rows of `shard.derived.spliced` into token embeddings (1, T, D); into a copy if there are any.
 
     The embeddings are those of the tokens `ahead` further on than the shard's rows. The rows (n, D) are cast to the
     embeddings' type; what they replace gets a zero gradient.
@@ -30,7 +30,7 @@ def embedding_arguments(shard: Any, ahead: int) -> dict[str, int]:
 
 
 def add_rows(hidden: Tensor, shard: SequenceShard, layer: int) -> Tensor:
-    """Hidden states (1, T, D) that a decoder layer returned, with what `shard.derived.added` has for it added."""
+    """Add what `shard.derived.added` has for a decoder layer to the hidden states (1, T, D) that it returned."""
     for places, rows in shard.derived.added.get(layer, ()):
         hidden = hidden.index_add(1, places, rows.to(hidden.dtype)[None])
     return hidden

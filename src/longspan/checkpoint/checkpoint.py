@@ -55,8 +55,8 @@ from longspan.checkpoint.store_path import as_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
-from longspan.model.adapters import adapter_entries, adapter_of
-from longspan.model.vision.join import are_of_both
+from longspan.model.adapters import adapter_entries, model_adapter
+from longspan.model.vision.join import are_multimodal
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
@@ -178,7 +178,7 @@ def load_checkpoint(
         raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure(error)}") from error
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
     moments = tensors["optimizer"] | hyperparameters if optimizers else {}
-    options = BY_NAME if adapter_of(model) is None else SOME_BY_NAME
+    options = BY_NAME if model_adapter(model) is None else SOME_BY_NAME
     if weights:
         set_model_state_dict(model, tensors["model"], options=options)
     if optimizers:
@@ -189,7 +189,7 @@ def load_checkpoint(
 def holds_encoders(path: Path) -> bool:
     """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
     weights = _names_under("model.", read_metadata(path).state_dict_metadata)
-    return are_of_both(weights) or any(name.startswith("encoders.") for name in weights)
+    return are_multimodal(weights) or any(name.startswith("encoders.") for name in weights)
 
 
 def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

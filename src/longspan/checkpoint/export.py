@@ -46,9 +46,9 @@ from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import CONFIGURATION
-from longspan.model.save import stock_configuration, write_configuration
-from longspan.model.vision.join import names_by_stock_name
-from longspan.model.weights.fill import empty_model, images_class_by_name
+from longspan.model.saving.save import stock_configuration, write_configuration
+from longspan.model.vision.join import map_stock_names
+from longspan.model.weights.fill import empty_model, find_images_class
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.write import (
     FILE_BYTES,
@@ -56,8 +56,8 @@ from longspan.model.weights.write import (
     WeightTotals,
     WeightWriter,
     partial_folder,
-    put_in_place,
-    unit_of,
+    replace_files,
+    weight_unit,
 )
 
 _REPLACED = "|".join([OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, FILES)])
@@ -110,7 +110,7 @@ def export_checkpoint(
         refuse_merge(run_dir)
     checkpoint = _good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
     kind = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
-    empty = empty_model(config, kind, images_class_by_name(config))
+    empty = empty_model(config, kind, find_images_class(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
     depths = ExportedDepths.of(run, empty, "own" if as_adapter and mtp == "published" else mtp, log)
     try:
@@ -150,7 +150,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
     partial = partial_folder(folder)
     try:
         yield partial
-        put_in_place(partial, folder, _REPLACED)
+        replace_files(partial, folder, _REPLACED)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -186,7 +186,7 @@ def _write_weights(
     """Write the weights of a whole model, and the other files of its folder."""
     writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
     for group in groups:
-        writer.write(group)
+        writer.write_unit(group)
     written = writer.finish()
     write_configuration(empty, partial, KeptFiles(run_dir))
     return written
@@ -196,15 +196,15 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
     """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
     metadata = read_metadata(checkpoint)
     stored = depths.select(_weights_in(metadata))
-    stored_names = names_by_stock_name(stored)  # a vision-language model's are stored by the names of its two modules
+    stored_names = map_stock_names(stored)  # a vision-language model's are stored by the names of its two modules
     stored, weights = (
         {name: stored[stored_name] for name, stored_name in stored_names.items()},
         dict(empty.state_dict()),
     )
     if unknown := sorted(stored.keys() - weights.keys()):
         raise ModelError(f"it has {len(unknown)} weights that the model has not: {', '.join(unknown[:4])}")
-    place = {unit: i for i, unit in enumerate(dict.fromkeys(map(unit_of, weights)))}
-    for _, group in groupby(sorted(stored, key=lambda name: (place[unit_of(name)], name)), unit_of):
+    place = {unit: i for i, unit in enumerate(dict.fromkeys(map(weight_unit, weights)))}
+    for _, group in groupby(sorted(stored, key=lambda name: (place[weight_unit(name)], name)), weight_unit):
         names = {stored_names[name]: name for name in group}
         tensors = _read_group(checkpoint, metadata, {other: stored[name] for other, name in names.items()})
         yield {name: tensors[stored_name] for stored_name, name in names.items()}

@@ -19,17 +19,17 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.files import read_json
-from longspan.model.adapters import Adapter, adapter_in, belongs_to_adapter, peft_modules
+from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
 from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, write_adapter
 from longspan.model.mtp.depths import mtp_blocks
-from longspan.model.mtp.names import PREFIX, to_published_names
+from longspan.model.mtp.names import PREFIX, publication_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.vision.join import names_by_stock_name
-from longspan.model.weights.fill import empty_model, images_class_by_name, pop_deferred_weights
+from longspan.model.vision.join import map_stock_names
+from longspan.model.weights.fill import empty_model, find_images_class, pop_deferred_weights
 from longspan.model.weights.local_tensors import LocalPart
-from longspan.model.weights.write import WeightTotals, unit_of
+from longspan.model.weights.write import WeightTotals, weight_unit
 from longspan.train.terms.mtp import add_configured_depths, depth_weights
 from longspan.train.training import add_configured_adapter, load_run_model
 
@@ -58,7 +58,7 @@ class ExportedDepths:
             return ours
         blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
         blocks = blocks[: len(blocks) // depths]
-        published = to_published_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
+        published = publication_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
         rename = published if names == "published" else None
         if rename is None:
             log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
@@ -89,12 +89,12 @@ class SavedAdapter(NamedTuple):
 
 def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
-    tensors = {name: stored[stored_name] for name, stored_name in names_by_stock_name(stored).items()}
-    stock = empty_model(configuration, torch.float32, images_class_by_name(configuration))
+    tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
+    stock = empty_model(configuration, torch.float32, find_images_class(configuration))
     empty = add_configured_depths(run, stock, read=False)
     modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
     model = add_configured_adapter(run, empty).get_base_model()
-    adapter = adapter_in(model)
+    adapter = find_adapter(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
     names = {name for name, _ in model.named_parameters() if ".lora_" in name}
@@ -123,11 +123,11 @@ def merge_by_layer(
     Raises CheckpointError if the base model cannot be made again here, and for an adapter of a tied head.
     """
     _check_base(run, configuration, run_dir)
-    images = images_class_by_name(configuration) is not None
+    images = find_images_class(configuration) is not None
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _refuse_tied_ends(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
-    for _, group in groupby(_whole_weights(model), lambda entry: unit_of(entry[0])):
+    for _, group in groupby(_whole_weights(model), lambda entry: weight_unit(entry[0])):
         yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
 
 

@@ -34,7 +34,7 @@ from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host_memory import free_host_bytes
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 SPARE = 1.1  # times the bytes of all copies of a host that must be free there
 _LOGGED = 0.1  # seconds of waiting from which a line says so
@@ -313,7 +313,7 @@ class CheckpointSaver:
         for rank, (phase, _, _) in self._pair_with_ranks(reports):
             ranks_in.setdefault(phase, []).append(rank)
         items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
-        return "; ".join(f"rank(s) {short(ranks)}: {phase}" for phase, ranks in items)
+        return "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
 
     def _note(self, save: RunningSave) -> None:
         """Keep the figures of a save that is published, once."""

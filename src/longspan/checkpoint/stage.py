@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.model.host_arena import ALIGNMENT, HostArena, HostRange
+from longspan.model.activations.host_arena import ALIGNMENT, HostArena, HostRange
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.train.optim.state_parts import with_local
+from longspan.train.optim.state_parts import make_sharded
 
 PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
 SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
@@ -107,7 +107,7 @@ class Stage:
                     target.copy_(source)
                 else:
                     to_copy.append((target, source))
-                staged[group][name] = with_local(value, target)
+                staged[group][name] = make_sharded(value, target)
         return StagedTensors(staged, to_copy, self._copy_from_gpu(sources), [source for _, source in sources])
 
     def close(self) -> None:

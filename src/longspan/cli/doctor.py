@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.cli.flags import Switch, parse_flags
-from longspan.cli.machine import machine, machine_text
-from longspan.cli.processes import Device, processes_of, reports_here, usable_gpus
+from longspan.cli.machine import machine_facts, machine_text
+from longspan.cli.processes import Device, choose_processes, is_reporting, usable_gpus
 from longspan.errors import LongspanError, plural
 from longspan.plain_text import bytes_text, seconds_text, text_table
 from longspan.run.result import versions
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     except LongspanError as error:
         checks.append(Check("parity", "comparison", str(error), False))
     good = all(check.good is not False for check in checks)
-    if reports_here():
+    if is_reporting():
         seconds = time.perf_counter() - began
         if flags.json:
             rows = [asdict(check) for check in checks]
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def version_checks(installed: dict[str, str]) -> Iterator[Check]:
-    """Installed versions against those that longspan is tested with."""
+    """Yield installed versions against those that longspan is tested with."""
     for name, text in installed.items():
         least, below = SUPPORTED.get(name, (None, None))
         if least is None:
@@ -116,11 +116,11 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
 
 
 def device_checks() -> Iterator[Check]:
-    """The processor, each GPU, and which communication backends are available."""
+    """Yield the processor, each GPU, and which communication backends are available."""
     import torch
     import torch.distributed as dist
 
-    facts = machine()
+    facts = machine_facts()
     yield Check("device", "host", machine_text({k: v for k, v in facts.items() if k != "gpus"}), None)
     for index, name in enumerate(facts.get("gpus", ())):
         memory = bytes_text(torch.cuda.get_device_properties(index).total_memory)
@@ -133,12 +133,12 @@ def device_checks() -> Iterator[Check]:
 
 
 def kernel_checks() -> Iterator[Check]:
-    """Which attention kernel runs for each device and dtype, and why the others do not run here."""
+    """Yield which attention kernel runs for each device and dtype, and why the others do not run here."""
     import torch
 
     from longspan.attention import KERNELS, AttendCall
 
-    for device in _devices():
+    for device in _present_devices():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             call = AttendCall(1, 1, 128, 128, dtype, torch.device(device), one_document=True)
             able = [kernel.name for kernel in KERNELS if kernel.suits(call)]
@@ -150,26 +150,26 @@ def kernel_checks() -> Iterator[Check]:
             yield Check("kernel", kernel.name, f"not here: {lack}", None)
 
 
-def _devices() -> list[str]:
+def _present_devices() -> list[str]:
     import torch
 
     return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 
 
 def _kernel_lack(kernel: "Kernel") -> str:
-    """Why a kernel runs on no device of this machine; "" where it runs on one."""
+    """Return why a kernel runs on no device of this machine; "" where it runs on one."""
     import torch
 
     from longspan.attention import AttendCall
 
     dtype = kernel.dtypes[0]
-    calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _devices()]
-    lacks = [kernel.lacks(call) for call in calls]
+    calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _present_devices()]
+    lacks = [kernel.lack_for(call) for call in calls]
     return "" if "" in lacks else lacks[-1]
 
 
 def kernel_report(*, as_json: bool) -> str:
-    """The tables of docs/attention.md, with a further column: whether a kernel runs here, or what it lacks."""
+    """Write the tables of docs/attention.md, and whether each kernel runs here, or what it lacks."""
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
@@ -183,7 +183,7 @@ def kernel_report(*, as_json: bool) -> str:
 
 
 def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as a list with one line for each cell, because the cells are long."""
+    """Write a table as a list with one line for each cell, because the cells are long."""
     lines = [name]
     for first, *cells in rows:
         lines += [
@@ -195,7 +195,7 @@ def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
-    """The process groups that were made, and every comparison with the stock model."""
+    """Yield the process groups that were made, and every comparison with the stock model."""
     place = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
@@ -206,7 +206,7 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
 
 
 def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
-    """The ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
+    """Yield the ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
     for row in {(f["cp"], f["cp_comm_type"], str(f.get("sizes"))): f for f in parity}.values():
         for levels in row.get("levels", ()):
             yield Check("group", f"cp {row['cp']}, a2a+p2p {tuple(row['sizes'])}", f"ranks of {levels}", None)
@@ -215,18 +215,21 @@ def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
 
 
 def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
-    """The comparison of a small Qwen3 with the stock model, as a JSON object. Raises CommError if ranks failed."""
+    """Compare a small Qwen3 with the stock model; returns a JSON object.
+
+    Raises CommError if ranks failed.
+    """
     from longspan.cli.doctor_model import compare_preset
 
     gpus = usable_gpus()
     device: Device = "cpu" if flags.backend == "gloo" else "cuda" if flags.backend == "nccl" else "auto"
     if device == "auto" and gpus == 1 and not flags.world:  # one GPU has no degrees to compare
         device = "cpu"
-    processes = processes_of(
+    processes = choose_processes(
         flags.world, device, on_gpus=min(gpus, LOCAL_RANKS), on_cpus=LOCAL_RANKS, for_cpus="--backend gloo"
     )
     ranks, backend = processes.ranks, processes.backend
-    if reports_here() and sys.stderr.isatty():
+    if is_reporting() and sys.stderr.isatty():
         print(f"comparing a small model with the stock one on {plural(ranks, 'rank')} ({backend}) …", file=sys.stderr)
     return compare_preset(processes, flags.timeout_seconds)
 
@@ -242,7 +245,7 @@ def _prove_named_model(flags: DoctorFlags) -> int:
 
 
 def _checks_text(checks: Sequence[Check], good: bool, seconds: float) -> str:
-    """Return the checks as a table with a verdict below it."""
+    """Write the checks as a table with a verdict below it."""
     marks = {True: "✓", False: "✗", None: "·"}
     table = text_table(
         ("", "area", "check", "found"), [(marks[c.good], c.area, c.name, c.found) for c in checks], left=4

@@ -14,14 +14,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from longspan.cli.machine import set_gpu_environment
-from longspan.cli.processes import Processes, has_torchrun, processes_of, reports_here, run_on_ranks, usable_gpus
+from longspan.cli.processes import Processes, choose_processes, has_torchrun, is_reporting, run_on_ranks, usable_gpus
 from longspan.doctor.cases import (
     Case,
     CaseSet,
     DTypeName,
-    cases_named,
-    contiguous_cases,
-    image_cases,
+    list_cases,
+    list_contiguous_cases,
+    list_image_cases,
     list_type_cases,
 )
 from longspan.doctor.images import no_video_reason
@@ -32,7 +32,7 @@ from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, LongspanError, plural
 from longspan.model.exactness.small_copies import reads_images_alone, shrink_configuration
 from longspan.model.presets import preset_config
-from longspan.plan.cost.model_shape import has_mixers
+from longspan.plan.shape.model_shape import has_mixers
 
 LOCAL_RANKS = 4
 VOCABULARY = 97
@@ -70,20 +70,20 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     outcomes, worlds = (tuple(x for p in proofs for x in getattr(p, name)) for name in ("outcomes", "worlds"))
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
-    if reports_here():
+    if is_reporting():
         device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
         lines, note = _kernel_text(config, device)
         if flags.json:
             model = {"name": name, "copies": models, "kernels": [asdict(line) for line in lines], "note": note}
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
         else:
-            heading = [*map(_heading, models), *(f"attention at true sizes: {line}" for line in lines)]
+            heading = [*map(_model_heading, models), *(f"attention at true sizes: {line}" for line in lines)]
             print(proof_text(proof, [*heading, *filter(None, (note, models[-1]["videos"]))], seconds))
     return 0 if proof.good else 1
 
 
 def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
-    """A Qwen3 of two layers at every degree and type in two types of numbers, as a JSON object.
+    """Compare a Qwen3 of two layers at every degree and type in two types of numbers; returns a JSON object.
 
     Raises CommError where the ranks did not end well.
     """
@@ -99,18 +99,23 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 
 
 def _choose_processes(flags: ProofFlags) -> Iterator[Processes]:
-    """The processes of each proof: on the GPUs, or on CPUs; on both where there is one GPU, which has no degrees."""
+    """Yield the processes of each proof: on the GPUs, or on CPUs.
+
+    On both where there is one GPU, which has no degrees.
+    """
     gpus, cpus_too = usable_gpus(), False
     if flags.backend == "auto" and not flags.world and not has_torchrun():
         cpus_too = gpus == 1
     if gpus == 0 or cpus_too or flags.backend == "gloo":
-        yield processes_of(flags.world, "cuda" if flags.backend == "nccl" else "cpu", on_gpus=1, on_cpus=LOCAL_RANKS)
+        yield choose_processes(
+            flags.world, "cuda" if flags.backend == "nccl" else "cpu", on_gpus=1, on_cpus=LOCAL_RANKS
+        )
     if gpus and flags.backend != "gloo":
-        yield processes_of(flags.world, "cuda", on_gpus=min(gpus, LOCAL_RANKS), for_cpus="--backend gloo")
+        yield choose_processes(flags.world, "cuda", on_gpus=min(gpus, LOCAL_RANKS), for_cpus="--backend gloo")
 
 
 def _true_heads(flags: ProofFlags, processes: Processes) -> bool:
-    """Whether the flags or GPUs ask for heads as large as the model's."""
+    """Return whether the flags or GPUs ask for heads as large as the model's."""
     return flags.head_size == "true" or (flags.head_size == "auto" and processes.backend == "nccl")
 
 
@@ -125,22 +130,22 @@ def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedCon
     first: tuple[DTypeName, ...] = (main[processes.backend],)
     second: tuple[DTypeName, ...] = (other[processes.backend],)
     text_set: CaseSet = "basic" if reads_images_alone(config) else flags.cases
-    cases = [*cases_named(text_set, ranks, first), *cases_named("basic", ranks, second)]
+    cases = [*list_cases(text_set, ranks, first), *list_cases("basic", ranks, second)]
     if has_mixers(config):
-        cases += contiguous_cases(text_set, ranks, first)
+        cases += list_contiguous_cases(text_set, ranks, first)
     if reads_images(config):
-        cases += [*image_cases(flags.cases, ranks, first), *image_cases("basic", ranks, second)]
+        cases += [*list_image_cases(flags.cases, ranks, first), *list_image_cases("basic", ranks, second)]
     return list(dict.fromkeys(cases))
 
 
 def _run_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
     set_gpu_environment("")
-    show = reports_here() and sys.stderr.isatty()
-    launch = _run_under_torchrun if has_torchrun() else None
+    show = is_reporting() and sys.stderr.isatty()
+    launch = _run_torchrun_cases if has_torchrun() else None
     return run_proof(config, cases, Ranks(processes.ranks, processes.backend, timeout, show, launch))
 
 
-def _run_under_torchrun(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
+def _run_torchrun_cases(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
     return run_on_ranks(fn, (task,), count, seconds)
 
 
@@ -157,13 +162,13 @@ def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: P
     }
 
 
-def _heading(model: dict[str, Any]) -> str:
+def _model_heading(model: dict[str, Any]) -> str:
     size = f"{model['layers']} layers, hidden size {model['hidden_size']}"
     return f"{model['model_type']}, a small copy ({size}) on {plural(model['ranks'], 'rank')} ({model['backend']})"
 
 
 def _video_text(small: PreTrainedConfig) -> str:
-    """Whether a document with images has videos, in words; "" for a model without videos."""
+    """Return whether a document with images has videos, in words; "" for a model without videos."""
     if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
         return ""
     reason = no_video_reason(small)
@@ -171,7 +176,7 @@ def _video_text(small: PreTrainedConfig) -> str:
 
 
 def _kernel_text(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
-    """The kernels at the true sizes, or why they are not known."""
+    """Return the kernels at the true sizes, or why they are not known."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         return kernel_lines(config, device, dtype), ""

@@ -17,7 +17,7 @@ from longspan.cli.evaluation.output import (
     write_picture,
     write_result_folder,
 )
-from longspan.cli.processes import has_torchrun, processes_of, reports_here, run_on_ranks, say
+from longspan.cli.processes import choose_processes, has_torchrun, is_reporting, print_note, run_on_ranks
 from longspan.corpus.files import find_root
 from longspan.errors import plural
 from longspan.evaluation.saved.comparison import results_record
@@ -54,7 +54,7 @@ class EvalDisplay:
             self._bar.stop()
             self._bar = None
 
-    def log(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         """Show a line."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -62,19 +62,19 @@ class EvalDisplay:
             print(text, file=self._stream, flush=True)
             self._written = time.monotonic()
 
-    def progress(self, title: str, done: int, count: int) -> None:
+    def show_progress(self, title: str, done: int, count: int) -> None:
         """Show how many micro-batches of an evaluation are done, and how many it has."""
         if self._stream is None:
             return
         if self._stream.isatty():
-            self._advance(title, done, count)
+            self._move_bar(title, done, count)
             return
         tenths = LINES * done // max(count, 1)
         if tenths > self._tenths.get(title, 0) or time.monotonic() - self._written >= LINE_SECONDS:
             self._tenths[title] = tenths
-            self.log(f"{title}: {done:,} of {plural(count, 'micro-batch', 'es')}")
+            self.show_line(f"{title}: {done:,} of {plural(count, 'micro-batch', 'es')}")
 
-    def _advance(self, title: str, done: int, count: int) -> None:
+    def _move_bar(self, title: str, done: int, count: int) -> None:
         """Move the bar of an evaluation to so many micro-batches; its bar begins with the first."""
         if self._bar is None:
             columns = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()
@@ -88,19 +88,19 @@ class EvalDisplay:
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_eval(argv)
-    processes = processes_of(flags.world, flags.device)
+    processes = choose_processes(flags.world, flags.device)
     with processes.note_errors():
         request = make_request(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
     if not has_torchrun():
         for _, path in request.paths:
             find_root(path, key="--data")
-    if reports_here():
+    if is_reporting():
         check_writable(flags.documents, flags.out, flags.plot)
-    say(processes.note, sys.stderr)
+    print_note(processes.note, sys.stderr)
     args, cache = (request, processes.ranks, processes.backend), request.subjects[0].config.run.compile_cache
     results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks, compile_cache=cache)
-    if reports_here():
+    if is_reporting():
         _write_results(flags, results, processes.ranks)
     return 0
 
@@ -118,7 +118,10 @@ def _write_results(flags: EvalFlags, results: Sequence[SubjectResult], ranks: in
 
 
 def check_request(request: EvalRequest, ranks: int) -> Layout:
-    """The home of the evaluation, if every value is possible on so many ranks. Raises ConfigError or LayoutError."""
+    """Return the home of the evaluation, if every value is possible on so many ranks.
+
+    Raises ConfigError or LayoutError.
+    """
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:
         check_config(fit_evaluations(subject.config, request.sets, home, request.flag_keys), ranks, training=False)
@@ -133,4 +136,4 @@ def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str) -> tupl
 
     home, timeout = check_request(request, ranks), longest_wait(request.subjects[0].config)
     with World(home, backend=backend, timeout=timeout) as world, EvalDisplay(sys.stderr if rank == 0 else None) as show:
-        return evaluate_saved(request, world, show.log, show.progress)
+        return evaluate_saved(request, world, show.show_line, show.show_progress)

@@ -17,7 +17,7 @@ from tyro.conf import Positional
 
 import longspan
 from longspan.cli.flags import Switch, parse_flags
-from longspan.config.file import nearest
+from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.files import as_json
 
@@ -95,7 +95,7 @@ def _choose(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
         names = [path.relative_to(root) for path in paths]
         folders = {parent.as_posix() for path in names for parent in path.parents if parent != Path()}
         known = [*sorted(folders), *(path.as_posix() for path in names)]
-        raise ConfigError(f"longspan has no example {name!r}: {nearest(name, [ALL, *known])}")
+        raise ConfigError(f"longspan has no example {name!r}: {nearest_hint(name, [ALL, *known])}")
     return chosen
 
 

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _export_text(exported: "Exported") -> str:
-    """Return a sentence on what was exported: the checkpoint, the folder, the tensors and their bytes."""
+    """Write in a sentence what was exported: the checkpoint, the folder, the tensors and their bytes."""
     return (
         f"step {exported.step} of {exported.checkpoint} is in {exported.folder}: {plural(exported.tensors, 'tensor')} "
         f"of {exported.parameters / 1e6:,.1f} M weights in {exported.dtype}, {exported.bytes / 1e6:,.1f} MB in "

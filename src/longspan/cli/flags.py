@@ -20,8 +20,8 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 from longspan.cli.megatron_flags import megatron_hint
 from longspan.cli.processes import Device
 from longspan.config.defaults import resolve_defaults
-from longspan.config.file import choice_word, kind_text, nearest, read_file
-from longspan.config.keys import FORMER_KEYS, keys_of, texts_of, value_at, with_values
+from longspan.config.file import kind_text, nearest_hint, read_choice_word, read_file
+from longspan.config.keys import FORMER_KEYS, key_value, section_keys, section_texts, set_key_values
 from longspan.config.plan_section import ContextConfig, EvalConfig
 from longspan.config.sections import (
     DataConfig,
@@ -44,22 +44,24 @@ _SECTIONS = ConstructorRegistry()
 
 
 @_SECTIONS.struct_rule
-def _flags_of_section(info: StructTypeInfo) -> StructConstructorSpec | None:
+def _section_flags(info: StructTypeInfo) -> StructConstructorSpec | None:
     """Have tyro make a section that has another one inside by flags for the keys of both, as files name them."""
     kind: Any = info.type
     if kind is not ContextConfig:
         return None
     section = info.default if isinstance(info.default, ContextConfig) else ContextConfig()
-    texts = texts_of(kind)
+    texts = section_texts(kind)
     flags = (
-        StructFieldSpec(key.name, key.kind, value_at(section, key.name), helptext=texts[key.name])
-        for key in keys_of(kind)
+        StructFieldSpec(key.name, key.kind, key_value(section, key.name), helptext=texts[key.name])
+        for key in section_keys(kind)
     )
-    return StructConstructorSpec(lambda **values: with_values(section, values), tuple(flags))
+    return StructConstructorSpec(lambda **values: set_key_values(section, values), tuple(flags))
 
 
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
-    """The flags of a verb from its words. Raises ConfigError for a flag that does not exist, with the nearest one.
+    """Parse the flags of a verb from its words.
+
+    Raises ConfigError for a flag that does not exist, with the nearest one.
 
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 
@@ -75,11 +77,11 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
     except SystemExit as end:
         if not end.code:
             raise
-        raise ConfigError(f"{_text_of_box(refusal.getvalue())}; see {prog} --help") from None
+        raise ConfigError(f"{_box_text(refusal.getvalue())}; see {prog} --help") from None
 
 
-def _text_of_box(text: str) -> str:
-    """The text of tyro below the title of an error, up to the next rule: in a box or, without UTF-8, between rules."""
+def _box_text(text: str) -> str:
+    """Return tyro's text below the title of an error, up to the next rule: in a box or between rules."""
     lines = [line.strip("│ ") for line in text.splitlines() if line.strip()]
     is_rule = [line.startswith("╭") or not line.strip("─╰╯-") for line in lines]
     below = lines[is_rule.index(True) + 1 :] if True in is_rule else lines
@@ -95,24 +97,24 @@ def check_least(flags: Any, **least: int) -> None:
 
 
 def flag_types(kind: type) -> dict[str, Any]:
-    """Every flag of a flags dataclass, as written on the command line, with the type of its value."""
+    """List every flag of a flags dataclass, as written on the command line, with the type of its value."""
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
-            types |= {f"--{name}.{key.name}": key.kind for key in keys_of(hint) if not _is_tables(key.kind)}
+            types |= {f"--{name}.{key.name}": key.kind for key in section_keys(hint) if not _is_tables(key.kind)}
         elif not _is_marked(kind, name, "Positional", "Fixed"):
             types[f"--{name}"] = hint
     return types
 
 
 def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """The words with every number of a list as a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`."""
+    """Split lists so that every number is a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`."""
     words, in_list = list[str](), False
     for word in argv:
         flag, value = "", word
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
-            option = _list_of(types.get("--" + flag[2:].replace("-", "_")))
+            option = _list_type(types.get("--" + flag[2:].replace("-", "_")))
             in_list = option is not None and get_args(option)[0] in _NUMBERS
             if not equals:
                 words.append(word)
@@ -124,12 +126,12 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 
 
 def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
-    """The words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
+    """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
     words: list[str] = []
-    argv = _with_present_flags(argv, types)
+    argv = _use_present_flags(argv, types)
     for place, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
         if not word.startswith("--"):
-            words.append(word if not words else _as_python(word, types.get(words[-1])))
+            words.append(word if not words else _python_word(word, types.get(words[-1])))
             continue
         flag, equals, value = word.partition("=")
         flag = "--" + flag[2:].replace("-", "_")
@@ -137,21 +139,24 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
         kind = types.get(flag)
         if kind is bool and not equals and following not in _BOOLEANS:
             words += [flag, "True"] if "." in flag else [flag]  # as --parallel.sequence_parallel; --json
-        elif _list_of(kind) is not None:
+        elif _list_type(kind) is not None:
             behind = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[place:]))
             _check_list(flag, behind, kind)
             words.append(f"{flag}={value}" if equals else flag)
         elif equals:
             _check_value(flag, value, kind)
-            words.append(f"{flag}={_as_python(value, kind)}")
+            words.append(f"{flag}={_python_word(value, kind)}")
         else:
             _check_value(flag, None if following.startswith("--") else following, kind)
             words.append(flag)
     return words
 
 
-def _with_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """The words with the present names of flags. Raises ConfigError where a flag is given by both of its names."""
+def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
+    """Put present names of flags in place of former ones.
+
+    Raises ConfigError where a flag is given by both of its names.
+    """
     words = list(argv)
     flags = [word.partition("=")[0] for word in words]
     for place, old in enumerate(flags):
@@ -168,7 +173,7 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
     """Raise ConfigError where a word is missing, or no value of a flag that takes one."""
     if kind is None:  # --help
         return
-    if get_origin(kind) is Literal and choice_word(value, kind) not in get_args(kind):
+    if get_origin(kind) is Literal and read_choice_word(value, kind) not in get_args(kind):
         advice = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"
     elif kind in _NUMBERS and not _is_number(value or "", kind):
         advice = f"it must be {_NUMBERS[kind]}"
@@ -181,15 +186,15 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
     raise ConfigError(f"{flag} is {value!r}; {advice}" if value is not None else f"{flag} has no value; {advice}")
 
 
-def _list_of(kind: Any) -> Any:
-    """The list that a flag takes, also as one of several kinds of values; None for other flags."""
+def _list_type(kind: Any) -> Any:
+    """Return the list that a flag takes, also as one of several kinds of values; None for other flags."""
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return next((option for option in options if get_origin(option) is tuple), None)
 
 
 def _check_list(flag: str, behind: Sequence[str], kind: Any) -> None:
     """Raise ConfigError where the words behind a flag do not begin with the values of its list."""
-    value, *more = get_args(_list_of(kind))
+    value, *more = get_args(_list_type(kind))
     count = len(behind) if more == [...] else 1 + len(more)
     values = behind[:count]
     if not values or len(values) < count or not all(value is str or _is_number(word, value) for word in values):
@@ -207,7 +212,7 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
 
 def check_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
     """Raise ConfigError for a flag among the words that a verb with these flags does not have, with the nearest one."""
-    for word in _with_present_flags(argv, types):
+    for word in _use_present_flags(argv, types):
         if word.startswith("--"):
             _check_name("--" + word.partition("=")[0][2:].replace("-", "_"), types, prog)
 
@@ -219,21 +224,21 @@ def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
     if flag == "--longest" and "--longest_document" in types:
         raise ConfigError(f"{prog} has no flag --longest: the longest document of --distribution is --longest_document")
     owners = [name for name in types if name.endswith("." + flag[2:])]
-    hint = f"did you mean {owners[0]!r}?" if owners else nearest(flag, types, prefix="--")
+    hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(flag, types, prefix="--")
     raise ConfigError(f"{prog} has no flag {flag}: {megatron_hint(flag, types) or hint}")
 
 
-def _as_python(value: str, kind: Any) -> str:
-    return value.capitalize() if kind is bool and value in ("true", "false") else str(choice_word(value, kind))
+def _python_word(value: str, kind: Any) -> str:
+    return value.capitalize() if kind is bool and value in ("true", "false") else str(read_choice_word(value, kind))
 
 
 def _is_tables(hint: Any) -> bool:
-    """Whether a key is an array of tables, which flags do not reach."""
+    """Return whether a key is an array of tables, which flags do not reach."""
     return any(is_dataclass(kind) for kind in get_args(hint))
 
 
 def _is_marked(kind: type, name: str, *marks: str) -> bool:
-    """Whether a field has one of tyro's marks, such as that of a positional argument."""
+    """Return whether a field has one of tyro's marks, such as that of a positional argument."""
     hint = get_type_hints(kind, include_extras=True)[name]
     described = [repr(mark) for mark in get_args(hint)[1:]] if get_origin(hint) is Annotated else []
     return any(mark in text for mark in marks for text in described)
@@ -273,7 +278,7 @@ class TrainFlags(RunConfig):
 
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
-    """The flags of `train`, and the configuration that file and flags make together."""
+    """Parse the flags of `train`, and the configuration that file and flags make together."""
     flags = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
     if flags.config:
         file = read_file(flags.config)

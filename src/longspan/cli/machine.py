@@ -34,7 +34,7 @@ NONE = Gpus(0, (0, 0))
 
 
 def find_gpus() -> Gpus:
-    """The GPUs that torch can use; torch itself counts them if its build is not for CUDA on Linux."""
+    """Find the GPUs that torch can use; torch itself counts them if its build is not for CUDA on Linux."""
     if sys.platform == "linux" and not _has_build("hip"):
         return _driver_gpus() if _has_build("cuda") else NONE
     import torch
@@ -59,8 +59,8 @@ def _driver_gpus() -> Gpus:
     return Gpus(count.value, (capability[0].value, capability[1].value))
 
 
-def gpu_here() -> tuple[str, int] | None:
-    """The name and the bytes of this machine's first GPU that torch can use, by CUDA's driver; None without one."""
+def find_first_gpu() -> tuple[str, int] | None:
+    """Return the name and the bytes of this machine's first GPU that torch can use, by CUDA's driver."""
     if sys.platform != "linux" or not _has_build("cuda") or not _driver_gpus().count:
         return None
     driver = ctypes.CDLL("libcuda.so.1")
@@ -73,7 +73,7 @@ def gpu_here() -> tuple[str, int] | None:
 
 @cache
 def _torch_build() -> dict[str, Any]:
-    """The facts of torch's build, read without importing torch."""
+    """Return the facts of torch's build, read without importing torch."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is not installed"
     return runpy.run_path(str(Path(spec.origin).with_name("version.py")))
@@ -87,7 +87,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 and l
 
 
 def set_gpu_environment(compile_cache: str = "") -> None:
-    """Have kernels kept in a folder across runs ("": the user's cache) and segments of memory grow; nothing on CPUs.
+    """Keep kernels in a folder across runs ("": the user's cache), and let segments of memory grow; nothing on CPUs.
 
     Growing segments hold micro-batches of different sizes without gaps, for which the allocator would otherwise free
     and ask again. Raises ConfigError if the folder cannot be written.
@@ -111,7 +111,7 @@ def set_gpu_environment(compile_cache: str = "") -> None:
 
 
 def kernel_cache_folder(compile_cache: str = "") -> Path:
-    """The folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache (XDG_CACHE_HOME)."""
+    """Return the folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Path(compile_cache).expanduser().absolute() if compile_cache else cache / "longspan" / "kernels"
 
@@ -122,21 +122,21 @@ def _make_writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
     except OSError as error:
-        raise ConfigError(f"{_cannot(folder)}: {error.strerror}; {_INSTEAD}") from error
+        raise ConfigError(f"{_cannot_text(folder)}: {error.strerror}; {_INSTEAD}") from error
     if not writable:
-        raise ConfigError(f"{_cannot(folder)}: it is not writable for this user; {_INSTEAD}")
+        raise ConfigError(f"{_cannot_text(folder)}: it is not writable for this user; {_INSTEAD}")
     return folder
 
 
 _INSTEAD = "name another folder with run.compile_cache, or set XDG_CACHE_HOME"
 
 
-def _cannot(folder: Path) -> str:
+def _cannot_text(folder: Path) -> str:
     return f"compiled kernels cannot be kept in {folder}"
 
 
-def machine() -> dict[str, Any]:
-    """Processor, memory and GPUs, as a JSON object."""
+def machine_facts() -> dict[str, Any]:
+    """Return processor, memory and GPUs, as a JSON object."""
     import torch
     from torch.cuda import nccl
 
@@ -156,7 +156,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_text(facts: dict[str, Any]) -> str:
-    """One line about a machine."""
+    """Write one line about a machine."""
     gpus = facts.get("gpus", [])
     memory = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
     host = f"{facts['cores']} cores of {facts['processor']}, {memory}"

@@ -33,9 +33,7 @@ EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code: 0, 2 for an error, 3 for a lost rank, 128 + its number for a signal, or what
-    the verb returns.
-    """
+    """Run a verb; returns the exit code: 0, 2 for an error, 3 for a lost rank, 128 + a signal's number, or its own."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -72,8 +70,8 @@ def _rank_loss_before(error: BaseException) -> RankLostError | None:
     return before
 
 
-def usage() -> str:
-    """What `longspan --help` prints."""
+def usage_text() -> str:
+    """Write what `longspan --help` prints."""
     verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
     return (
         f"longspan {__version__}: long-context training in which the layout of a step is a value\n\n"
@@ -83,7 +81,7 @@ def usage() -> str:
 
 
 def error_line(error: LongspanError) -> str:
-    """The error in one line (and one for each note); under torchrun it begins with the rank."""
+    """Write the error in one line (and one for each note); under torchrun it begins with the rank."""
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
@@ -100,16 +98,16 @@ def _printable(text: str) -> str:
 def _run_verb(words: list[str]) -> int:
     """Run the verb that the first word names, or print help or the version; returns the exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
+        print(usage_text())
         return 0
     if words[0] in ("-V", "--version"):
         print(f"longspan {__version__}")
         return 0
     verb, *arguments = [*_ALIASES.get(words[0], words[:1]), *words[1:]]
     if verb not in VERBS:
-        from longspan.config.file import nearest
+        from longspan.config.file import nearest_hint
 
-        raise ConfigError(f"longspan has no verb {verb!r}: {nearest(verb, VERBS)}")
+        raise ConfigError(f"longspan has no verb {verb!r}: {nearest_hint(verb, VERBS)}")
     return import_module(_MODULES.get(verb, f"longspan.cli.{verb}")).main(arguments)
 
 

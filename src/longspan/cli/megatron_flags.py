@@ -48,7 +48,7 @@ HINTS: Mapping[str, tuple[str, ...]] = {
 
 
 def megatron_hint(flag: str, flags: Collection[str]) -> str:
-    """What stands for a flag of Megatron-LM among the flags of a verb; "" for a flag of another name.
+    """Return what stands for a flag of Megatron-LM among the flags of a verb; "" for a flag of another name.
 
     >>> megatron_hint("--max_seqlen_per_dp_cp_rank", ["--slots", "--max_tokens_per_slot"])
     'the flag of Megatron-LM is here --max-tokens-per-slot'

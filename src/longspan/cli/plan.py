@@ -14,18 +14,18 @@ from typing import Literal
 from longspan.cli.flags import check_least, parse_flags
 from longspan.cli.gpu_plans.ask_gpus import ask_gpus
 from longspan.cli.gpu_plans.gpu_flags import GpuFlags, asks_for_gpus, parse_question
-from longspan.cli.plans.compare import CompareFlags, check_flags_of_comparison, compare
+from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run_comparison
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     UNPRICED,
+    add_closing,
     check_degrees,
     check_pictures,
     check_weights,
-    kind_of_picture,
+    picture_kind,
     plan_options,
     read_price,
     type_notes,
-    with_weights,
     write_file,
 )
 from longspan.errors import ConfigError, PlanError, plural
@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_gpus(argv):
         return ask_gpus(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
-    check_flags_of_comparison(flags)
+    check_comparison_flags(flags)
     check_weights(flags, free=flags.mode == "free" or bool(flags.plans))
-    return compare(flags) if flags.compare else _plan_step(flags)
+    return run_comparison(flags) if flags.compare else _plan_step(flags)
 
 
 def _plan_step(flags: PlanFlags) -> int:
@@ -85,8 +85,8 @@ def _plan_step(flags: PlanFlags) -> int:
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
     price = read_price(flags, slots=flags.slots, mode=flags.mode)
-    cost = with_weights(price, flags, slots=flags.slots, node_size=flags.node_size)
-    plan, reason = make_plan(flags, lengths, _with_images(flags, lengths, cost))
+    cost = add_closing(price, flags, slots=flags.slots, node_size=flags.node_size)
+    plan, reason = make_plan(flags, lengths, _add_images(flags, lengths, cost))
     seconds = time.perf_counter() - began
     notes = [
         f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
@@ -102,8 +102,9 @@ def _plan_step(flags: PlanFlags) -> int:
 
 
 def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Plan, str]:
-    """The plan that the flags describe, and why a hybrid's rows are dealt out so. Raises LongspanErrors if it is
-    impossible.
+    """Make the plan that the flags describe, and tell why a hybrid's rows are dealt out so.
+
+    Raises LongspanErrors if it is impossible.
     """
     home = Layout(flags.slots)
     options = plan_options(
@@ -117,10 +118,10 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
     kind = flags.planner if flags.planner != "auto" else "fixed" if flags.cp else "dynamic"
     if kind == "dynamic" and flags.cp:
         raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
-    return plan_with_partition(partial(_plan_with_options, flags, kind, lengths, home), options, flags.partition)
+    return plan_with_partition(partial(_run_planner, flags, kind, lengths, home), options, flags.partition)
 
 
-def _plan_with_options(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, options: PlanOptions) -> Plan:
+def _run_planner(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, options: PlanOptions) -> Plan:
     if kind == "dynamic":
         return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=options)
     planner = plan_padded if kind == "padded" else plan_fixed
@@ -143,15 +144,18 @@ def _write_picture(plan: Plan, path: str, title: str) -> None:
     """Write the picture of a plan as the kind of file that its name ends in."""
     from longspan.report import plan_document, plan_page, write_png
 
-    kind = kind_of_picture(path)
+    kind = picture_kind(path)
     if kind == "png":
         write_png(plan, path)
     else:
         write_file(path, plan_page(plan, title=title) if kind == "html" else plan_document(plan, title=title))
 
 
-def _with_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
-    """The cost of these documents if tokens of an image see each other. Raises ConfigError as `_image_notes` does."""
+def _add_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
+    """Add to the cost of these documents what it takes if tokens of an image see each other.
+
+    Raises ConfigError as `_image_notes` does.
+    """
     if not flags.images or not flags.model:
         return cost
     count, rows = _parse_images(flags.images)
@@ -159,7 +163,10 @@ def _with_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
 
 
 def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
-    """Lines below a plan. Raises ConfigError for images that do not fit, PlanError for a tower without a price."""
+    """Yield lines below a plan.
+
+    Raises ConfigError for images that do not fit, PlanError for a tower without a price.
+    """
     if flags.images and not flags.model:
         raise ConfigError(f"--images {flags.images} needs the model whose tower encodes them; give its --model FOLDER")
     if not flags.images:

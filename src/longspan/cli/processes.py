@@ -28,7 +28,7 @@ class Processes:
 
     @contextmanager
     def note_errors(self) -> Iterator[None]:
-        """Say in an error, as of a home that does not fit, how many processes GPUs make without a flag."""
+        """Note in an error, as of a home that does not fit, how many processes GPUs make without a flag."""
         try:
             yield
         except LongspanError as error:
@@ -37,10 +37,10 @@ class Processes:
             raise
 
 
-def processes_of(
+def choose_processes(
     world: int, device: Device = "auto", *, on_gpus: int = 0, on_cpus: int = 1, for_cpus: str = "--device cpu"
 ) -> Processes:
-    """The processes of a verb: torchrun's; else `world` local ones; else `on_gpus` (0: one for each), or `on_cpus`.
+    """Choose the processes of a verb: torchrun's; else `world` local ones; else `on_gpus` (0: one each), or `on_cpus`.
 
     Those GPUs count that CUDA_VISIBLE_DEVICES leaves. Raises ConfigError for an impossible --world, and where processes
     outnumber the GPUs that each of them needs, with the flag `for_cpus`.
@@ -55,7 +55,7 @@ def processes_of(
     if device == "cuda" and not gpus:
         raise ConfigError(f"torch finds no GPU here, and GPUs are asked for; use {for_cpus}")
     if has_torchrun():
-        ranks, ranks_here = int(os.environ["WORLD_SIZE"]), ranks_on_this_host()
+        ranks, ranks_here = int(os.environ["WORLD_SIZE"]), count_host_ranks()
     else:
         ranks = ranks_here = world or (on_gpus or gpus if gpus else on_cpus)
     if ranks_here > gpus > 0:
@@ -71,7 +71,7 @@ def processes_of(
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
-    """A note about the processes that are started or, under torchrun, about idle GPUs."""
+    """Write a note about the processes that are started or, under torchrun, about idle GPUs."""
     if has_torchrun():
         all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
@@ -89,28 +89,28 @@ def _core_note(ranks: int) -> str:
 
 
 def usable_gpus() -> int:
-    """The GPUs of this machine that torch can use."""
+    """Count the GPUs of this machine that torch can use."""
     return find_gpus().count
 
 
 def has_torchrun() -> bool:
-    """Whether this process is one of torchrun's."""
+    """Return whether this process is one of torchrun's."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def ranks_on_this_host() -> int:
-    """How many of torchrun's processes run on this host."""
+def count_host_ranks() -> int:
+    """Count how many of torchrun's processes run on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
-def reports_here() -> bool:
-    """Whether this process prints results: the launcher, or torchrun's first rank."""
+def is_reporting() -> bool:
+    """Return whether this process prints results: the launcher, or torchrun's first rank."""
     return not has_torchrun() or os.environ["RANK"] == "0"
 
 
-def say(note: str, stream: TextIO) -> None:
+def print_note(note: str, stream: TextIO) -> None:
     """Print a note that is not empty, once for all ranks."""
-    if note and reports_here():
+    if note and is_reporting():
         print(note, file=stream, flush=True)
 
 

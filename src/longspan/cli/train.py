@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
-from longspan.cli.processes import has_torchrun, processes_of, reports_here, run_on_ranks, say
+from longspan.cli.processes import choose_processes, has_torchrun, is_reporting, print_note, run_on_ranks
 from longspan.config.sections import RunConfig
 from longspan.launch.stop_signals import NOTICES, Interrupted, leave_closed_output, pass_over
 from longspan.run.checks.check_data import check_files
@@ -28,13 +28,13 @@ def main(argv: Sequence[str]) -> int:
 
         command = f"longspan train {flags.config}".rstrip()
         return dry_run(config, command, world=flags.world, on_gpus=flags.device != "cpu", as_json=flags.json)
-    processes = processes_of(flags.world, flags.device)
+    processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
     with processes.note_errors():
         check_config(config, ranks)
     if not has_torchrun():
         check_files(config)
-    say(processes.note, sys.stderr if flags.json else sys.stdout)
+    print_note(processes.note, sys.stderr if flags.json else sys.stdout)
     args = (config, ranks, processes.backend, flags.json)
     try:
         result: TrainResult = run_on_ranks(
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     except Interrupted as interrupted:  # before the run heeded signals, or a second one
         interrupted.status = config.run.stopped_status or interrupted.status
         raise
-    if reports_here():
+    if is_reporting():
         leave_closed_output()  # whose status would stand for the run's
         saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
         _print_result(result, saved, config.run.checkpoints, as_json=flags.json)

@@ -15,7 +15,7 @@ from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.comm.watch import Watch
 from longspan.errors import CommError
 from longspan.layout import Floats, Layout
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class ControlGroup:
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             ranks_of.setdefault(digest_there, []).append(rank)
         holders = "; ".join(
-            f"ranks {short(ranks)} hold {digest_there[:12]}…" for digest_there, ranks in ranks_of.items()
+            f"ranks {excerpt(ranks)} hold {digest_there[:12]}…" for digest_there, ranks in ranks_of.items()
         )
         items = " and items" if what == "lists of items" else ""
         hint = hint or f"A plan must be made from the same lengths{items} and settings on every rank"

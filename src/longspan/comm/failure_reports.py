@@ -19,7 +19,7 @@ from longspan.comm.nodes import Nodes
 from longspan.comm.rendezvous import new_connection
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.launch.siblings import has_ended, processes_of_torchrun
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 ANSWER_SECONDS = 5.0  # a report waits this long for answers
 NAMED = 6  # ranks named one by one in a message
@@ -132,7 +132,7 @@ class FailureReports:
         """Where the store is served, by rank 0 or its torchrun, as the end of a message; empty if there is one node."""
         if self.nodes is None:
             return ""
-        return f"; it was served on {self.nodes.names[0]}, with ranks {short(self.nodes.ranks[0])}"
+        return f"; it was served on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])}"
 
     def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
         """How missing ranks died, where a launcher has posted it, or where torchrun started them next to this one."""
@@ -166,7 +166,7 @@ class FailureReports:
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
         silent = [rank for rank in missing if rank not in deaths]
         if silent:
-            who = f"rank(s) {short(silent)}" if self.nodes is None else self.nodes.describe(silent)
+            who = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe(silent)
             lines.append(f"{who} do not answer: killed, cut off or stopped")
         return lines
 

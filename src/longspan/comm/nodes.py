@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.distributed import PrefixStore, Store
 
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 NAMED = 8  # nodes named one by one in a message
 
@@ -27,7 +27,7 @@ class Nodes:
         for name, there in zip(self.names, self.ranks, strict=True):
             some = [rank for rank in there if rank in chosen]
             if some:
-                parts.append(f"{'all ranks' if len(some) == len(there) else 'rank(s)'} {short(some)} of {name}")
+                parts.append(f"{'all ranks' if len(some) == len(there) else 'rank(s)'} {excerpt(some)} of {name}")
         more = [f"{len(parts) - NAMED} more nodes"] if len(parts) > NAMED else []
         return " and ".join([*parts[:NAMED], *more])
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, HashStore, PrefixStore, ProcessGroup, Store
 
 from longspan.errors import CommError, plural
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
 # Gloo connects every pair of members of a group that carries a CPU's tensors when it makes it: of the plane's group, of
@@ -209,8 +209,8 @@ def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
     peers = [rank for rank in range(place.size) if rank != place.rank]
     absent = [rank for rank in peers if not here.check([f"rank/{rank}"])]
     departed = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]
-    causes = [f"rank(s) {short(absent)} did not come"] if absent else []
-    causes += [f"rank(s) {short(departed)} came and left again"] if departed else []
+    causes = [f"rank(s) {excerpt(absent)} did not come"] if absent else []
+    causes += [f"rank(s) {excerpt(departed)} came and left again"] if departed else []
     return _absence(place, timeout, " and ".join(causes) or "the last came too late")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.errors import CommError
 from longspan.layout import Segments
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 from longspan.plan import Group, MicroBatch
 
 
@@ -159,7 +159,7 @@ def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
             real = lengths[segments.document] - segments.start  # up to the document's end; padding follows
             sizes = np.clip(real, 0, segments.stop - segments.start)
             begin, local = first_rows[segments.document] + segments.start, next_row[slot] + segments.offset
-            sources[expand(begin, begin + sizes)] = expand(local, local + sizes)
+            sources[expand_runs(begin, begin + sizes)] = expand_runs(local, local + sizes)
             next_row[slot] += counts[member]
         base += group.tokens
     return sources

@@ -16,7 +16,7 @@ from torch.distributed import Work
 from longspan.comm.failure_reports import Activity, FailureReport, FailureReports
 from longspan.comm.recorded import PREFIXES, last_collective, ras_lines, write_traces
 from longspan.errors import CommError, LongspanError, RankLostError
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 
 def is_backend_error(error: BaseException) -> bool:
@@ -78,7 +78,7 @@ class Operation:
 
     def __str__(self) -> str:
         step = self.watch.step if self.step is None else self.step
-        return f"'{self.what}' of step {step} between ranks {short(self.ranks)}"
+        return f"'{self.what}' of step {step} between ranks {excerpt(self.ranks)}"
 
 
 class Watch:

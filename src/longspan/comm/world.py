@@ -41,7 +41,7 @@ from longspan.comm.rendezvous import (
 from longspan.comm.watch import Watch
 from longspan.errors import CommError, plural
 from longspan.layout import Coordinates, Layout
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.plan import Machine, Plan
 
 TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -331,6 +331,6 @@ def _check_size(home: Layout, size: int) -> None:
             "1 process was started, rank 0" if size == 1 else f"{size:,} processes were started, ranks 0 to {size - 1}"
         )
         raise CommError(
-            f"the home has {plural(len(home.ranks), 'rank')} {short(home.ranks)}, but {came}; start "
+            f"the home has {plural(len(home.ranks), 'rank')} {excerpt(home.ranks)}, but {came}; start "
             f"{plural(len(home.ranks), 'process', 'es')}, or make the home of those started: Layout(ranks={size})"
         )

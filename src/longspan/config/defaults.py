@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from longspan.config.keys import AUTO, NOT_GIVEN, value_at, with_values
+from longspan.config.keys import AUTO, NOT_GIVEN, key_value, set_key_values
 from longspan.config.plan_section import AnyPlan, EvalConfig, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError
 from longspan.model.presets import PRESETS
-from longspan.plan.cost.model_shape import has_mixers
+from longspan.plan.shape.model_shape import has_mixers
 
 if TYPE_CHECKING:
     import torch
@@ -60,31 +60,31 @@ MOST_WARMUP = 100  # steps; a twentieth of all where that is less
 
 
 def is_demo(model: ModelConfig) -> bool:
-    """Whether a model is the demo's: random weights of a tiny preset."""
+    """Return whether a model is the demo's: random weights of a tiny preset."""
     return model.preset_name.endswith(TINY)
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """The configuration with a value for every key that is not given; a model of one's own needs a `train.lr`.
+    """Give a value to every key that is not given; a model of one's own needs a `train.lr`.
 
-    >>> resolved(RunConfig()).train.lr
+    >>> resolve_defaults(RunConfig()).train.lr
     0.006
-    >>> resolved(resolved(config)) == resolved(config)
+    >>> resolve_defaults(resolve_defaults(config)) == resolve_defaults(config)
     True
     """
     if config.context.evaluation.context_parallel_size == AUTO:
-        config = _with_defaults(config, {"context.eval_cp_comm_type": AUTO})
+        config = _set_defaults(config, {"context.eval_cp_comm_type": AUTO})
     if config.lora.rank:
-        config = _with_defaults(config, {"train.lr": LORA_LR})
-    config = _with_defaults(config, {"encoder.train": encoder_default(config)})
+        config = _set_defaults(config, {"train.lr": LORA_LR})
+    config = _set_defaults(config, {"encoder.train": encoder_default(config)})
     if config.data.pack_to:
-        config = _with_defaults(config, {"data.max_document_tokens": 0})
+        config = _set_defaults(config, {"data.max_document_tokens": 0})
     if not config.data.sources:
-        config = _with_defaults(config, {"data.path": STDLIB})
-    config = _with_partition(config)
-    config = _with_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
+        config = _set_defaults(config, {"data.path": STDLIB})
+    config = _set_partitions(config)
+    config = _set_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
     if not is_demo(config.model) and not config.train.epochs:
-        config = with_steps(config, config.train.steps)
+        config = set_steps(config, config.train.steps)
     context = config.context
     context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
     config = replace(config, context=context)
@@ -92,63 +92,63 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
-    """The default of encoder.train: with adapters only these are trained."""
+    """Return the default of encoder.train: with adapters only these are trained."""
     return "none" if config.lora.rank else "all"
 
 
 def is_hybrid(model: ModelConfig) -> bool:
-    """Whether a model has state-space layers by its preset or config.json; false if none can be read."""
+    """Return whether a model has state-space layers by its preset or config.json; false if none can be read."""
     try:
         return has_mixers(Path(model.source) if model.source else PRESETS[model.preset_name].values)
     except (LongspanError, KeyError):
         return False
 
 
-def _with_partition(config: RunConfig) -> RunConfig:
-    """The configuration with partitions: "auto" is chosen by cost for hybrids, also in evaluation, otherwise zigzag."""
+def _set_partitions(config: RunConfig) -> RunConfig:
+    """Set partitions: "auto" is chosen by cost for hybrids, also in evaluation, otherwise zigzag."""
     if not is_hybrid(config.model):
-        context = _zigzag(replace(config.context, evaluation=_zigzag(config.context.evaluation)))
-        return replace(config, context=context, eval=tuple(map(_zigzag, config.eval)))
-    config = _with_defaults(config, {"context.partition": AUTO})
+        context = _set_zigzag(replace(config.context, evaluation=_set_zigzag(config.context.evaluation)))
+        return replace(config, context=context, eval=tuple(map(_set_zigzag, config.eval)))
+    config = _set_defaults(config, {"context.partition": AUTO})
     if config.context.partition != "zigzag":
-        config = _with_defaults(config, {"context.cp_comm_type": AUTO})
-    config = _with_defaults(config, {"context.cp_comm_type": "p2p"})
+        config = _set_defaults(config, {"context.cp_comm_type": AUTO})
+    config = _set_defaults(config, {"context.cp_comm_type": "p2p"})
     context = config.context
-    return _with_defaults(
+    return _set_defaults(
         config, {"context.eval_partition": context.partition, "context.eval_cp_comm_type": context.cp_comm_type}
     )
 
 
-def _zigzag(section: AnyPlan) -> AnyPlan:
-    """A plan section with the partition zigzag in place of "auto"."""
+def _set_zigzag(section: AnyPlan) -> AnyPlan:
+    """Set zigzag in a plan section in place of "auto"."""
     return replace(section, partition="zigzag") if section.partition == AUTO else section
 
 
-def with_steps(config: RunConfig, steps: int) -> RunConfig:
-    """The configuration with so many steps, and the warm-up that follows from them if none is given."""
+def set_steps(config: RunConfig, steps: int) -> RunConfig:
+    """Set so many steps, and the warm-up that follows from them if none is given."""
     config = replace(config, train=replace(config.train, steps=steps))
-    return _with_defaults(config, {"train.warmup_steps": min(MOST_WARMUP, steps // 20)})
+    return _set_defaults(config, {"train.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
 
-def _with_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these values of "section.key" where none is given."""
+def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
+    """Set these values of "section.key" where none is given."""
     for name, value in defaults.items():
         section, _, key = name.partition(".")
         values = getattr(config, section)
-        if value_at(values, key) in (NOT_GIVEN, ""):
-            config = replace(config, **{section: with_values(values, {key: value})})
+        if key_value(values, key) in (NOT_GIVEN, ""):
+            config = replace(config, **{section: set_key_values(values, {key: value})})
     return config
 
 
 def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
-    """An evaluation set with a value for every key, of a configuration that has one for every other."""
+    """Give a value to every key of an evaluation set, of a configuration that has one for every other."""
     entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics", "max_seconds")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
 def settings_line(config: RunConfig) -> str:
-    """The values that decide most about a run, in one line; of evaluation those that are not as in training."""
+    """Write the values that decide most about a run, in one line; of evaluation those that are not as in training."""
     shown = _SHOWN
     if config.train.epochs:  # from which steps and warm-up follow, once the corpus is known
         train_keys = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
@@ -174,7 +174,7 @@ def _value_text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def warn_of_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
+def warn_about_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
     """Log what a run in pure bfloat16 loses."""
     if config.model.dtype == "bfloat16" and not config.train.stochastic_rounding and not config.lora.rank:
         log(
@@ -188,7 +188,9 @@ DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
 def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
-    """The dtype of a run's arithmetic on a kind of device: "auto" is bfloat16 on GPUs over float32, else `model.dtype`.
+    """Return the dtype of a run's arithmetic on a kind of device.
+
+    "auto" is bfloat16 on GPUs over float32, else `model.dtype`.
 
     >>> compute_dtype(ModelConfig(), "cuda")
     torch.bfloat16
@@ -199,7 +201,7 @@ def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
 
 
 def compute_dtype_name(model: ModelConfig, device: str) -> str:
-    """The name of `compute_dtype`, without torch."""
+    """Return the name of `compute_dtype`, without torch."""
     if model.compute_dtype != AUTO:
         return model.compute_dtype
     return "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype

@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from longspan.config.defaults import resolve_defaults
-from longspan.config.keys import FORMER_KEYS, keys_of, with_values
+from longspan.config.keys import FORMER_KEYS, section_keys, set_key_values
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
@@ -33,12 +33,12 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         tables[section] = {**tables.get(section, {}), name: value} if name else value
-    config = _with_tables(config, tables, source="the overrides")
+    config = _set_tables(config, tables, source="the overrides")
     return resolve_defaults(config)
 
 
 def read_file(path: str | Path) -> RunConfig:
-    """The keys that a file gives, without defaults. Raises ConfigError as `load_config` does."""
+    """Read the keys that a file gives, without defaults. Raises ConfigError as `load_config` does."""
     path = Path(path)
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -46,17 +46,20 @@ def read_file(path: str | Path) -> RunConfig:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
     except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of texts
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    return _with_tables(RunConfig(), tables, source=str(path))
+    return _set_tables(RunConfig(), tables, source=str(path))
 
 
 def config_keys() -> tuple[str, ...]:
-    """Every "section.key", in order."""
-    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in keys_of(kind))
+    """List every "section.key", in order."""
+    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in section_keys(kind))
     return tuple(key for key in every if key != TABLES)
 
 
-def nearest(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """A hint for a mistyped name: the nearest known one, or all of them. A `prefix` that all share is not compared."""
+def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
+    """Write a hint for a mistyped name: the nearest known one, or all of them.
+
+    A `prefix` that all share is not compared.
+    """
     names = tuple(names)
     bare = [known_name.removeprefix(prefix) for known_name in names]
     matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
@@ -64,7 +67,7 @@ def nearest(name: str, names: Iterable[str], *, prefix: str = "") -> str:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML; `load_config` of it gives an equal one back."""
+    """Write the configuration as TOML; `load_config` of it gives an equal one back."""
     values = config.tables()
     sources = values["data"].pop("sources")
     tables = [(f"[{name}]", values[name]) for name in section_kinds()]
@@ -78,14 +81,14 @@ def to_toml(config: RunConfig) -> str:
     return "\n".join(texts).replace("\x7f", "\\u007f")
 
 
-def _with_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
-    for section, values in _with_present_names(tables, source).items():
-        config = _with_section(config, section, values, source=source)
+def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
+    for section, values in _use_present_names(tables, source).items():
+        config = _set_section(config, section, values, source=source)
     return config
 
 
-def _with_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The tables, with present names of keys that had others; a former key that is empty gives nothing.
+def _use_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Put present names of keys in place of former ones; a former key that is empty gives nothing.
 
     Raises ConfigError for a key that is given by both of its names.
     """
@@ -105,12 +108,12 @@ def _with_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any
     return present
 
 
-def _with_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
-    """The configuration with these values of a section. Raises ConfigError for an unknown section or key."""
+def _set_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
+    """Set these values of a section. Raises ConfigError for an unknown section or key."""
     names = [f.name for f in fields(RunConfig)]
     if section not in names:
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
-        hint = f"did you mean {owners[0]!r}?" if owners else nearest(section, names)
+        hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(section, names)
         raise ConfigError(f"unknown section [{section}] in {source}: {hint}")
     if section == "eval":
         return replace(config, eval=_eval_sets(values, source))
@@ -120,30 +123,33 @@ def _with_section(config: RunConfig, section: str, values: object, *, source: st
     if section == "data" and "sources" in values:
         values = dict(values)
         sources = _data_sources(values.pop("sources"), source)
-    section_now = _with_keys(getattr(config, section), section, values, source, _key_hint)
+    section_now = _set_keys(getattr(config, section), section, values, source, _key_hint)
     return replace(config, **{section: section_now if sources is None else replace(section_now, sources=sources)})
 
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
-    """The sources of the tables [[data.sources]]."""
+    """Read the sources of the tables [[data.sources]]."""
     read_sources = _read_tables(tables, "data.sources", source, "sources", "path and weight")
     return tuple(
-        _with_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
+        _set_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
         for number, table in enumerate(read_sources)
     )
 
 
 def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
-    """The evaluation sets of the tables [[eval]]."""
+    """Read the evaluation sets of the tables [[eval]]."""
     listed = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
     return tuple(
-        _with_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
+        _set_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
         for number, table in enumerate(listed, 1)
     )
 
 
 def _read_tables(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
-    """The tables of an array. Raises ConfigError, with what they are and which keys they have, for anything else."""
+    """Read the tables of an array.
+
+    Raises ConfigError, with what they are and which keys they have, for anything else.
+    """
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(
             f"{name} is {tables!r} in {source}; {title} are tables of an array: write [[{name}]], and below it {keys}"
@@ -151,29 +157,34 @@ def _read_tables(tables: object, name: str, source: str, title: str, keys: str) 
     return tables
 
 
-def _with_keys(section: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
-    """A section or table with other values of keys; `label` names it in messages, `hint` answers an unknown key."""
-    types = {key.name: key.kind for key in keys_of(type(section))}
+def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
+    """Set other values of keys in a section or table.
+
+    `label` names it in messages, `hint` answers an unknown key.
+    """
+    types = {key.name: key.kind for key in section_keys(type(section))}
     changes: dict[str, Any] = {}
     for key, value in values.items():
         if key not in types:
             raise ConfigError(f"unknown key {label}.{key} in {source}: {hint(label, str(key), types)}")
-        changes[key] = _convert(f"{label}.{key}", value, types[key], source)
-    return with_values(section, changes)
+        changes[key] = _convert_value(f"{label}.{key}", value, types[key], source)
+    return set_key_values(section, changes)
 
 
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
-    return f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest(key, siblings).replace("'", f"'{section}.", 1)
+    return (
+        f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest_hint(key, siblings).replace("'", f"'{section}.", 1)
+    )
 
 
 def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
-    return nearest(key.removeprefix("eval_"), siblings)
+    return nearest_hint(key.removeprefix("eval_"), siblings)
 
 
-def _convert(key: str, value: object, kind: Any, source: str) -> object:
-    """The value as `kind` holds it: a list becomes a tuple, an integer may stand for a float."""
-    value = choice_word(value, kind)
+def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
+    """Convert a value to what `kind` holds: a list becomes a tuple, an integer may stand for a float."""
+    value = read_choice_word(value, kind)
     if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # in a choice of kinds it is none
         return ()
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
@@ -182,12 +193,12 @@ def _convert(key: str, value: object, kind: Any, source: str) -> object:
             return fitting
     hint = ""
     if get_origin(kind) is Literal and isinstance(value, str):
-        hint = f" ({nearest(value, get_args(kind))})"
+        hint = f" ({nearest_hint(value, get_args(kind))})"
     raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
 
 
-def choice_word(value: object, kind: Any) -> object:
-    """The word of a choice that true and false stand for: "full" and "none"."""
+def read_choice_word(value: object, kind: Any) -> object:
+    """Return the word of a choice that true and false stand for: "full" and "none"."""
     word = {True: "full", "true": "full", False: "none", "false": "none"}.get(value) if _is_word(value) else None
     return word if get_origin(kind) is Literal and word in get_args(kind) else value
 
@@ -197,7 +208,7 @@ def _is_word(value: object) -> bool:
 
 
 def _fitting_value(value: object, option: Any) -> object | None:
-    """The value as one of the types that a key may have holds it; None if it does not fit that type."""
+    """Return the value as one of the types that a key may have holds it; None if it does not fit that type."""
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:
@@ -214,7 +225,7 @@ def _fitting_value(value: object, option: Any) -> object | None:
 
 
 def kind_text(kind: Any) -> str:
-    """The type of a key in words."""
+    """Write the type of a key in words."""
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     if isinstance(kind, UnionType):
         return " or ".join(kind_text(option) for option in get_args(kind))

@@ -61,10 +61,12 @@ class Key:
 
 
 @cache
-def keys_of(kind: type[Any]) -> tuple[Key, ...]:
-    """The keys of a section or table, in order; those of a section inside it have the prefix that it is declared with.
+def section_keys(kind: type[Any]) -> tuple[Key, ...]:
+    """List the keys of a section or table, in order.
 
-    >>> [key.name for key in keys_of(ContextConfig)][-1]
+    Those of a section inside it have the prefix that it is declared with.
+
+    >>> [key.name for key in section_keys(ContextConfig)][-1]
     'eval_attention_kernel'
     """
     kinds, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
@@ -73,7 +75,7 @@ def keys_of(kind: type[Any]) -> tuple[Key, ...]:
         marks = getattr(marked[field.name], "__metadata__", ())
         if is_dataclass(kinds[field.name]):
             inner, prefix = kinds[field.name], key_prefix(field.name)
-            keys += [replace(key, name=prefix + key.name) for key in keys_of(inner)]
+            keys += [replace(key, name=prefix + key.name) for key in section_keys(inner)]
             continue
         bound = next((mark for mark in marks if isinstance(mark, AtLeast | Above)), None)
         keys.append(Key(field.name, kinds[field.name], bound, field.default))
@@ -81,22 +83,22 @@ def keys_of(kind: type[Any]) -> tuple[Key, ...]:
 
 
 def key_prefix(name: str) -> str:
-    """How the keys of a section inside another one begin: those of `evaluation` with eval_."""
+    """Return how the keys of a section inside another one begin: those of `evaluation` with eval_."""
     return {"evaluation": "eval_"}[name]
 
 
-def value_at(section: Any, key: str) -> Any:
-    """The value of a key of a section, as files name the key.
+def key_value(section: Any, key: str) -> Any:
+    """Return the value of a key of a section, as files name the key.
 
-    >>> value_at(RunConfig().context, "eval_planner")
+    >>> key_value(RunConfig().context, "eval_planner")
     ''
     """
     inner, name = _find_section(section, key)
     return getattr(getattr(section, inner), name) if inner else getattr(section, name)
 
 
-def with_values(section: Section, values: Mapping[str, Any]) -> Section:
-    """A section with other values of keys, as files name the keys."""
+def set_key_values(section: Section, values: Mapping[str, Any]) -> Section:
+    """Set other values of keys in a section, as files name the keys."""
     changes: dict[str, Any] = {}
     for key, value in values.items():
         inner, name = _find_section(section, key)
@@ -107,19 +109,19 @@ def with_values(section: Section, values: Mapping[str, Any]) -> Section:
     return replace(section, **changes)
 
 
-def values_of(section: Any) -> dict[str, Any]:
-    """The values of all keys of a section or table, as files name the keys; tables as dictionaries."""
-    return {key.name: _plain(value_at(section, key.name)) for key in keys_of(type(section))}
+def key_values(section: Any) -> dict[str, Any]:
+    """Return the values of all keys of a section or table, as files name the keys; tables as dictionaries."""
+    return {key.name: _plain_value(key_value(section, key.name)) for key in section_keys(type(section))}
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(values_of(item) if is_dataclass(item) else item for item in value)
+        return tuple(key_values(item) if is_dataclass(item) else item for item in value)
     return value
 
 
 def _find_section(section: Any, key: str) -> tuple[str, str]:
-    """The section inside this one that has a key ("": none), and the key's name there."""
+    """Find the section inside this one that has a key ("": none), and the key's name there."""
     names = [field.name for field in fields(section)]
     if key not in names:
         for name in names:
@@ -129,11 +131,11 @@ def _find_section(section: Any, key: str) -> tuple[str, str]:
 
 
 @cache
-def texts_of(kind: type[Any]) -> Mapping[str, str]:
-    """The text of every key of a section or table: what stands under it in the source, or in its `Texts`."""
+def section_texts(kind: type[Any]) -> Mapping[str, str]:
+    """Return the text of every key of a section or table: what stands under it in the source, or in its `Texts`."""
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
-        texts |= _texts_in(base)
+        texts |= _read_texts(base)
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if is_dataclass(hint):
             texts |= {key_prefix(name) + key: marks.evaluation for key, marks in _key_texts(hint)}
@@ -147,8 +149,8 @@ def _key_texts(kind: Any) -> Iterator[tuple[str, Texts]]:
         yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Texts))
 
 
-def _texts_in(kind: type) -> dict[str, str]:
-    """The texts under the keys that one class declares."""
+def _read_texts(kind: type) -> dict[str, str]:
+    """Read the texts under the keys that one class declares."""
     (section,) = (
         node
         for node in ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8")).body
@@ -164,8 +166,8 @@ def _texts_in(kind: type) -> dict[str, str]:
     return texts
 
 
-def object_named(name: str, opening: str) -> Any:
-    """The object with a dotted name, such as a class of the user's own; None if its module has no such object.
+def import_object(name: str, opening: str) -> Any:
+    """Import the object with a dotted name, such as a class of the user's own; None if its module has no such object.
 
     Raises ConfigError, whose text begins with `opening`, if the module cannot be imported.
     """

@@ -14,7 +14,9 @@ Checkpointing = Literal["none", "full", "selective"]
 
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
-    """Whether a run on such devices chooses its measures by a plan of memory: on CPUs only within `memory_bytes`.
+    """Return whether a run on such devices chooses its measures by a plan of memory.
+
+    On CPUs it does only within `memory_bytes`.
 
     >>> chooses_measures(TrainConfig(), gpu=True), chooses_measures(TrainConfig(), gpu=False)
     (True, False)
@@ -22,8 +24,8 @@ def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
     return train.memory == AUTO and (gpu or train.memory_bytes > 0)
 
 
-def checkpointing_by_hand(train: TrainConfig) -> Checkpointing | None:
-    """The value of `activation_checkpointing` that is given; None: it is left to the plan of memory."""
+def key_checkpointing(train: TrainConfig) -> Checkpointing | None:
+    """Return the `activation_checkpointing` that is given; None: it is left to the plan of memory."""
     return None if train.activation_checkpointing == AUTO else train.activation_checkpointing
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from longspan.config.data_sections import DEPTHS, PasskeySettings
 from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeFloat, NonNegativeInt, PositiveInt, Texts
-from longspan.plan.hierarchy import levels_at
+from longspan.plan.hierarchy import level_sizes
 
 ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
 PLANNERS = (*ONE_DEGREE, "dynamic")  # another name is that of a function of the user's
@@ -139,8 +139,8 @@ class ContextConfig(PlanSection):
     """Coming steps whose dynamic plans another process makes meanwhile; 0: each when its step begins."""
     evaluation: PlanSection = field(default_factory=PlanSection)
 
-    def with_evaluation(self, **keys: Any) -> "ContextConfig":
-        """The section with other values of keys of evaluation, named without their prefix."""
+    def set_evaluation(self, **keys: Any) -> "ContextConfig":
+        """Set other values of keys of evaluation, named without their prefix."""
         return replace(self, evaluation=replace(self.evaluation, **keys))
 
 
@@ -175,7 +175,7 @@ class EvalConfig(PlanSection):
     """As train.eval_seconds, of this set; 0: no limit. Default: the same."""
 
     def passkey(self, seed: int) -> PasskeySettings:
-        """What its documents are made of, where its path is passkey."""
+        """Return what its documents are made of, where its path is passkey."""
         return PasskeySettings(self.passkey_lengths, self.passkey_depths, self.passkey_samples, seed)
 
     @property
@@ -236,7 +236,7 @@ def _fit_levels(section: PlanSection, filled: PlanSection, parent: PlanSection) 
         degree = parent.context_parallel_size if isinstance(degree, str) else degree
     if isinstance(degree, str) or (planner, degree) == (parent.planner, parent.context_parallel_size):
         return parent.hierarchical_context_parallel_sizes
-    return levels_at(parent.hierarchical_context_parallel_sizes, degree)
+    return level_sizes(parent.hierarchical_context_parallel_sizes, degree)
 
 
 def _default_planner(degree: int | str, parent: PlanSection) -> str:

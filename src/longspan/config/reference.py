@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config.file import TABLES, kind_text
-from longspan.config.keys import AtLeast, Key, keys_of, texts_of
+from longspan.config.keys import AtLeast, Key, section_keys, section_texts
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import SourceConfig, section_kinds
 
@@ -69,17 +69,17 @@ _COLUMNS = ("| key | type | default | meaning |", "|---|---|---|---|")
 
 
 def reference_page() -> str:
-    """The whole page, in Markdown: a table of the keys that most runs set, and one of the others of each section."""
+    """Write the page, in Markdown: a table of the keys that most runs set, and one of the others of each section."""
     kinds = section_kinds()
     often = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
-    sections = (_section_text(f"[{name}]", kind, _others(name, kind)) for name, kind in kinds.items())
+    sections = (_section_text(f"[{name}]", kind, _other_keys(name, kind)) for name, kind in kinds.items())
     arrays = ((TABLES, SourceConfig), ("eval", EvalConfig))
-    tables = (_section_text(f"[[{name}]]", kind, keys_of(kind)) for name, kind in arrays)
+    tables = (_section_text(f"[[{name}]]", kind, section_keys(kind)) for name, kind in arrays)
     return "\n".join([_HEAD, *_COLUMNS, *often, "", _RARELY, *sections, *tables])
 
 
-def _others(section: str, kind: type) -> Iterable[Key]:
-    return (key for key in keys_of(kind) if f"{section}.{key.name}" not in (*OFTEN, TABLES))
+def _other_keys(section: str, kind: type) -> Iterable[Key]:
+    return (key for key in section_keys(kind) if f"{section}.{key.name}" not in (*OFTEN, TABLES))
 
 
 def _section_text(title: str, kind: Any, keys: Iterable[Key]) -> str:
@@ -88,12 +88,12 @@ def _section_text(title: str, kind: Any, keys: Iterable[Key]) -> str:
 
 
 def _key_row(title: str, kind: type, name: str) -> str:
-    """The row of a key of a section: its title, type with bound, default and text."""
-    (key,) = (key for key in keys_of(kind) if key.name == name)
+    """Write the row of a key of a section: its title, type with bound, default and text."""
+    (key,) = (key for key in section_keys(kind) if key.name == name)
     limit = (
         "" if key.bound is None else f", {'at least' if isinstance(key.bound, AtLeast) else 'above'} {key.bound.value}"
     )
-    text = texts_of(kind)[name]
+    text = section_texts(kind)[name]
     default = "*see text*" if "Default: " in text else f"`{json.dumps(key.default, ensure_ascii=False)}`"
     cells = f"`{title}`", kind_text(key.kind) + limit, default, text
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -20,7 +20,7 @@ from longspan.config.keys import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    values_of,
+    key_values,
 )
 from longspan.config.model_sections import EncoderSection, LoraSection, ModelConfig, MtpSection, ParallelConfig
 from longspan.config.plan_section import ContextConfig, EvalConfig
@@ -40,7 +40,7 @@ __all__ = [
     "TrainConfig",
     "held_out_set",
     "section_kinds",
-    "with_evaluations",
+    "set_evaluations",
 ]
 
 
@@ -208,19 +208,19 @@ class RunConfig:
         return (held_out_set(self), *self.eval)
 
     def tables(self) -> dict[str, Any]:
-        """The values of all keys by section, as TOML and JSON keep them; of `eval` a list of tables."""
-        sections = {name: values_of(getattr(self, name)) for name in section_kinds()}
-        return sections | {"eval": tuple(values_of(entry) for entry in self.eval)}
+        """Return the values of all keys by section, as TOML and JSON keep them; of `eval` a list of tables."""
+        sections = {name: key_values(getattr(self, name)) for name in section_kinds()}
+        return sections | {"eval": tuple(key_values(entry) for entry in self.eval)}
 
 
 def section_kinds() -> dict[str, type[Any]]:
-    """The dataclass of every section; the tables [[eval]] are none."""
+    """Return the dataclass of every section; the tables [[eval]] are none."""
     kinds: dict[str, Any] = get_type_hints(RunConfig)
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and is_dataclass(kind)}
 
 
 def held_out_set(config: RunConfig) -> EvalConfig:
-    """The documents that `data.eval_documents` holds out, as the evaluation set without a name."""
+    """Return the documents that `data.eval_documents` holds out, as the evaluation set without a name."""
     train = config.train
     return EvalConfig(
         max_document_tokens=config.data.max_document_tokens,
@@ -231,7 +231,7 @@ def held_out_set(config: RunConfig) -> EvalConfig:
     )
 
 
-def with_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
-    """The configuration with other plans of evaluation: the first entry's are those of the held-out documents."""
+def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
+    """Set other plans of evaluation: the first entry's are those of the held-out documents."""
     held_out, *sets = entries
-    return replace(config, context=config.context.with_evaluation(**held_out.plan_keys), eval=tuple(sets))
+    return replace(config, context=config.context.set_evaluation(**held_out.plan_keys), eval=tuple(sets))

@@ -1,6 +1,6 @@
 """Ways to run a model that a proof compares with the stock model, and the plan of each; integers and names, no torch.
 
->>> [case.name for case in cases_named("basic", ranks=3)][:2]
+>>> [case.name for case in list_cases("basic", ranks=3)][:2]
 ['float64, cp 2, p2p', 'float64, cp 3, p2p']
 """
 
@@ -63,7 +63,7 @@ class Case:
         )
 
     @property
-    def basic(self) -> bool:
+    def is_basic(self) -> bool:
         """Whether a model that is refused in this case is refused as such: none of its sizes is in the way."""
         plain = max(self.tp, self.pp, self.ep, self.encoder) <= 1 and not self.router_losses
         return plain and self.cp_comm_type in ("p2p", "all_gather")
@@ -74,7 +74,10 @@ class Case:
         return self.dtype, self.router_losses, self.encoder > 0
 
     def home(self, ranks: int) -> Layout:
-        """The home of this case over as many of the ranks as it divides. Raises LayoutError where they are too few."""
+        """Return the home of this case over as many of the ranks as it divides.
+
+        Raises LayoutError where they are too few.
+        """
         unit = self.tp * self.pp * self.ep
         if ranks < unit:
             raise LayoutError(
@@ -84,8 +87,8 @@ class Case:
         return Layout(ranks // unit * unit, tp=self.tp, pp=self.pp, ep=self.ep)
 
 
-def cases_named(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """The cases of a set, over so many ranks: the exact type first, then the others.
+def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
+    """List the cases of a set, over so many ranks: the exact type first, then the others.
 
     "basic": FSDP2 at degrees 2 and 3 under p2p, all_gather and full recomputation at 2, and a step of several
     micro-batches. "whole": every degree and type, tp, pp, ep, losses of routers, evaluation at another degree and a
@@ -93,12 +96,12 @@ def cases_named(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("flo
     """
     if name not in get_args(CaseSet):
         raise ConfigError(f"there is no set of cases {name!r}; use one of {', '.join(get_args(CaseSet))}")
-    cases = _basic_cases(ranks) if name == "basic" else _all_cases(ranks)
+    cases = _list_basic_cases(ranks) if name == "basic" else _list_all_cases(ranks)
     return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in cases)
 
 
-def contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """Cases in which each slot has a run of rows, as for hybrids: gathered, in a plan of several degrees, by heads."""
+def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
+    """List cases in which each slot has a run of rows, as for hybrids: gathered, of several degrees, by heads."""
     widest = min(4 if name == "whole" else 3, ranks)
     cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
     if name == "whole" and ranks % widest == 0:
@@ -106,9 +109,9 @@ def contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = 
     return tuple(replace(case, dtype=dtype, partition="contiguous") for dtype in dtypes for case in cases)
 
 
-def image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """The same ways with images among the text, and the encoder's own tp; without losses of routers."""
-    cases = [replace(case, encoder=1) for case in cases_named(name, ranks, dtypes) if not case.router_losses]
+def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
+    """List the same ways with images among the text, and the encoder's own tp; without losses of routers."""
+    cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
         cp = 2 if ranks >= 4 else 1
         of_encoder = [Case(encoder=2), Case(cp=2, encoder=2), Case(tp=2, cp=cp, encoder=2), Case(pp=2, encoder=2)]
@@ -116,7 +119,7 @@ def image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("flo
     return tuple(cases)
 
 
-def _basic_cases(ranks: int) -> list[Case]:
+def _list_basic_cases(ranks: int) -> list[Case]:
     """List one case for each of a few ways: two degrees, gathered keys, several groups, recomputation."""
     degrees = [cp for cp in (2, 3) if cp <= ranks] or [1]
     first = degrees[0]
@@ -128,7 +131,7 @@ def _basic_cases(ranks: int) -> list[Case]:
     ]
 
 
-def _all_cases(ranks: int) -> list[Case]:
+def _list_all_cases(ranks: int) -> list[Case]:
     """List cases for every type at each degree, and for plans, losses, recomputation and homes."""
     degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
     widest = degrees[-1]
@@ -143,10 +146,10 @@ def _all_cases(ranks: int) -> list[Case]:
         Case(cp=min(2, widest), recompute="full"),
         Case(cp=widest, cp_comm_type="all_gather", recompute="selective"),
     ]
-    return [*cases, *(case for case in _cases_of_other_homes(ranks) if ranks % (case.tp * case.pp * case.ep) == 0)]
+    return [*cases, *(case for case in _list_home_cases(ranks) if ranks % (case.tp * case.pp * case.ep) == 0)]
 
 
-def _cases_of_other_homes(ranks: int) -> list[Case]:
+def _list_home_cases(ranks: int) -> list[Case]:
     """List cases of homes with tensor, pipeline and expert parallelism."""
     cp = 2 if ranks >= 4 else 1
     return [
@@ -170,27 +173,27 @@ def list_type_cases(cp: int) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedDocuments:
     """What plans need of documents: their lengths, and how many tokens they predict."""
 
     lengths: tuple[int, ...]
     targets: int
 
 
-TEXTS = Packed(LENGTHS, sum(LENGTHS) - len(LENGTHS))
+TEXTS = PackedDocuments(LENGTHS, sum(LENGTHS) - len(LENGTHS))
 
 
-def plan_of(
-    case: Case, home: Layout, *, documents: Packed = TEXTS, heads: int | None = None, node_size: int = 8
+def plan_case(
+    case: Case, home: Layout, *, documents: PackedDocuments = TEXTS, heads: int | None = None, node_size: int = 8
 ) -> Plan:
-    """The plan of a case. Raises LayoutError where the home has fewer slots than its degree.
+    """Plan a case. Raises LayoutError where the home has fewer slots than its degree.
 
-    With `heads` of queries, PlanError where a type cannot deal them out.
+    With `heads` of queries it raises PlanError where a type cannot deal them out.
     """
     if case.cp > home.slots:
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
     if case.plan == "several":
-        return _several_plan(case, home, documents)
+        return _plan_several(case, home, documents)
     lengths, targets = documents.lengths, documents.targets
     options = PlanOptions(
         cp_comm_type=case.cp_comm_type,
@@ -204,43 +207,45 @@ def plan_of(
         cap = -(-max(lengths) // home.slots) + 8
         return plan_dynamic(lengths, home, options=options, targets=targets, max_tokens_per_slot=cap)
     if home.slots % case.cp:
-        return _block_plan(case, home, documents)
+        return _plan_block(case, home, documents)
     return plan_fixed(lengths, home, case.cp, options=options, targets=targets)
 
 
-def _block_plan(case: Case, home: Layout, of: Packed) -> Plan:
-    """One micro-batch of a degree that does not divide the slots."""
+def _plan_block(case: Case, home: Layout, of: PackedDocuments) -> Plan:
+    """Plan one micro-batch of a degree that does not divide the slots."""
     blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
     documents: list[list[int]] = [[] for _ in blocks]
     for document in range(len(of.lengths)):
         documents[document % len(blocks)].append(document)
-    groups = [_group(case, block, of_block, of) for block, of_block in zip(blocks, documents, strict=True)]
+    groups = [_make_group(case, block, of_block, of) for block, of_block in zip(blocks, documents, strict=True)]
     return _check_plan(case, home, of, MicroBatch(tuple(groups)))
 
 
-def _several_plan(case: Case, home: Layout, of: Packed) -> Plan:
-    """Slot 0 has documents of its own and shares one; the others idle in the first micro-batch, none works in the last.
+def _plan_several(case: Case, home: Layout, of: PackedDocuments) -> Plan:
+    """Plan two micro-batches in which slots idle, have documents of their own, and share one.
+
+    Slot 0 has some and shares one; the others idle in the first micro-batch, none works in the last.
 
     Where the home has fewer slots, its last stands for those that it lacks.
     """
     everyone, remaining = tuple(range(home.slots)), list(range(6, len(of.lengths)))
-    first = MicroBatch((_group(case, (0,), [0, 1], of),))
+    first = MicroBatch((_make_group(case, (0,), [0, 1], of),))
     shared_group, single, last = (
-        _group(case, everyone[: case.cp], [2, 3], of),
-        _group(case, (0,), [4], of),
+        _make_group(case, everyone[: case.cp], [2, 3], of),
+        _make_group(case, (0,), [4], of),
         (home.slots - 1,),
     )
-    second = MicroBatch((shared_group, single, _group(case, last, [5], of)))
-    third = MicroBatch((_group(case, everyone, remaining, of),))
+    second = MicroBatch((shared_group, single, _make_group(case, last, [5], of)))
+    third = MicroBatch((_make_group(case, everyone, remaining, of),))
     return _check_plan(case, home, of, first, second, third, MicroBatch())
 
 
-def _group(case: Case, slots: tuple[int, ...], documents: list[int], of: Packed) -> Group:
+def _make_group(case: Case, slots: tuple[int, ...], documents: list[int], of: PackedDocuments) -> Group:
     lengths = tuple(of.lengths[d] for d in documents)
     return Group(slots, tuple(documents), lengths, case.cp_comm_type, partition=case.partition)
 
 
-def _check_plan(case: Case, home: Layout, of: Packed, *batches: MicroBatch) -> Plan:
+def _check_plan(case: Case, home: Layout, of: PackedDocuments, *batches: MicroBatch) -> Plan:
     return Plan(home.slots, of.lengths, batches, targets=of.targets, row_multiple=_row_multiple(case)).check()
 
 

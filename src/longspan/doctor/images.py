@@ -13,8 +13,8 @@ from longspan.data.document import Document
 from longspan.doctor.cases import IMAGES, LENGTHS
 from longspan.errors import ModelError
 from longspan.model.exactness.image_trial import video_tokens
-from longspan.model.exactness.small_copies import tiny_model
-from longspan.model.exactness.trial_documents import TrialDocument, trial_documents, video_document
+from longspan.model.exactness.small_copies import make_tiny_model
+from longspan.model.exactness.trial_documents import TrialDocument, make_trial_documents, make_video_document
 from longspan.model.take_apart import check_vision
 from longspan.model.vision.image_tokens import image_tokens
 
@@ -22,19 +22,19 @@ NO_LABEL = -100
 
 
 def image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
-    """Documents of LENGTHS tokens of text and IMAGES images, for a small configuration, and one with videos.
+    """Make documents of LENGTHS tokens of text and IMAGES images, for a small configuration, and one with videos.
 
     There is none with videos if `no_video_reason` gives a reason. Raises ModelError if `prepare(encoder=…)` refuses
     the model.
     """
-    model = tiny_model(config, torch.float32, images=True)
+    model = make_tiny_model(config, torch.float32, images=True)
     check_vision(model)
-    of_images = trial_documents(model, tuple(zip(LENGTHS, IMAGES, strict=True)))
-    return (*of_images, *(() if no_video_reason(config) else (video_document(model),)))
+    of_images = make_trial_documents(model, tuple(zip(LENGTHS, IMAGES, strict=True)))
+    return (*of_images, *(() if no_video_reason(config) else (make_video_document(model),)))
 
 
 def no_video_reason(config: PreTrainedConfig) -> str:
-    """Why no document of a small configuration has videos; "" where one has."""
+    """Return why no document of a small configuration has videos; "" where one has."""
     try:
         video_tokens(config)
     except ModelError as error:
@@ -43,30 +43,33 @@ def no_video_reason(config: PreTrainedConfig) -> str:
 
 
 def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> ItemDocuments:
-    """The documents as `run_step` takes them."""
+    """Return the documents as `run_step` takes them."""
     ids = [document.ids for document in documents]
-    of_images, of_videos = zip(*(_apart(document, document.rows) for document in documents), strict=True)
+    of_images, of_videos = zip(*(_split_items(document, document.rows) for document in documents), strict=True)
     items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
     if any(of_videos):
         items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
-    images = [image for kind in (0, 1) for document in documents for image in _apart(document, document.images)[kind]]
-    tokens = [_with_labels(document) if document.prefix else document.ids for document in documents]
+    images = [
+        image for kind in (0, 1) for document in documents for image in _split_items(document, document.images)[kind]
+    ]
+    tokens = [_label_document(document) if document.prefix else document.ids for document in documents]
     return ItemDocuments(tokens, items, images, lambda number: documents[number].positions)
 
 
-def _apart(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """What belongs to images, and to groups of frames of videos."""
+def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Split values of a document's images from those of groups of frames of videos."""
     groups = document.groups
     return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
 
 def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
-    """What each token but the last predicts; placeholders and a prefix are not predicted."""
+    """Return what each token but the last predicts; placeholders and a prefix are not predicted."""
     if isinstance(document, TrialDocument):
         hidden = document.at_images | (np.arange(len(document.ids)) < document.prefix)
         return np.where(hidden, NO_LABEL, document.ids)[1:]
     return document[1:]
 
 
-def _with_labels(document: TrialDocument) -> Document:
+def _label_document(document: TrialDocument) -> Document:
+    """Make the document as `run_step` takes it, with its labels."""
     return Document(document.ids, loss_mask=np.arange(len(document.ids)) >= document.prefix)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from longspan.attention import KERNELS, AttendCall, Mask, choose
+from longspan.attention import KERNELS, AttendCall, Mask, choose_kernel
 from longspan.attention.kernels.table import Kernel
 from longspan.errors import AttentionError
 from longspan.model.exactness.meta_record import record_model
@@ -33,7 +33,7 @@ class KernelLine:
 
 
 def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelLine, ...]:
-    """The kinds of attention of a model at its true sizes, which is made without memory, and their kernels.
+    """Describe each kind of attention of a model at its true sizes, which is made without memory, and its kernels.
 
     Raises what the model's own code raises where it cannot be made or run so, ModelError where it is refused.
     """
@@ -44,7 +44,9 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     lines: list[KernelLine] = []
     for (size, value_size, window, softcap), of_kind in kinds.items():
         call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
-        lines.append(KernelLine(_call_words(of_kind[0]), len(of_kind), _kernel_here(call), _kernels_on_gpus(call)))
+        lines.append(
+            KernelLine(_call_words(of_kind[0]), len(of_kind), _local_kernel_text(call), _gpu_kernels_text(call))
+        )
     return tuple(lines)
 
 
@@ -69,25 +71,27 @@ def _call_words(call: RecordedCall) -> str:
     return ", ".join([sizes + values, *(feature for feature, is_asked in asks.items() if is_asked)])
 
 
-def _kernel_here(call: AttendCall) -> str:
+def _local_kernel_text(call: AttendCall) -> str:
     """Name the kernel that runs a call on its device, or say why none does."""
     place = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
     try:
-        return f"{choose(call).name} {place}"
+        return f"{choose_kernel(call).name} {place}"
     except AttentionError as error:
         return f"none {place}: {error}"
 
 
-def _kernels_on_gpus(call: AttendCall) -> str:
-    """The kernels that the table has for it, the first that a GPU has running; "" where `here` is a GPU."""
+def _gpu_kernels_text(call: AttendCall) -> str:
+    """Name the kernels that the table has for a call, the first that a GPU has running; "" where `here` is a GPU."""
     if call.device.type == "cuda":
         return ""
-    able = kernels_on_gpus(call)
+    able = list_gpu_kernels(call)
     words = [kernel.name + (f" (needs {kernel.needs})" if kernel.needs != "nothing" else "") for kernel in able]
     return ", else ".join(words) or "none"
 
 
-def kernels_on_gpus(call: AttendCall) -> list[Kernel]:
-    """Those that the table gives to such a call of several documents in bfloat16 on a GPU, whatever is here."""
+def list_gpu_kernels(call: AttendCall) -> list[Kernel]:
+    """List the kernels that the table gives to such a call of several documents in bfloat16 on a GPU."""
     on_gpu = replace(call, device=GPU, dtype=torch.bfloat16)
-    return [k for k in KERNELS if not replace(k, missing=lambda device: "").lacks(on_gpu) and not k.one_document_only]
+    return [
+        k for k in KERNELS if not replace(k, missing=lambda device: "").lack_for(on_gpu) and not k.one_document_only
+    ]

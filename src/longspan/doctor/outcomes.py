@@ -34,10 +34,10 @@ class Outcome:
     @property
     def good(self) -> bool:
         """Whether it is exact, or refused for sizes that only this case has."""
-        return self.status == "exact" or (self.status == "refused" and not self.case.basic)
+        return self.status == "exact" or (self.status == "refused" and not self.case.is_basic)
 
     def row(self) -> dict[str, Any]:
-        """As a JSON object, the fields of its case among the others."""
+        """Return the outcome as a JSON object, with the fields of its case among the others."""
         fields = asdict(self)
         return {"name": self.case.name, **fields.pop("case"), **fields, "good": self.good}
 
@@ -73,7 +73,7 @@ class Proof:
 
 
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
-    """The heading, a line for each case, and a verdict."""
+    """Write the heading, a line for each case, and a verdict."""
     rows = [
         (_status_mark(outcome), outcome.case.name, outcome.status, outcome_text(outcome)) for outcome in proof.outcomes
     ]
@@ -82,7 +82,7 @@ def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
 
 
 def verdict(proof: Proof, seconds: float) -> str:
-    """How many cases are exact and what the others are, in a line."""
+    """Write how many cases are exact and what the others are, in a line."""
     numbers = {
         status: sum(o.status == status for o in proof.outcomes)
         for status in ("exact", "refused", "wrong", "crashed", "not built")
@@ -93,7 +93,7 @@ def verdict(proof: Proof, seconds: float) -> str:
 
 
 def outcome_text(outcome: Outcome) -> str:
-    """The errors of a case and the tolerance, or the reason why there are none."""
+    """Write the errors of a case and the tolerance, or the reason why there are none."""
     if outcome.loss_error is None:
         return " ".join(outcome.message.split())
     text = f"loss {outcome.loss_error:.1e}"
@@ -104,7 +104,7 @@ def outcome_text(outcome: Outcome) -> str:
 
 
 def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The proof as a JSON object: the model, `good`, a row for each case, and the worlds."""
+    """Return the proof as a JSON object: the model, `good`, a row for each case, and the worlds."""
     worlds = [{"ranks": w.ranks, "device": w.device, "backend": w.backend} for w in proof.worlds]
     rows = [outcome.row() for outcome in proof.outcomes]
     return {"good": proof.good, "seconds": seconds, "model": model, "cases": rows, "worlds": worlds}

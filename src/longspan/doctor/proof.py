@@ -1,6 +1,6 @@
 """`prove`: whether longspan runs a model exactly here: cases over ranks, each compared with the stock model.
 
->>> outcomes = prove(shrunken(config), cases_named("basic", ranks=3), ranks=3)
+>>> outcomes = prove(shrink_configuration(config), list_cases("basic", ranks=3), ranks=3)
 >>> [outcome.status for outcome in outcomes]
 ['exact', 'exact', 'exact', 'exact', 'exact']
 
@@ -24,23 +24,23 @@ from longspan.comm import run_local
 from longspan.doctor.cases import LENGTHS, Case
 from longspan.doctor.images import image_documents
 from longspan.doctor.outcomes import Outcome, Proof, WorldFacts
-from longspan.doctor.ranks import Expected, Task, preparation, run_cases
+from longspan.doctor.ranks import Expected, Task, preparation_key, run_cases
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
     Answer,
-    documents_for,
+    choose_every_expert,
+    compute_stock_answer,
+    draw_documents,
     gradient_errors,
     loss_error,
-    precision,
-    stock_answer,
-    with_every_expert,
+    precision_mode,
 )
 from longspan.errors import CommError, LongspanError
 from longspan.layout import Layout
 from longspan.model.exactness.trial_documents import TrialDocument
 from longspan.model.seams.refusals import DOCTOR
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT
@@ -49,7 +49,7 @@ MOST_BESIDE_ROUTERS = 1e-4  # where it may be a row that another expert got
 
 
 def error_text(error: BaseException) -> str:
-    """The message of an error, with its type unless it is this package's."""
+    """Write the message of an error, with its type unless it is this package's."""
     return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
 
 
@@ -63,7 +63,7 @@ class Stock:
         self.documents: Sequence[Any] = documents
         self.images: Sequence[TrialDocument] = images
 
-    def answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
+    def compute_answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
         """Compute the expected answer, or why there is none, for every dtype that the cases use.
 
         Losses of routers count where a case wants them and the model has them.
@@ -80,20 +80,20 @@ class Stock:
         return answers
 
     def _compute_answer(self, dtype: torch.dtype, with_routers: bool) -> Expected:
-        """The stock answer in a dtype, and the tolerance of cases that are compared with it."""
+        """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it."""
         if dtype == torch.float64:
-            return self._expectation_in_float64(with_routers)
+            return self._float64_expectation(with_routers)
         if dtype == torch.float32:
             answer = self._stock_answer(dtype, dtype, with_routers)
             return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
         stock = self._every_expert_stock  # the error of half precision is measured on the stock model itself
         answer, half = (stock._stock_answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
-        return Expected(answer, ROUNDING * _worst(half, answer), whole=False, every_expert=stock is not self)
+        return Expected(answer, ROUNDING * _worst_error(half, answer), whole=False, every_expert=stock is not self)
 
     @cached_property
     def _every_expert_stock(self) -> "Stock":
         """The stock model whose rows get every expert; this one if it has no experts to choose, or cannot run so."""
-        config_of_every = with_every_expert(self.config)
+        config_of_every = choose_every_expert(self.config)
         if config_of_every is self.config:
             return self
         stock = Stock(config_of_every, self.documents)
@@ -104,23 +104,23 @@ class Stock:
         return stock
 
     def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
-        """EXACT, or what two computations in float32 may differ by: gradients that cancel out have few digits left."""
+        """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left."""
         least = EXACT[torch.float32]
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
             try:
-                with precision(torch.float64, whole=whole):
+                with precision_mode(torch.float64, whole=whole):
                     exact = self._stock_answer(torch.float32, torch.float64, with_routers)
             except (RuntimeError, TypeError):  # two types in one product, say
                 continue
-            between = ROUNDING * _worst(answer, exact)
+            between = ROUNDING * _worst_error(answer, exact)
             routed = read_experts(self.config.get_text_config()).of_layer > 1
             return max(least, between) if between <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING) else least
         return least
 
-    def _expectation_in_float64(self, with_routers: bool) -> Expected:
-        """The answer in float64 throughout, if the model's code allows it."""
+    def _float64_expectation(self, with_routers: bool) -> Expected:
+        """Return the answer in float64 throughout, if the model's code allows it."""
         try:
-            with precision(torch.float64, whole=True):
+            with precision_mode(torch.float64, whole=True):
                 answer = self._stock_answer(torch.float64, torch.float64, with_routers)
             return Expected(answer, EXACT[torch.float64], whole=True)
         except (RuntimeError, TypeError):  # two types in one product, say
@@ -131,10 +131,10 @@ class Stock:
         self, weights: torch.dtype, compute: torch.dtype, with_routers: bool, attention: str = "eager"
     ) -> Answer:
         router = ROUTER if with_routers else NO_ROUTER
-        return stock_answer(self.config, self.documents, weights, compute, router=router, attention=attention)
+        return compute_stock_answer(self.config, self.documents, weights, compute, router=router, attention=attention)
 
 
-def _worst(answer: Answer, exact: Answer) -> float:
+def _worst_error(answer: Answer, exact: Answer) -> float:
     return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
 
 
@@ -160,23 +160,23 @@ class Ranks:
 
 
 def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo") -> tuple[Outcome, ...]:
-    """The outcome of every case for a model of this configuration with random weights, over local processes.
+    """Prove every case for a model of this configuration with random weights, over local processes.
 
-    The model is made from the configuration: give a small one (`shrunken`). Raises nothing of the model's.
+    The model is made from the configuration: give a small one (`shrink_configuration`). Raises nothing of the model's.
     """
     return run_proof(config, cases, Ranks(ranks, backend)).outcomes
 
 
 def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> Proof:
-    """The outcome of every case on these ranks, with the facts of their worlds."""
+    """Run every case on these ranks; returns their outcomes, with the facts of their worlds."""
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
     try:
-        documents = documents_for(config, LENGTHS)
+        documents = draw_documents(config, LENGTHS)
     except Exception as error:
         return Proof(tuple(Outcome(case, "not built", message=error_text(error)) for case in cases))
     images, refusal = _draw_image_documents(config, cases)
-    expected = Stock(config, documents, images).answers(cases)
+    expected = Stock(config, documents, images).compute_answers(cases)
     for number, case in enumerate(cases):
         if case.encoder and refusal is not None:
             outcomes[number] = replace(refusal, case=case)
@@ -185,7 +185,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
         elif case.router_losses and isinstance(failure := expected[case.answer], str):
             outcomes[number] = Outcome(case, "refused", message=failure)
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
-    for home, numbered in _group_by_home(cases, ranks.count, outcomes).items():
+    for home, numbered in _group_cases(cases, ranks.count, outcomes).items():
         task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, images=images)
         task = replace(task, show=ranks.show, architecture=MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
         outcomes |= _run_home(task, ranks, worlds)
@@ -195,7 +195,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
 def _draw_image_documents(
     config: PreTrainedConfig, cases: Sequence[Case]
 ) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
-    """The documents with images where cases want them, or why there are none."""
+    """Draw the documents with images where cases want them, or why there are none."""
     first = next((case for case in cases if case.encoder), None)
     if first is None:
         return (), None
@@ -207,10 +207,13 @@ def _draw_image_documents(
         return (), Outcome(first, "not built", message=error_text(error))
 
 
-def _group_by_home(
+def _group_cases(
     cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]
 ) -> dict[Layout, list[tuple[int, Case]]]:
-    """The cases that have no outcome yet by their home, those of one preparation together; adds the refused ones."""
+    """Group the cases that have no outcome yet by their home, those of one preparation together.
+
+    Adds the refused ones.
+    """
     homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
         if number in outcomes:
@@ -220,13 +223,13 @@ def _group_by_home(
         except LongspanError as error:
             outcomes[number] = Outcome(case, "refused", message=str(error))
     for numbered in homes.values():
-        first = {preparation(case): number for number, case in reversed(numbered)}
-        numbered.sort(key=lambda pair: (first[preparation(pair[1])], pair[0]))
+        first = {preparation_key(case): number for number, case in reversed(numbered)}
+        numbered.sort(key=lambda pair: (first[preparation_key(pair[1])], pair[0]))
     return homes
 
 
 def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
-    """The outcomes of a home's cases, in as many worlds as it takes."""
+    """Run a home's cases, in as many worlds as it takes; returns their outcomes."""
     outcomes: dict[int, Outcome] = {}
     pending = list(task.cases)
     with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
@@ -246,9 +249,9 @@ def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, O
 
 
 def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict[int, Outcome], BaseException | None]:
-    """The outcomes in one world, and the error that ended it before the last case."""
+    """Run cases in one world; returns their outcomes, and the error that ended it before the last case."""
     count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
-    launch = ranks.launch or _start
+    launch = ranks.launch or _start_world
     try:
         world, outcomes = launch(run_cases, task, count, seconds)
     except Exception as error:
@@ -257,12 +260,12 @@ def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict
     return outcomes, None
 
 
-def _start(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: float) -> InWorld:
+def _start_world(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: float) -> InWorld:
     return run_local(fn, count, (task,), timeout=seconds, grace=5.0)[0]
 
 
 def _read_record(task: Task) -> dict[int, Outcome]:
-    """The outcomes before the error that ended the ranks."""
+    """Read the outcomes before the error that ended the ranks."""
     record = Path(task.record)
     cases, outcomes = dict(task.cases), dict[int, Outcome]()
     for line in record.read_text().splitlines() if record.exists() else []:

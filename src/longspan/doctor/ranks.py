@@ -16,34 +16,34 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from longspan.comm import World
-from longspan.doctor.cases import TEXTS, Case, Packed, plan_of
+from longspan.doctor.cases import TEXTS, Case, PackedDocuments, plan_case
 from longspan.doctor.images import item_documents
 from longspan.doctor.outcomes import Outcome, WorldFacts
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
     Answer,
+    choose_every_expert,
+    collect_gradients,
     gradient_errors,
-    gradients_of,
     loss_error,
     missing_errors,
-    precision,
-    with_every_expert,
+    precision_mode,
 )
-from longspan.doctor.which_model import register
+from longspan.doctor.which_model import register_class
 from longspan.errors import CommError, LongspanError, ModelError
 from longspan.evaluation.evaluate import evaluate
 from longspan.layout import Layout
 from longspan.model import EncoderHome, prepare
-from longspan.model.exactness.small_copies import tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.trial_documents import TrialDocument
-from longspan.model.execution import execution_of
+from longspan.model.execution import model_execution
 from longspan.model.experts.moe import router_statistics
 from longspan.model.prepare_model import PrepareOptions
 from longspan.model.seams.refusals import DOCTOR
-from longspan.model.vision.join import names_by_stock_name
+from longspan.model.vision.join import map_stock_names
 from longspan.plan import Plan
-from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
+from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
 from longspan.train import run_step
 from longspan.train.step_check import check_step
 
@@ -81,26 +81,26 @@ class Task:
 def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
     """Run every case in one world and record the outcomes, by number; the first error in a step ends it."""
     outcomes: dict[int, Outcome] = {}
-    register(task.config, task.architecture)
+    register_class(task.config, task.architecture)
     torch.backends.cudnn.allow_tf32 = False  # of the convolutions of towers; the stock model's answers are in float32
     with World(task.home, backend=task.backend, timeout=task.timeout) as world:
-        for _, group in groupby(task.cases, key=lambda numbered: preparation(numbered[1])):
+        for _, group in groupby(task.cases, key=lambda numbered: preparation_key(numbered[1])):
             cases = list(group)
             run = CaseRun(task, world, cases[0][1])
             for number, case in cases:
-                outcomes[number] = run.outcome(case)
+                outcomes[number] = run.run_case(case)
                 _record_outcome(task, world, number, outcomes[number])
         groups = tuple(asdict(record) for record in world.process_groups.made)
         return WorldFacts(len(task.home.ranks), str(world.device), world.backend, groups), outcomes
 
 
-def preparation(case: Case) -> tuple[str, str, bool, int]:
-    """What cases must have in common to share a prepared model."""
+def preparation_key(case: Case) -> tuple[str, str, bool, int]:
+    """Return what cases must have in common to share a prepared model."""
     return case.dtype, case.recompute, case.sequence_parallel, case.encoder
 
 
 def _record_outcome(task: Task, world: World, number: int, outcome: Outcome) -> None:
-    """On the first rank, append an outcome to the record, and show it if that is wanted."""
+    """Append an outcome to the record on the first rank, and show it if that is wanted."""
     if world.rank != task.home.ranks[0]:
         return
     if task.record:
@@ -123,11 +123,11 @@ class CaseRun:
         self.refusal, self.model = "", nn.Module()
         expected = task.expected[first.dtype, False, first.encoder > 0]
         self.whole: bool = expected.whole
-        self.config: PreTrainedConfig = with_every_expert(task.config) if expected.every_expert else task.config
+        self.config: PreTrainedConfig = choose_every_expert(task.config) if expected.every_expert else task.config
         self.documents: Any = item_documents(task.config, task.images) if first.encoder else task.documents
         self._began = time.perf_counter()
         try:
-            with precision(self.dtype, whole=self.whole):
+            with precision_mode(self.dtype, whole=self.whole):
                 self.model: nn.Module = self._prepare_model(first)
         except LongspanError as error:
             if isinstance(error, CommError):
@@ -137,14 +137,14 @@ class CaseRun:
     def _prepare_model(self, first: Case) -> nn.Module:
         """Prepare a small model, with an encoder if the case has one, as the first case wants it."""
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
-        model = tiny_model(self.config, self.dtype, images=first.encoder > 0)
+        model = make_tiny_model(self.config, self.dtype, images=first.encoder > 0)
         if not first.encoder:
             return prepare(model, self.world, options=options)
         home = Layout(len(self.task.home.ranks), tp=first.encoder)
         settings = EncoderHome(home=home, recompute=first.recompute != "none", activation_checkpointing=first.recompute)
         return prepare(model, self.world, encoder=settings, options=options)
 
-    def outcome(self, case: Case) -> Outcome:
+    def run_case(self, case: Case) -> Outcome:
         """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it."""
         began, self._began = self._began, time.perf_counter()
         expected = self.task.expected[case.answer]
@@ -154,7 +154,7 @@ class CaseRun:
             plan = self._plan_case(case)
         except LongspanError as error:  # the same on every rank: nothing was sent yet
             return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
-        with precision(self.dtype, whole=self.whole):
+        with precision_mode(self.dtype, whole=self.whole):
             loss, errors = self._step_errors(case, plan, expected.answer)
         parameter = max(errors, key=lambda name: errors[name], default="")
         gradient = errors.get(parameter)
@@ -167,31 +167,31 @@ class CaseRun:
             parameter,
             expected.tolerance,
             seconds=self._began - began,
-            levels=tuple(str(_rank_levels(levels_of(group), self.world)) for group in hierarchical_groups(plan)),
+            levels=tuple(str(_rank_levels(group_levels(group), self.world)) for group in hierarchical_groups(plan)),
             why=self._choice_reason(case, plan),
         )
 
     def _plan_case(self, case: Case) -> Plan:
-        """The plan of a case. Raises what its step would, on every rank, before it communicates."""
+        """Plan a case. Raises what its step would, on every rank, before it communicates."""
         heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
-        packed = Packed(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS
-        plan = plan_of(case, self.task.home, documents=packed, heads=heads, node_size=self.world.node_size)
+        packed = PackedDocuments(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS
+        plan = plan_case(case, self.task.home, documents=packed, heads=heads, node_size=self.world.node_size)
         check_step(self.model, plan, self.documents, self.world, backward=not case.evaluation)
         if case.router_losses:
             router_statistics(self.model, self.world, plan.tokens, ROUTER)
         return plan
 
     def _step_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
-        """Errors of the loss and of each gradient, the worst of all ranks."""
+        """Return errors of the loss and of each gradient, the worst of all ranks."""
         if case.evaluation:
             loss = evaluate(self.model, self.documents, plan, self.world).loss
             return loss_error(loss, stock.loss), {}
         router = ROUTER if case.router_losses else NO_ROUTER
         self.world.prepare(plan)
         result = run_step(self.model, plan, self.documents, self.world, router=router)
-        gradients = gradients_of(self.model)
+        gradients = collect_gradients(self.model)
         errors_here = gradient_errors(
-            {original: gradients[name] for original, name in names_by_stock_name(gradients).items()}, stock
+            {original: gradients[name] for original, name in map_stock_names(gradients).items()}, stock
         )
         self.model.zero_grad()
         of_ranks = self.world.control.gather_objects(errors_here, "errors of gradients")
@@ -203,8 +203,8 @@ class CaseRun:
         return max(losses), errors
 
     def _choice_reason(self, case: Case, plan: Plan) -> tuple[str, ...]:
-        """Why `auto` chose its type for the first group of the plan."""
-        calls = execution_of(self.model).calls
+        """Return why `auto` chose its type for the first group of the plan."""
+        calls = model_execution(self.model).calls
         if case.cp_comm_type != "auto" or not calls:
             return ()
         config = self.task.config.get_text_config()
@@ -216,6 +216,6 @@ class CaseRun:
 
 
 def _rank_levels(levels: Levels, world: World) -> Levels:
-    """The ranks that have these slots in this rank's stage and tensor-parallel position."""
+    """Return the ranks that have these slots in this rank's stage and tensor-parallel position."""
     a2a, p2p = (tuple(tuple(world.plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
     return Levels(a2a, p2p)

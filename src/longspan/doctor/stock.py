@@ -22,23 +22,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.doctor.images import NO_LABEL, document_labels
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.exactness.trial_documents import (
     TOKEN_KINDS,
     TrialDocument,
+    make_stock_arguments,
     ordinary_ids,
-    stock_arguments,
     token_kinds,
 )
 from longspan.model.experts.router import RouterCoefficients
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 
-def with_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a configuration in which every row gets every expert; the same object where there is none to choose.
+def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Copy a configuration so that every row gets every expert; the same object where there is none to choose.
 
-    >>> with_every_expert(MixtralConfig()).num_experts_per_tok
+    >>> choose_every_expert(MixtralConfig()).num_experts_per_tok
     8
     """
     count = read_experts(config.get_text_config()).of_layer
@@ -67,7 +67,7 @@ class _Float64(TorchFunctionMode):
 
 @contextmanager
 def whole_float64() -> Iterator[None]:
-    """Inside the `with` block, whatever a model casts to float32 is cast to float64.
+    """Cast to float64, inside the `with` block, whatever a model casts to float32.
 
     torch leaves modes out of a backward pass, which may recompute layers: there the mode is entered again.
     """
@@ -104,19 +104,19 @@ class Answer:
         object.__setattr__(self, "norm", sum(squares) ** 0.5)
 
 
-def precision(dtype: torch.dtype, *, whole: bool) -> AbstractContextManager[Any]:
-    """The mode that a model of this type is compared in."""
+def precision_mode(dtype: torch.dtype, *, whole: bool) -> AbstractContextManager[Any]:
+    """Return the mode that a model of this type is compared in."""
     return whole_float64() if whole and dtype == torch.float64 else nullcontext()
 
 
-def documents_for(config: PreTrainedConfig, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Documents of random token ids without those that mean something to the model: padding, images and the like."""
+def draw_documents(config: PreTrainedConfig, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
+    """Draw documents of random token ids, without those that mean something to the model: padding, images."""
     usual = np.array(ordinary_ids(config))
     random = np.random.default_rng(seed)
     return [random.choice(usual, length) for length in lengths]
 
 
-def stock_answer(
+def compute_stock_answer(
     config: PreTrainedConfig,
     documents: Sequence[np.ndarray | TrialDocument],
     weights: torch.dtype,
@@ -125,13 +125,13 @@ def stock_answer(
     router: RouterCoefficients = NO_ROUTER,
     attention: str = "eager",
 ) -> Answer:
-    """Loss and gradients of the unchanged model on the CPU; weights as rounded to `weights`, computed in `compute`.
+    """Compute loss and gradients of the unchanged model on the CPU; weights rounded to `weights`, in `compute`.
 
     With coefficients, the losses of its routers are over all tokens and layers of the documents. Raises what the
     model's own code raises, and ModelError where it returns no logits of routers.
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
-    model: Any = stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
+    model: Any = make_stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
     of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
     targets, losses, rows = sum(int((labels != NO_LABEL).sum()) for labels in of_documents), [], []
     states = _module_states(model)
@@ -149,14 +149,14 @@ def stock_answer(
         routers = _router_losses(model, layers)
         total = loss + (router.balance or 0.0) * routers[0] + router.z * routers[1]
     total.backward()
-    return Answer(loss.item(), gradients_of(model), tuple(value.item() for value in routers))
+    return Answer(loss.item(), collect_gradients(model), tuple(value.item() for value in routers))
 
 
-def stock_model(
+def make_stock_model(
     config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager", *, images: bool = False
 ) -> PreTrainedModel:
-    """The unchanged model in training mode, with eager experts where it has them."""
-    model = tiny_model(config, dtype, attention=attention, images=images)
+    """Make the unchanged model in training mode, with eager experts where it has them."""
+    model = make_tiny_model(config, dtype, attention=attention, images=images)
     if read_experts(config.get_text_config()).of_layer > 1:
         with suppress(ValueError, AttributeError):  # of experts that compute in the model's own code
             model.set_experts_implementation("eager")
@@ -167,7 +167,7 @@ _State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
 
 
 def _module_states(model: nn.Module) -> list[_State]:
-    """What modules hold except parameters: numbers, texts and buffers."""
+    """Return what modules hold except parameters: numbers, texts and buffers."""
     plain = bool | int | float | str | None
     return [
         (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
@@ -176,7 +176,7 @@ def _module_states(model: nn.Module) -> list[_State]:
 
 
 def _restore_states(states: list[_State]) -> None:
-    """Have a model forget the documents that it saw: rotary frequencies of type "dynamic" stay those of the longest."""
+    """Restore what modules hold: rotary frequencies of type "dynamic" stay those of the longest document otherwise."""
     for module, values, buffers in states:
         vars(module).update(values)
         module._buffers.update(buffers)
@@ -185,7 +185,7 @@ def _restore_states(states: list[_State]) -> None:
 def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
     """Run a model on one document, with the kinds of tokens that a wrapper of several modalities wants."""
     if isinstance(document, TrialDocument):
-        return model(**stock_arguments(model, document))
+        return model(**make_stock_arguments(model, document))
     ids = torch.from_numpy(document)[None]
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
     arguments = inspect.signature(model.forward).parameters if wrapper else ()
@@ -204,7 +204,7 @@ def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:
 
 
 def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Balance and z of each layer's logits (T, E), in float64; balance as transformers' function has it in float32."""
+    """Compute balance and z of each layer's logits (T, E), in float64; balance as transformers has it in float32."""
     config = model.config.get_text_config()
     rows = torch.cat([layer.double() for layer in layers])  # (layers T, E)
     top_k = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 0)
@@ -222,8 +222,8 @@ def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[
     return balance, rows.logsumexp(-1).square().mean()
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every gradient, unsharded, in float64 on the CPU. All ranks that hold a parameter call it together."""
+def collect_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Collect every gradient, unsharded, in float64 on the CPU. All ranks that hold a parameter call it together."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     unsharded = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
     return {name: g.detach().to("cpu", torch.float64, copy=True) for name, g in unsharded.items()}
@@ -233,7 +233,7 @@ SMALL_SHARE = 1e-3
 
 
 def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, float]:
-    """The relative error of each of these gradients; infinite for one that is not finite.
+    """Compute the relative error of each of these gradients; infinite for one that is not finite.
 
     A gradient smaller than a thousandth of all together is compared with that thousandth: the gradient of a key's
     bias without rotary positions, for example, is zero up to rounding.
@@ -249,12 +249,12 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
 
 
 def missing_errors(names: set[str], stock: Answer) -> dict[str, float]:
-    """The errors of gradients that no rank has."""
+    """Return the errors of gradients that no rank has."""
     none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
     return gradient_errors(none, stock)
 
 
 def loss_error(loss: float, stock: float) -> float:
-    """Relative; infinite for a loss that is not finite."""
+    """Return the relative error of a loss; infinite for one that is not finite."""
     error = abs(loss - stock) / max(abs(stock), 1e-30)
     return error if error == error else float("inf")

@@ -19,9 +19,9 @@ from longspan.model.weights.hf_folder import read_configuration
 
 
 def find_configuration(name: str) -> PreTrainedConfig:
-    """The configuration of a local folder (or its config.json), or the default one of a class or a model_type.
+    """Find the configuration of a local folder (or its config.json), or the default one of a class or a model_type.
 
-    >>> configuration_of("Qwen3ForCausalLM").model_type, configuration_of("qwen3").model_type
+    >>> find_configuration("Qwen3ForCausalLM").model_type, find_configuration("qwen3").model_type
     ('qwen3', 'qwen3')
 
     A dotted class is one of another package, with a `config_class`. Raises ConfigError for an unknown name, with near
@@ -45,8 +45,8 @@ def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
     """Return the default configuration of a model class. Raises ConfigError if it is no language model."""
     config: PreTrainedConfig = architecture.config_class()
     if "." in name:
-        register(config, architecture)
-    classes = _classes(_check_model(config, name))
+        register_class(config, architecture)
+    classes = _model_classes(_check_model(config, name))
     if architecture in classes:
         return config
     raise ConfigError(
@@ -55,18 +55,18 @@ def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
     )
 
 
-def _classes(config: PreTrainedConfig) -> list[Any]:
-    """The causal language model of a configuration, and that from images and text to text, those that there are."""
+def _model_classes(config: PreTrainedConfig) -> list[Any]:
+    """Return the causal language model of a configuration, and that from images and text, as far as they exist."""
     mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     return [mapping[type(config)] for mapping in mappings if type(config) in mapping]
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a class from images and text to text for a configuration."""
+    """Return whether transformers has a class from images and text to text for a configuration."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def register(config: PreTrainedConfig, architecture: type | None) -> None:
+def register_class(config: PreTrainedConfig, architecture: type | None) -> None:
     """Let transformers make this class for its configuration, of a class without one in transformers."""
     if architecture is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         AutoModelForCausalLM.register(type(config), architecture)  # pyright: ignore[reportArgumentType]
@@ -83,7 +83,7 @@ def _import_dotted(name: str) -> object:
 
 def _check_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     """Return a configuration that transformers has a model for. Raises ConfigError for others."""
-    if not _classes(config):
+    if not _model_classes(config):
         raise ConfigError(
             f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "
             f"text to text; {_similar_names(name)}"
@@ -92,7 +92,7 @@ def _check_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
 
 
 def _similar_names(name: str) -> str:
-    """Model types and classes with names like this one."""
+    """Return model types and classes with names like this one."""
     types = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     by_word = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
     matches = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)

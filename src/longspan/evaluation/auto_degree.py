@@ -12,7 +12,7 @@ from functools import partial
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RunConfig, with_evaluations
+from longspan.config.sections import RunConfig, set_evaluations
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost
@@ -23,9 +23,9 @@ from longspan.train.plans import PlanChoice
 def choose_degree(
     choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
-    """The choice with the fastest degree for these documents, and why; as it is and "" if it has a degree.
+    """Choose the fastest degree for these documents, and say why; a choice with a degree stays, with "".
 
-    >>> choice, reason = chosen(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
+    >>> choice, reason = choose_degree(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
     >>> print(reason)  # doctest: +SKIP
     evaluation at cp 4, a2a: 32 documents in 0.21 s predicted; cp 1 0.53 s, cp 2 0.31 s; dynamic plan 0.2 s
 
@@ -36,7 +36,7 @@ def choose_degree(
         return choice, ""
     try:
         degrees = choice.min_degree, choice.max_degree
-        comparison = which_degree(lengths, home, options=choice.options_on(home), vpp=vpp, dynamic_degrees=degrees)
+        comparison = which_degree(lengths, home, options=choice.home_options(home), vpp=vpp, dynamic_degrees=degrees)
     except PlanError as error:
         ranks = plural(len(home.ranks), "rank")
         raise ConfigError(f'{choice.degree_key} is "auto" on {ranks}: {error}') from error
@@ -74,7 +74,7 @@ def choose_degrees(
     cost: Cost,
     heads: int | None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """The configuration with a degree, type and levels in place of "auto", and why; all ranks call it together.
+    """Choose a degree, type and levels in place of "auto", and say why; all ranks call it together.
 
     `lengths` are those of the documents of each evaluation set, of the held-out documents under "".
     """
@@ -83,13 +83,13 @@ def choose_degrees(
         choice = PlanChoice.evaluation(config, entry, cost=cost, heads=heads)
         of_set = lengths.get(entry.name, ())
         choice, reason = choose_degree_on_ranks(choice, of_set, world, log, name=entry.name, vpp=config.parallel.vpp)
-        entries.append(_with_choice(entry, choice) if reason else entry)
+        entries.append(_set_choice(entry, choice) if reason else entry)
         reasons += [reason] if reason else []
-    return with_evaluations(config, entries), tuple(reasons)
+    return set_evaluations(config, entries), tuple(reasons)
 
 
-def _with_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
-    """The set with the degree, type and levels of a choice."""
+def _set_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
+    """Set the degree, type and levels of a choice in the section of a set."""
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
     levels = (1, choice.degree) if sizes is None else sizes if isinstance(sizes, int) else tuple(sizes)
     return replace(

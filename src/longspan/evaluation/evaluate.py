@@ -31,7 +31,7 @@ from longspan.plan import MicroBatch, Plan
 from longspan.train.memory.live_bytes import measure_added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.reading.local_batch import read_micro_batches, reading_error, with_rows
+from longspan.train.reading.local_batch import move_rows, read_micro_batches, reading_error
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
 from longspan.train.step_check import check_step
@@ -45,7 +45,7 @@ GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters 
 def evaluate(
     model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World, options: EvaluationOptions | None = None
 ) -> Evaluation:
-    """Loss and metrics of these documents under a plan of `choice`, or a given one; all ranks call it together.
+    """Evaluate these documents under a plan of `choice`, or a given one; all ranks call it together.
 
     >>> result = evaluate(model, documents, PlanChoice.fixed(4, max_tokens_per_slot=2048), world)
     >>> result.loss, result.perplexity, result.metrics["token_accuracy"].value
@@ -61,7 +61,7 @@ def evaluate(
     measured = documents if isinstance(documents, MeasuredDocuments) else None
     if measured is not None:
         options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
-    inputs = with_rows(_check_inputs(model, documents, choice, world))
+    inputs = move_rows(_check_inputs(model, documents, choice, world))
     plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
     with naming, measure_added_peak(world.device) as memory:
         portions = Portions(inputs, options, started)
@@ -90,13 +90,13 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
     if isinstance(model, MultimodalModel):
         check_world(model, world)
         language_model = model.language_model
-    documents = StepDocuments(model, documents, _lengths(documents))
+    documents = StepDocuments(model, documents, _document_lengths(documents))
     plan = _cached_plan(_forward_choice(choice, language_model, documents), documents.lengths, world.home)
     return check_step(model, plan, documents, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """The result, without its degree, seconds and bytes."""
+    """Make the result, without its degree, seconds and bytes."""
     plan, targets = inputs.plan, inputs.documents.targets
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
@@ -129,10 +129,10 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
 # ---- the plan of an evaluation, priced for forward passes only
 
 
-def choices_at_degrees(
+def list_degree_choices(
     choice: PlanChoice, documents: CorpusDocuments | PasskeyDocuments, home: Layout
 ) -> list[PlanChoice]:
-    """A choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds these documents.
+    """List a choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds the documents.
 
     Degrees at which a2a cannot split the query heads evenly are left out.
     """
@@ -142,12 +142,12 @@ def choices_at_degrees(
 
 @lru_cache(maxsize=8)
 def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
-    """The plan of a set of documents, made once: a dynamic plan takes longer than the evaluation of a few."""
+    """Return the plan of a set of documents, made once: a dynamic plan takes longer than the evaluation of a few."""
     return choice.plan(lengths, home)
 
 
 def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
-    """The choice priced for forward passes only, with the documents' targets and the rows that a model needs."""
+    """Return the choice priced for forward passes only, with the documents' targets and the rows that a model needs."""
     multiple, options = call_rules(model).row_multiple, choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets)
@@ -156,7 +156,7 @@ def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocumen
     )
 
 
-def _lengths(documents: Any) -> tuple[int, ...]:
+def _document_lengths(documents: Any) -> tuple[int, ...]:
     lengths = getattr(documents, "lengths", None)
     return tuple(len(documents[d]) for d in range(len(documents))) if lengths is None else tuple(map(int, lengths))
 
@@ -193,7 +193,7 @@ class Portions:
                     stack.enter_context(gather_once(self.inputs.language_model))
                 started = time.perf_counter()
                 run_passes(self.passes, batches)
-                self.sums.flush()
+                self.sums.collect_measured()
                 self.long: bool = time.perf_counter() - started >= SHORT_SECONDS
                 size = size if self.any_long else min(2 * size, self.largest)
                 done += max(len(portion), 1)
@@ -206,7 +206,7 @@ class Portions:
         return totals
 
     def _first_size(self) -> int:
-        """One micro-batch where something may end the evaluation early, so that long ones do not delay it for long.
+        """Return 1 where something may end the evaluation early, so that long micro-batches do not delay it for long.
 
         A pipeline, which each portion fills and empties, begins with the largest portions.
         """
@@ -215,7 +215,7 @@ class Portions:
 
     def _read_agreed(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
         """Read this rank's rows and items of a portion, once all ranks have theirs and none stops; else all raise."""
-        batches, error = list[LocalBatch](), self._reason_to_end(done)
+        batches, error = list[LocalBatch](), self._end_reason(done)
         try:
             if error is None:
                 batches = read_micro_batches(self.inputs, portion)
@@ -225,19 +225,19 @@ class Portions:
             error = failure
         except Exception as failure:  # a corpus may raise anything: the other ranks must learn of it
             error = reading_error(failure, self.world)
-        if self._agree_before_portion(error is not None, first=not done):
+        if self._agree_on_end(error is not None, first=not done):
             raise_first_error(self.world, error)
         if not done:
             self.passes: Passes = replace(self.passes, frees_parameters=not self.gathered)
             self.world.channels.make_communicators(self.plan)  # the ranks have just agreed on it
         return batches
 
-    def _agree_before_portion(self, ended: bool, *, first: bool) -> bool:
+    def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
         """Agree whether any rank ends; first also on items, plan and gathering, later on whether one took long."""
         if first:
             if self.items is not None:
                 self.world.control.agree(self.items.digest(), what="lists of items")
-            room = self._bytes_to_gather()
+            room = self._gathering_bytes()
             any_ended, no_room = self.world.control.agree_on_flags(self.plan.digest(), ended, not room)
             self.gathered: int = 0 if no_room else room
             return any_ended
@@ -245,8 +245,8 @@ class Portions:
         any_ended, self.any_long = self.world.control.any_ranks(ended, self.long)
         return any_ended
 
-    def _bytes_to_gather(self) -> int:
-        """Bytes of the parameters that FSDP2 gathers, where they may stay gathered for all micro-batches; or 0.
+    def _gathering_bytes(self) -> int:
+        """Return the bytes of the parameters that FSDP2 gathers, if they may stay gathered for all micro-batches; or 0.
 
         A pipeline keeps its stages gathered in any case, and free plans gather before their passes.
         """
@@ -257,8 +257,8 @@ class Portions:
         size = gathered_bytes(self.inputs.language_model)
         return size if size <= room else 0
 
-    def _reason_to_end(self, done: int) -> LongspanError | None:
-        """Why this rank would end the evaluation before its next portion."""
+    def _end_reason(self, done: int) -> LongspanError | None:
+        """Return why this rank would end the evaluation before its next portion."""
         options, seconds = self.options, time.perf_counter() - self.started
         if not done:
             try:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from longspan.config.keys import object_named
+from longspan.config.keys import import_object
 from longspan.errors import ConfigError, EvaluationError, plural
 
 
@@ -75,12 +75,12 @@ class MeasuredDocuments(Protocol):
         ...
 
     def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, Any]:
-        """Fields of `Evaluation` and their values, from what the metrics of documents came to for each document."""
+        """Return fields of `Evaluation` and their values, from what documents' metrics came to for each document."""
         ...
 
 
 def check_pair(name: str, made: Any) -> tuple[Any, Any]:
-    """The (sum, count) that a metric gave. Raises EvaluationError for anything else."""
+    """Return the (sum, count) that a metric gave. Raises EvaluationError for anything else."""
     if isinstance(made, tuple) and len(made) == 2 and all(map(_is_number, made)):
         return made
     shape = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"{type(made).__name__} {made!r}"
@@ -118,7 +118,10 @@ def check_metrics(
 
 
 def check_columns(name: str, made: Any, rows: int) -> Tensor:
-    """The values and counts that a metric of documents gave, (2, n) in float64. Raises EvaluationError for others."""
+    """Return the values and counts that a metric of documents gave, (2, n) in float64.
+
+    Raises EvaluationError for others.
+    """
     if isinstance(made, tuple) and len(made) == 2 and all(isinstance(x, Tensor) and x.shape == (rows,) for x in made):
         values, counts = (column.double() for column in made)
         return torch.stack([values.where(counts != 0, 0.0), counts])
@@ -136,7 +139,7 @@ class _Copier(pickle.Pickler):
         self.shared: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        """The number of an object that is shared; None of one that is copied."""
+        """Return the number of an object that is shared; None of one that is copied."""
         is_code = isinstance(obj, type | ModuleType | CodeType) or (
             isinstance(obj, FunctionType) and not obj.__closure__
         )
@@ -151,15 +154,18 @@ class _Copier(pickle.Pickler):
             return NotImplemented
         around = [cell.cell_contents for cell in obj.__closure__ or ()]
         settings = {name: getattr(obj, name) for name in ("__defaults__", "__kwdefaults__")}
-        return _function, (obj.__code__, obj.__module__, around), (vars(obj), settings)
+        return _make_function, (obj.__code__, obj.__module__, around), (vars(obj), settings)
 
 
-def _function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionType:
+def _make_function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionType:
     return FunctionType(code, vars(sys.modules[module]), None, None, tuple(map(CellType, around)))
 
 
 def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a metric, so that what it keeps of made rows is not kept. Raises the error with which copying fails."""
+    """Copy a metric, so that what it keeps of made rows is not kept.
+
+    Raises the error with which copying fails.
+    """
     file = BytesIO()
     copier = _Copier(file)
     copier.dump(metric)
@@ -207,7 +213,7 @@ class EvaluationOptions:
 
 
 def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
-    """The metrics that a key of the configuration names, by the last part of their names.
+    """Load the metrics that a key of the configuration names, by the last part of their names.
 
     >>> list(load_metrics(("my_package.my_metrics.top_five",), "train.eval_metrics"))  # doctest: +SKIP
     ['top_five']
@@ -219,7 +225,7 @@ def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
         module, _, name = dotted.rpartition(".")
         if not module:
             raise ConfigError(f"{key} has {dotted!r}; give a function with its module, as in package.module.function")
-        function = object_named(dotted, f"{key} has {dotted!r}")
+        function = import_object(dotted, f"{key} has {dotted!r}")
         if not callable(function):
             raise ConfigError(
                 f"{key} has {dotted!r}, and {module} has no function {name}; give one of TargetRows to (sum, count)"

@@ -33,13 +33,13 @@ QUESTION = "What is the pass key? The pass key is"
 
 
 def passkey_number(seed: int, length: int, depth: float, sample: int) -> int:
-    """The key of a document, of five digits: a function of only these numbers, the same on every machine."""
+    """Return the key of a document, of five digits: a function of only these numbers, the same on every machine."""
     digest = hashlib.sha256(f"{seed} {length} {depth!r} {sample}".encode()).digest()
     return 10_000 + int.from_bytes(digest[:8]) % 90_000
 
 
 def passkey_text(key: int, before: int, after: int) -> str:
-    """The text of a document with so many sentences of filler before and after the key.
+    """Write the text of a document with so many sentences of filler before and after the key.
 
     >>> passkey_text(71432, before=0, after=1)[-64:]
     'The grass is green. What is the pass key? The pass key is 71432'
@@ -60,39 +60,39 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Pieces":
-        """The pieces of a tokenizer: a TextTokenizer, a fast one of transformers, or one of tokenizers.
+        """Encode the pieces of a tokenizer: a TextTokenizer, a fast one of transformers, or one of tokenizers.
 
         Raises DataError for another object, and for a tokenizer that writes different keys with the same ids.
         """
         engine = _find_engine(tokenizer)
         first = TextTokenizer(engine, None, "").surrounding_ids[0]
-        filler, stops = _ids_behind(engine, FILLER, FILLER)
+        filler, stops = _encode_behind(engine, FILLER, FILLER)
         ends = np.cumsum([len(sentence) + 1 for sentence in SENTENCES])
         pieces = cls(
             engine=engine,
-            opening=np.concatenate([np.array(first, dtype=np.int64), _ids_behind(engine, "", PASSKEY_OPENING)[0]]),
+            opening=np.concatenate([np.array(first, dtype=np.int64), _encode_behind(engine, "", PASSKEY_OPENING)[0]]),
             filler=filler,
             sentence_ends=tuple(np.searchsorted(stops, ends, side="right").tolist()),
-            question=_ids_behind(engine, FILLER, QUESTION)[0],
+            question=_encode_behind(engine, FILLER, QUESTION)[0],
         )
-        if np.array_equal(pieces.answer(12345), pieces.answer(67890)):
+        if np.array_equal(pieces.encode_answer(12345), pieces.encode_answer(67890)):
             raise DataError(
                 "the tokenizer writes the keys 12345 and 67890 with the same ids, so that no model could tell them "
                 "apart; passkey retrieval needs a tokenizer that knows digits"
             )
         return pieces
 
-    def key(self, key: int) -> Integers:
-        """The ids of the sentences with the key."""
-        return _ids_behind(self.engine, FILLER, KEY.format(key=key))[0]
+    def encode_key(self, key: int) -> Integers:
+        """Encode the sentences with the key."""
+        return _encode_behind(self.engine, FILLER, KEY.format(key=key))[0]
 
-    def answer(self, key: int) -> Integers:
-        """The ids of the key behind the question: with the space before it, where that is a token of its own."""
-        return _ids_behind(self.engine, QUESTION, str(key))[0]
+    def encode_answer(self, key: int) -> Integers:
+        """Encode the key behind the question: with the space before it, where that is a token of its own."""
+        return _encode_behind(self.engine, QUESTION, str(key))[0]
 
 
 def _find_engine(tokenizer: Any) -> Tokenizer:
-    """A copy of the tokenizers library's object in a tokenizer, which neither cuts nor pads texts."""
+    """Find a copy of the tokenizers library's object in a tokenizer, which neither cuts nor pads texts."""
     engine = getattr(tokenizer, "engine", None) or getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     if not isinstance(engine, Tokenizer):
         raise DataError(
@@ -105,8 +105,8 @@ def _find_engine(tokenizer: Any) -> Tokenizer:
     return engine
 
 
-def _ids_behind(engine: Tokenizer, context: str, piece: str) -> tuple[Integers, Integers]:
-    """The ids of a piece of text behind another, and where each token ends in it, in characters (1: the space)."""
+def _encode_behind(engine: Tokenizer, context: str, piece: str) -> tuple[Integers, Integers]:
+    """Encode text behind another; returns its ids, and where each token ends in it, in characters (1: the space)."""
     text = f"{context} {piece}" if context else piece
     encoding = engine.encode(text, add_special_tokens=False)
     ids, stops = (
@@ -136,7 +136,7 @@ class PasskeyDocument:
         return self.length
 
     def __getitem__(self, positions: Any) -> Integers:
-        return self.ids()[positions]
+        return self.all_ids()[positions]
 
     @property
     def name(self) -> str:
@@ -148,10 +148,10 @@ class PasskeyDocument:
         """The position of the answer's first token."""
         return self.length - len(self.answer)
 
-    def ids(self) -> Integers:
+    def all_ids(self) -> Integers:
         """Return all token ids."""
         filler = np.resize(self.pieces.filler, self.filler)
-        key, pieces = self.pieces.key(self.key), self.pieces
+        key, pieces = self.pieces.encode_key(self.key), self.pieces
         parts = (pieces.opening, filler[: self.key_at], key, filler[self.key_at :], pieces.question, self.answer)
         return np.concatenate(parts)
 
@@ -185,7 +185,7 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         return tuple(document.length for document in self.documents)
 
     def origin(self, document: int) -> str:
-        """The name of one of them, which is made from no file."""
+        """Return the name of one of them, which is made from no file."""
         return self.documents[document].name
 
     @property
@@ -201,20 +201,20 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         def is_in_answer(rows: TargetRows) -> Tensor:
             return rows.positions + 1 >= starts.to(rows.positions.device)[rows.documents]
 
-        def wrong(rows: TargetRows) -> tuple[Tensor, Tensor]:
+        def wrong_tokens(rows: TargetRows) -> tuple[Tensor, Tensor]:
             return rows.logits.argmax(-1) != rows.targets, is_in_answer(rows)
 
-        def loss(rows: TargetRows) -> tuple[Tensor, Tensor]:
+        def answer_loss(rows: TargetRows) -> tuple[Tensor, Tensor]:
             return rows.losses, is_in_answer(rows)
 
-        return {"passkey_wrong": wrong, "passkey_loss": loss}
+        return {"passkey_wrong": wrong_tokens, "passkey_loss": answer_loss}
 
     def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, PasskeyGrid]:
-        """What an evaluation's result gets of these documents: the grid of retrieved keys, as `passkey`."""
-        return {"passkey": self.grid(measured, step=step, cp=cp)}
+        """Return what an evaluation's result gets of these documents: the grid of retrieved keys, as `passkey`."""
+        return {"passkey": self.make_grid(measured, step=step, cp=cp)}
 
-    def grid(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> PasskeyGrid:
-        """What the metrics of these documents show for each length and depth."""
+    def make_grid(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> PasskeyGrid:
+        """Make the grid of what the metrics of these documents show for each length and depth."""
         shape = len(self.asked_lengths), len(self.depths), self.samples
         wrong, losses = (measured[name] for name in ("passkey_wrong", "passkey_loss"))
         pairs = zip(wrong, self.documents, strict=True)
@@ -240,7 +240,7 @@ def passkey_documents(
     samples: int = 4,
     seed: int = 0,
 ) -> PasskeyDocuments:
-    """Documents that hide a number at each depth (0: at the beginning, 1: at the end) of filler text, and ask for it.
+    """Make documents that hide a number at each depth (0: the beginning, 1: the end) of filler text, and ask for it.
 
     >>> documents = passkey_documents(AutoTokenizer.from_pretrained(folder), lengths=(1024, 16384), depths=(0, 0.5, 1))
     >>> result = evaluate(model, documents, PlanChoice.fixed(4), world)
@@ -263,9 +263,9 @@ def passkey_documents(
 
 
 def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> PasskeyDocument:
-    """A document with its key at a depth. Raises DataError for a length without room for its fixed parts."""
-    answer = pieces.answer(key)
-    fixed = sum(map(len, (pieces.opening, pieces.key(key), pieces.question, answer)))
+    """Make a document with its key at a depth. Raises DataError for a length without room for its fixed parts."""
+    answer = pieces.encode_answer(key)
+    fixed = sum(map(len, (pieces.opening, pieces.encode_key(key), pieces.question, answer)))
     if length < fixed:
         raise DataError(
             f"a passkey document of {length} tokens has no room for its opening, its key and its question, {fixed} "
@@ -278,7 +278,7 @@ def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> Passk
 
 
 def _nearest_sentence_end(pieces: Pieces, place: float, filler: int) -> int:
-    """The end of a sentence of the filler, or of the whole, that is nearest to a place in it."""
+    """Return the end of a sentence of the filler, or of the whole, that is nearest to a place in it."""
     start = int(place) // len(pieces.filler) * len(pieces.filler)
     ends = [end for end in (start, *(start + end for end in pieces.sentence_ends), filler) if end <= filler]
     return min(ends, key=lambda end: abs(end - place))

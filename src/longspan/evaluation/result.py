@@ -39,11 +39,11 @@ class PasskeyGrid:
         return sum(map(sum, self.retrieved)) / self.documents
 
     def share_of_length(self, index: int) -> float:
-        """The share of keys that were retrieved from documents of `lengths[index]`."""
+        """Return the share of keys that were retrieved from documents of `lengths[index]`."""
         return sum(self.retrieved[index]) / (len(self.depths) * self.samples)
 
     def table(self) -> str:
-        """The shares as text: a line for each depth, a column for each length.
+        """Write the shares as text: a line for each depth, a column for each length.
 
         >>> print(PasskeyGrid((512, 1024), (0.0, 1.0), 4, ((4, 4), (1, 3)), ((0.1, 0.1), (2.0, 0.7))).table())
         keys retrieved: 12 of 16, 4 for each length and depth (1: the key stands at the end)
@@ -66,7 +66,7 @@ class PasskeyGrid:
         return "\n".join([f"{keys} depth (1: the key stands at the end)", *lines])
 
     def to_json(self) -> dict[str, Any]:
-        """The grid as a JSON object; `from_json` gives an equal one back."""
+        """Return the grid as a JSON object; `from_json` gives an equal one back."""
         return asdict(self)
 
     @classmethod
@@ -125,7 +125,7 @@ class Evaluation:
             return math.inf
 
     def row(self) -> dict[str, Any]:
-        """The evaluation as a row of metrics.jsonl."""
+        """Return the evaluation as a row of metrics.jsonl."""
         row: dict[str, Any] = {"step": self.step} | ({"eval_name": self.name} if self.name else {})
         row |= {"eval_loss": self.loss, "eval_perplexity": self.perplexity}
         row |= {f"eval_{name}": mean.value for name, mean in self.metrics.items()}
@@ -140,7 +140,7 @@ class Evaluation:
         return row
 
     def document_rows(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """One JSON object a document: document, its name where names are given, tokens, targets, mean loss."""
+        """Return one JSON object a document: document, its name where names are given, tokens, targets, mean loss."""
         return [
             {"document": document}
             | ({} if names is None else {"name": names[document]})
@@ -150,7 +150,7 @@ class Evaluation:
 
 
 def comparison_table(evaluations: Sequence[Evaluation]) -> str:
-    """The losses of one set of weights at several degrees, with their relative difference to the first, as text."""
+    """Write the losses of one set of weights at several degrees, and their relative difference to the first."""
     first = evaluations[0]
     lines = [
         f"evaluation loss of the weights after step {first.step}: {plural(first.documents, 'document')}, "
@@ -167,7 +167,7 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def sets_table(evaluations: Sequence[Evaluation]) -> str:
-    """Loss and built-in metrics of named sets next to each other, as text; a dash where nothing was counted."""
+    """Write loss and built-in metrics of named sets next to each other, as text; a dash where nothing was counted."""
     width = max(len("evaluation set"), *(len(evaluation.name) for evaluation in evaluations))
     names = f"{'loss':>12}  {'perplexity':>12}  {'accuracy':>8}  {'bits/byte':>9}  {'documents':>9}  {'cp':>4}"
     lines = [f"{'evaluation set':<{width}}  {names}"]

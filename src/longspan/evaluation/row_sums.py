@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.comm import World, to_device
 from longspan.evaluation.metrics import Bucket, EvaluationOptions, Mean, TargetRows, check_columns, check_pair
 from longspan.layout import Floats, Integers
-from longspan.train.loss import cut_rows_into_chunks, log_probs_of_rows, rows_of_chunk
+from longspan.train.loss import cut_into_chunks, row_log_probs, rows_per_chunk
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
@@ -30,14 +30,14 @@ class _Measured(NamedTuple):
 class RowSums:
     """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step.
 
-    Nothing waits for the device before `flush`. An error of a user's metric is kept in `error`, and the passes go on,
-    so that this rank does not leave the others in a collective.
+    Nothing waits for the device before `collect_measured`. An error of a user's metric is kept in `error`, and the
+    passes go on, so that this rank does not leave the others in a collective.
     """
 
     def __init__(self, lengths: Sequence[int], options: EvaluationOptions, device: torch.device) -> None:
         self.error: Exception | None = None
         self._options = options
-        self._edges = edges_to(max(lengths, default=1))
+        self._edges = bucket_edges(max(lengths, default=1))
         self._waiting: list[_Measured] = []
         self._losses: Floats = np.zeros(len(lengths))  # of each document
         self._positions: Floats = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
@@ -46,7 +46,7 @@ class RowSums:
         self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum of the losses of a micro-batch's rows (T, D), from which `head` makes logits."""
+        """Sum the losses of a micro-batch's rows (T, D), from which `head` makes logits."""
         rows = target_rows(batch)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         if not len(rows):
@@ -74,15 +74,15 @@ class RowSums:
         on_host: tuple[Integers, Integers, Integers, Integers],
         row_weights: Floats | None,
     ) -> Iterator[TargetRows]:
-        """Some rows at a time."""
+        """Yield some rows at a time."""
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
         weights = None if row_weights is None else to_device(row_weights, hidden.device)
-        size = self._options.loss_chunk_rows or rows_of_chunk(
+        size = self._options.loss_chunk_rows or rows_per_chunk(
             getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
         )
-        for part in cut_rows_into_chunks(len(rows), size):
+        for part in cut_into_chunks(len(rows), size):
             logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
-            losses = -log_probs_of_rows(logits, ids).double()
+            losses = -row_log_probs(logits, ids).double()
             if weights is not None:
                 losses = losses * weights[part]
             yield TargetRows(documents[part], positions[part], ids, losses, logits)
@@ -103,7 +103,7 @@ class RowSums:
             self.error = error
         return columns.flatten(0, 1)
 
-    def flush(self) -> None:
+    def collect_measured(self) -> None:
         """Bring what was measured to the host and add it up there, in one order."""
         for measured in self._waiting:
             losses = torch.cat(measured.losses).cpu().numpy()
@@ -118,7 +118,10 @@ class RowSums:
         self._waiting.clear()
 
     def sum_over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
-        """The sums over all ranks, the same on each; `failed`: this rank has an error, which all then learn of."""
+        """Sum over all ranks; every rank gets the sums.
+
+        `failed`: this rank has an error, which all then learn of.
+        """
         counts_here = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
         metrics, of_documents = self._metrics.cpu().numpy(), self._document_metrics
@@ -156,7 +159,7 @@ class Totals(NamedTuple):
     failures: int
 
     def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
-        """The loss of rows at positions in each bucket that has any; `documents` are those that reach it."""
+        """Return the loss of rows at positions in each bucket that has any; `documents` are those that reach it."""
         targets = np.asarray(lengths) - 1
         reach = [int((targets > edge).sum()) for edge in self.edges.tolist()]
         loss, rows = self.positions
@@ -165,7 +168,7 @@ class Totals(NamedTuple):
         )
 
     def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
-        """The loss of documents whose length is in each bucket that has any; `targets` is what each predicts."""
+        """Return the loss of documents whose length is in each bucket that has any; `targets` is what each predicts."""
         bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
         size = len(self.edges)
         losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
@@ -174,8 +177,8 @@ class Totals(NamedTuple):
         return _make_buckets(self.edges, [Mean(*pair) for pair in zip(losses, rows, strict=True)], counts)
 
 
-def edges_to(longest: int) -> Integers:
-    """Where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
+def bucket_edges(longest: int) -> Integers:
+    """Return where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
     doublings = max(0, math.ceil(math.log2(max(longest, 1) / FIRST_EDGE)) + 1)
     return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
 

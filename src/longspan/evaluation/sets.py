@@ -57,11 +57,11 @@ class EvaluationSet:
         return int(lengths[longest]), self.documents.origin(longest)
 
     def with_images(self, model: PreTrainedConfig, folder: Path) -> "EvaluationSet":
-        """The set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
+        """Return the set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
         return replace(self, documents=with_images(self.documents, model, folder))
 
-    def line(self) -> str:
-        """A line about its documents and targets, for the console."""
+    def describe_set(self) -> str:
+        """Describe its documents and targets in a line, for the console."""
         lengths, every = self.documents.lengths, self.config.every
         targets = getattr(self.documents, "targets", None)
         of_them = "" if targets is None else f" ({targets:,} of them targets)"
@@ -86,16 +86,16 @@ MADE: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {PASSKEY: _m
 def check_paths(config: RunConfig, world: World) -> None:
     """Raise DataError on every rank for a set whose path is missing or holds no text, before a corpus is built."""
 
-    def check() -> None:
+    def check_rank() -> None:
         for entry in config.eval:
             if entry.path not in MADE:
-                _settings(config, entry).files(Path(config.run.dir))
+                _corpus_settings(config, entry).files(Path(config.run.dir))
 
-    run_on_first_rank(world, check, DataError)
+    run_on_first_rank(world, check_rank, DataError)
 
 
 def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
-    """The set of a table [[eval]], without its metrics; its texts are tokenized where they were not yet.
+    """Open the set of a table [[eval]], without its metrics; its texts are tokenized where they were not yet.
 
     All ranks call it together, once the run has its tokenizer. Raises DataError for texts that cannot be read.
     """
@@ -106,8 +106,8 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
     return EvaluationSet(entry, documents)
 
 
-def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
-    """How many source files of a set are trained on, in words; "" where none is."""
+def count_trained_files(training: Corpus, evaluated: EvaluationSet) -> str:
+    """Count, in words, the source files of a set that are trained on; "" where none is."""
     if not isinstance(evaluated.documents, CorpusDocuments):
         return ""
     corpus = evaluated.documents.corpus
@@ -120,16 +120,16 @@ def files_in_both(training: Corpus, evaluated: EvaluationSet) -> str:
     return f"evaluation set {evaluated.name}: {count} are in the training data too, so its loss is partly of texts seen"
 
 
-def _settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
+def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
     data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
     return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix)
 
 
 def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
-    """The corpus of a set in the run's folder: the first rank makes sure of it, all open it."""
-    directory, settings = Path(config.run.dir), _settings(config, entry)
+    """Return the corpus of a set in the run's folder: the first rank makes sure of it, all open it."""
+    directory, settings = Path(config.run.dir), _corpus_settings(config, entry)
 
-    def build() -> None:
+    def build_corpus() -> None:
         folder = directory / settings.folder
         folder.parent.mkdir(exist_ok=True)
         log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
@@ -137,5 +137,5 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
             tokenizer = configured_tokenizer(config) or load_tokenizer(directory)
             ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
 
-    run_on_first_rank(world, build, DataError)
+    run_on_first_rank(world, build_corpus, DataError)
     return run_on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)

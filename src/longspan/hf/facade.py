@@ -19,7 +19,7 @@ from longspan.data.batch_documents import BatchDocuments
 from longspan.data.document import NO_TARGET, Document
 from longspan.errors import ConfigError, DataError, ModelError
 from longspan.layout import Floats
-from longspan.model.adapters import model_inside
+from longspan.model.adapters import unwrap_model
 from longspan.train import TokenLogProbs, documents_of
 
 VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
@@ -157,7 +157,7 @@ class Facade:
     @property
     def inner_model(self) -> Any:
         """The prepared model, without an adapter's wrapper."""
-        return model_inside(self._model())
+        return unwrap_model(self._model())
 
     def __call__(
         self,

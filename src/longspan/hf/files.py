@@ -27,7 +27,7 @@ from longspan.checkpoint.storage import not_data, read_values
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError
 from longspan.hf.one_process import StockTrainer
-from longspan.model.reload import load_weights
+from longspan.model.saving.reload import load_weights
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
 UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "scheduler.pt", "rng", "trainer_state.json"

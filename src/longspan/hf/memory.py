@@ -10,7 +10,7 @@ import torch
 
 from longspan.config.keys import AUTO
 from longspan.config.sections import LoraSection, RunConfig
-from longspan.model.adapters import adapter_in, model_inside
+from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.prepared import PrepareOptions
 from longspan.plan import MemoryPlan
 from longspan.train.memory.coming_plans import ComingSteps
@@ -47,7 +47,7 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     lengths = _document_lengths(trainer)
     memory = None
     if lengths:
-        model, home = model_inside(trainer.model).config, trainer.world.home
+        model, home = unwrap_model(trainer.model).config, trainer.world.home
         steps = ComingSteps(lambda step: _step_lengths(trainer, lengths, step), home, query_heads(model), 0, 64)
         memory = choose_on_ranks(RunMemory(config=config, model=model, ahead=steps, gpu=gpu), trainer.world, _log.info)
     if config.context.max_tokens_per_slot == AUTO:
@@ -65,7 +65,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         attention_kernel=config.context.attention_kernel or None,
         mixer_kernels=config.context.mixer_kernels,
         compute_dtype=torch.bfloat16
-        if computes_in_bfloat16(args) and model_inside(model).dtype != torch.bfloat16
+        if computes_in_bfloat16(args) and unwrap_model(model).dtype != torch.bfloat16
         else None,
     )
     if not training:
@@ -83,11 +83,11 @@ def _is_default(args: Any) -> bool:
 
 def _run_config(trainer: Any) -> RunConfig:
     """The configuration that a run with a trainer's model, precision and optimizer would have."""
-    config, args, model = trainer.longspan.config(), trainer._stock_arguments, model_inside(trainer.model)
+    config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
     model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if computes_in_bfloat16(args) else dtype)
     name = OPTIMIZERS.get(getattr(args.optim, "value", args.optim), "torch.optim.AdamW")
-    adapter = adapter_in(model)
+    adapter = find_adapter(model)
     lora = LoraSection()
     if adapter is not None:
         targets = getattr(adapter.config, "target_modules", None)

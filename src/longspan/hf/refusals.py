@@ -14,7 +14,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from longspan.errors import ConfigError, LongspanError, ModelError
 from longspan.hf.arguments import LongspanArguments
-from longspan.model.adapters import model_inside
+from longspan.model.adapters import unwrap_model
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 _LAYOUT = "the layout is in longspan's own keys (docs/trainer.md)"
@@ -92,7 +92,7 @@ def _reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) 
 
 def refuse_kind(given: Any) -> None:
     """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer."""
-    model: Any = model_inside(given)
+    model: Any = unwrap_model(given)
     name = type(model).__name__
     if getattr(model, "hf_device_map", None):
         raise ConfigError(
@@ -114,7 +114,7 @@ def refuse_kind(given: Any) -> None:
 def refuse_model(trainer: Any) -> None:
     """Raise ModelError or ConfigError for the model of a trainer that was made, where longspan cannot run it there."""
     refuse_kind(trainer.model)
-    model = model_inside(trainer.model)
+    model = unwrap_model(trainer.model)
     name, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "vision_config", None) is not None and hasattr(trainer.processing_class, "image_processor"):
         raise ModelError(

@@ -15,8 +15,8 @@ from longspan.data.document import NO_TARGET, Document
 from longspan.errors import NonFiniteError
 from longspan.hf.facade import AheadBatch, Facade, Offset, read_batch, with_coefficients
 from longspan.hf.one_process import StockTrainer
-from longspan.model.adapters import model_inside
-from longspan.model.seams.call_rules import refuse_dropout_in_two_passes
+from longspan.model.adapters import unwrap_model
+from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.train import (
     LossRows,
     PlanChoice,
@@ -27,7 +27,7 @@ from longspan.train import (
     token_log_probs,
 )
 from longspan.train import grad_norm as norm_of
-from longspan.train.plans import cost_of_run, query_heads
+from longspan.train.plans import find_run_cost, query_heads
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class StepsPart(StockTrainer):
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
         """Who plans training (True) and evaluation (False), by the cost of the model."""
-        config, model = self._config, model_inside(self.model).config
+        config, model = self._config, unwrap_model(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
-        cost = cost_of_run(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
+        cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
         heads = query_heads(model)
         return {
             True: PlanChoice.training(config, cost=cost, heads=heads),
@@ -165,7 +165,7 @@ class StepsPart(StockTrainer):
         if guessed and not cut:
             self._guesses = False
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
-        refuse_dropout_in_two_passes(self._facade.inner_model, "losses that are not the mean cross entropy")
+        refuse_two_pass_dropout(self._facade.inner_model, "losses that are not the mean cross entropy")
         documents = [d for d in documents if np.any(d.token_values(np.arange(len(d)))["coefficient"])]
         if documents:
             self._run_step(documents)

@@ -21,7 +21,7 @@ from longspan.hf.one_process import OneAccelerator, OneProcess
 from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, load_on_one_device, take_reference_adapter
 from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
-from longspan.model.adapters import model_inside
+from longspan.model.adapters import unwrap_model
 from longspan.plan import MemoryPlan
 
 
@@ -81,7 +81,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         """Prepare the model, and a reference model of TRL, before the first pass or optimizer."""
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
-        inside = model_inside(self.model)
+        inside = unwrap_model(self.model)
         self._facade.head = take_fused_head(inside)
         copied = take_reference_adapter(self.model)
         self.memory_plan: MemoryPlan | None

@@ -13,7 +13,7 @@ from longspan.errors import LayoutError
 from longspan.layout.partition import Partition
 from longspan.layout.row_blocks import Blocks, cut_into_blocks
 from longspan.layout.row_moves import Placement, RowMoves, plan_moves
-from longspan.layout.segments import Integers, as_read_only
+from longspan.layout.segments import Integers, make_read_only
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,30 +53,30 @@ class Exchange:
         return self.have.degree
 
     def received_rows(self, rank: int) -> int:
-        """How many rows arrive at this rank from others."""
-        self._check(rank)
+        """Return how many rows arrive at this rank from others."""
+        self._check_rank(rank)
         return sum(self.moves(rank).receives)
 
     def sent_rows(self, rank: int) -> int:
-        """How many rows leave this rank, a row counted once for each receiver."""
-        self._check(rank)
+        """Return how many rows leave this rank, a row counted once for each receiver."""
+        self._check_rank(rank)
         return sum(self.moves(rank).sends)
 
     def lower_bound_rows(self, rank: int) -> int:
-        """How many distinct rows this rank needs and does not have: no exchange can bring it fewer."""
-        self._check(rank)
+        """Return how many distinct rows this rank needs and does not have: no exchange can bring it fewer."""
+        self._check_rank(rank)
         return len(np.setdiff1d(self.need.rows(rank), self.have.rows(rank)))
 
     def send(self, rank: int, to: int) -> Integers:
         """Return the rows that go to `to`, as they travel: indices in `rank`'s order of `have`."""
-        self._check(to)
+        self._check_rank(to)
         moves = self.moves(rank)
         begin = sum(moves.sends[:to])
-        return as_read_only(moves.leaves[begin : begin + moves.sends[to]])
+        return make_read_only(moves.leaves[begin : begin + moves.sends[to]])
 
     def receive(self, rank: int, frm: int) -> Placement:
         """Return where the rows from `frm` go, as they travel: indices in `rank`'s order of `need`."""
-        self._check(frm)
+        self._check_rank(frm)
         moves = self.moves(rank)
         return _find_placement(moves, sum(moves.receives[:frm]), moves.receives[frm])
 
@@ -84,16 +84,16 @@ class Exchange:
         """Return the rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
         moves = self.moves(rank)
         place, target = _find_placement(moves, sum(moves.receives), len(moves.stays))
-        return Placement(as_read_only(moves.stays[place]), target)
+        return Placement(make_read_only(moves.stays[place]), target)
 
     @cached_property
     def counts(self) -> Integers:
         """How many rows travel: (sender, receiver), zero on the diagonal."""
-        return as_read_only(np.array([self.moves(rank).sends for rank in range(self.degree)]))
+        return make_read_only(np.array([self.moves(rank).sends for rank in range(self.degree)]))
 
     def moves(self, rank: int) -> RowMoves:
-        """The rows that one rank sends, receives and keeps."""
-        self._check(rank)
+        """Return the rows that one rank sends, receives and keeps."""
+        self._check_rank(rank)
         if rank not in self._moves:
             have, need = self.blocks
             self._moves[rank] = plan_moves(have, need, rank)
@@ -109,7 +109,10 @@ class Exchange:
         return {}
 
     def reverse(self) -> "Exchange":
-        """The exchange that brings the rows back. Raises LayoutError where a row of `have` was needed by nobody."""
+        """Return the exchange that brings the rows back.
+
+        Raises LayoutError where a row of `have` was needed by nobody.
+        """
         return Exchange(self.need, self.have)
 
     def _check_supply(self) -> None:
@@ -127,7 +130,7 @@ class Exchange:
                     f"all); give it to a rank, or need it nowhere"
                 )
 
-    def _check(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.degree:
             raise LayoutError(f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})")
 
@@ -139,4 +142,4 @@ def _find_placement(moves: RowMoves, begin: int, count: int) -> Placement:
     """Find which of `count` rows of the pool, from `begin` on, go where, in their order."""
     target = np.flatnonzero((moves.places >= begin) & (moves.places < begin + count))
     order = np.argsort(moves.places[target], kind="stable")
-    return Placement(as_read_only(moves.places[target][order] - begin), as_read_only(target[order]))
+    return Placement(make_read_only(moves.places[target][order] - begin), make_read_only(target[order]))

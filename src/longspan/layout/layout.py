@@ -79,30 +79,30 @@ class Layout:
         return len(self.ranks) // (self.pp * self.tp)
 
     def rank_at(self, slot: int, *, pp: int = 0, tp: int = 0) -> int:
-        """The global rank that stands at these coordinates."""
+        """Return the global rank that stands at these coordinates."""
         for name, place, size in (("slot", slot, self.slots), ("pp", pp, self.pp), ("tp", tp, self.tp)):
             if not 0 <= place < size:
                 raise LayoutError(f"{name} {place} is outside the home, which has {size} ({name} 0 to {size - 1})")
         return self.ranks[(pp * self.slots + slot) * self.tp + tp]
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a global rank stands. Raises LayoutError for a rank outside the home."""
+        """Return where a global rank stands. Raises LayoutError for a rank outside the home."""
         if rank not in self._index:
-            raise LayoutError(f"rank {rank} is not in this home of {len(self.ranks)} ranks: {short(self.ranks)}")
+            raise LayoutError(f"rank {rank} is not in this home of {len(self.ranks)} ranks: {excerpt(self.ranks)}")
         outer, tp = divmod(self._index[rank], self.tp)
         pp, slot = divmod(outer, self.slots)
         return Coordinates(pp, slot, tp)
 
     def plane(self, *, pp: int = 0, tp: int = 0) -> tuple[int, ...]:
-        """The ranks of all slots at one pipeline stage and tensor-parallel position, in slot order."""
+        """Return the ranks of all slots at one pipeline stage and tensor-parallel position, in slot order."""
         return tuple(self.rank_at(slot, pp=pp, tp=tp) for slot in range(self.slots))
 
     def planes(self) -> tuple[tuple[int, ...], ...]:
-        """Every plane, pp slowest: together they hold each rank once."""
+        """Return every plane, pp slowest: together they hold each rank once."""
         return tuple(self.plane(pp=pp, tp=tp) for pp in range(self.pp) for tp in range(self.tp))
 
     def tp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The tensor-parallel groups, pp slowest."""
+        """Return the tensor-parallel groups, pp slowest."""
         return tuple(
             tuple(self.rank_at(slot, pp=pp, tp=tp) for tp in range(self.tp))
             for pp in range(self.pp)
@@ -110,7 +110,7 @@ class Layout:
         )
 
     def pp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The pipelines: the ranks of all stages at one slot and tensor-parallel position."""
+        """Return the pipelines: the ranks of all stages at one slot and tensor-parallel position."""
         return tuple(
             tuple(self.rank_at(slot, pp=pp, tp=tp) for pp in range(self.pp))
             for slot in range(self.slots)
@@ -123,7 +123,7 @@ class Layout:
 
 
 def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
-    """The ranks of a count or a sequence. Raises LayoutError unless they are distinct integers from 0."""
+    """Return the ranks of a count or a sequence. Raises LayoutError unless they are distinct integers from 0."""
     if not isinstance(ranks, Iterable):
         count = _as_integer(ranks)
         if count is None or count < 1:
@@ -132,12 +132,12 @@ def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
     values: tuple[object, ...] = tuple(ranks)
     integers = tuple(rank for rank in map(_as_integer, values) if rank is not None and rank >= 0)
     if not values or len(integers) != len(values) or len(set(integers)) != len(integers):
-        raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {short(values)}")
+        raise LayoutError(f"ranks must be distinct integers from 0, at least one; got {excerpt(values)}")
     return integers
 
 
 def check_degree(name: str, value: object) -> int:
-    """A degree or count as a Python integer of at least 1; anything else raises LayoutError naming it."""
+    """Return a degree or count as a Python integer of at least 1; anything else raises LayoutError naming it."""
     degree = _as_integer(value)
     if degree is None or degree < 1:
         raise LayoutError(f"{name} is {value!r}; {name} is an integer of at least 1")
@@ -145,7 +145,7 @@ def check_degree(name: str, value: object) -> int:
 
 
 def _as_integer(value: object) -> int | None:
-    """The value as a Python integer where it is one (numpy's count, a bool or a float does not), else None."""
+    """Return the value as a Python integer where it is one (numpy's count, a bool or a float does not), else None."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
@@ -154,7 +154,7 @@ def _as_integer(value: object) -> int | None:
         return None
 
 
-def short(values: Sequence[object], limit: int = 8) -> str:
-    """The values in round brackets, the first few of them where there are many."""
+def excerpt(values: Sequence[object], limit: int = 8) -> str:
+    """Return the values in round brackets, the first few of them where there are many."""
     head = ", ".join(repr(v) for v in values[:limit])
     return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"

@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
-from longspan.layout.layout import check_degree, short
-from longspan.layout.segments import Integers, as_read_only
+from longspan.layout.layout import check_degree, excerpt
+from longspan.layout.segments import Integers, make_read_only
 
 NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
 _MOST_ROWS = 2**63 - 1
 
 
 def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[int, ...]:
-    """Document lengths as Python integers, each at least 1.
+    """Return document lengths as Python integers, each at least 1.
 
     >>> check_lengths(np.array([3, 1]))
     (3, 1)
@@ -32,13 +32,13 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
     wrong = [kind for kind in set(map(type, values)) if not is_integer(kind)]
     if wrong:
         index = next(i for i, value in enumerate(values) if type(value) in wrong)
-        _refuse(
+        _refuse_length(
             what, index, values[index], "a length is an integer number of rows: convert it with int(…) if it is whole"
         )
     integers = tuple(map(int, cast(list[int], values)))
     if integers and min(integers) < 1:
         index = next(i for i, value in enumerate(integers) if value < 1)
-        _refuse(what, index, integers[index], "a document has at least 1 row: leave empty documents out")
+        _refuse_length(what, index, integers[index], "a document has at least 1 row: leave empty documents out")
     if sum(integers) > _MOST_ROWS:
         raise LayoutError(
             f"{len(integers)} lengths add up to {sum(integers)} rows; at most {_MOST_ROWS} can be counted"
@@ -47,7 +47,7 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
 
 
 def _to_list(lengths: Iterable[object], what: str) -> list[object]:
-    """Lengths as a list. Raises LayoutError for what has no elements, or several dimensions."""
+    """Return lengths as a list. Raises LayoutError for what has no elements, or several dimensions."""
     if isinstance(lengths, np.ndarray):
         array = cast(NDArray[Any], lengths)
         if array.ndim != 1:
@@ -60,11 +60,11 @@ def _to_list(lengths: Iterable[object], what: str) -> list[object]:
 
 
 def is_integer(kind: type) -> bool:
-    """Whether values of this type are counts: Python and numpy integers are, bools are not."""
+    """Return whether values of this type are counts: Python and numpy integers are, bools are not."""
     return issubclass(kind, (int, np.integer)) and kind is not bool
 
 
-def _refuse(what: str, index: int, value: object, advice: str) -> NoReturn:
+def _refuse_length(what: str, index: int, value: object, advice: str) -> NoReturn:
     raise LayoutError(f"{what} {index} is {value!r} ({type(value).__name__}); {advice}")
 
 
@@ -92,7 +92,7 @@ class Packing:
 
     def __repr__(self) -> str:
         pad = f", pad_to_multiple={self.pad_to_multiple}" if self.pad_to_multiple > 1 else ""
-        return f"Packing(lengths={short(self.lengths)}{pad})"
+        return f"Packing(lengths={excerpt(self.lengths)}{pad})"
 
     @property
     def tokens(self) -> int:
@@ -107,14 +107,14 @@ class Packing:
     @cached_property
     def cu_seqlens(self) -> Integers:
         """Where each document starts, and the end of the last: (documents + 1,) int64 from 0."""
-        return as_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
+        return make_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
 
     @cached_property
     def positions(self) -> Integers:
         """Position of each row inside its document: (S,) int64."""
-        return as_read_only(np.arange(self.tokens, dtype=np.int64) - self.cu_seqlens[self.document_of_row])
+        return make_read_only(np.arange(self.tokens, dtype=np.int64) - self.cu_seqlens[self.document_of_row])
 
     @cached_property
     def document_of_row(self) -> Integers:
         """Index of the document that each row belongs to: (S,) int64."""
-        return as_read_only(np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths))
+        return make_read_only(np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths))

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
-from longspan.layout.layout import check_degree, short
+from longspan.layout.layout import check_degree, excerpt
 from longspan.layout.packing import check_lengths, is_integer
-from longspan.layout.segments import Integers, Segments, as_read_only, expand, segments_from_runs
+from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only, segments_from_runs
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -40,7 +40,7 @@ class Partition(ABC):
 
     @staticmethod
     def zigzag(lengths: Iterable[object], degree: int) -> "Partition":
-        """Each document in 2·degree chunks; member r holds chunk r, then chunk 2·degree−1−r.
+        """Cut each document into 2·degree chunks; member r holds chunk r, then chunk 2·degree−1−r.
 
         A document of L rows gives every member L // degree rows; its L % degree remaining rows go round the members, on
         from where the document before stopped. So members differ by at most one row in all, and none holds more than
@@ -53,7 +53,10 @@ class Partition(ABC):
 
     @staticmethod
     def contiguous(lengths: Iterable[object], degree: int) -> "Partition":
-        """The documents end to end, cut into one run of rows a member; the first sum % degree members hold one more."""
+        """Lay the documents end to end and cut them into one run of rows a member.
+
+        The first sum % degree members hold one more.
+        """
         return _Contiguous(check_lengths(lengths), check_degree("degree", degree))
 
     @staticmethod
@@ -94,19 +97,19 @@ class Partition(ABC):
 
     @abstractmethod
     def runs(self, member: int) -> Integers:
-        """The member's rows as half-open runs in held order, (runs, 2); runs that touch are one."""
+        """Return the member's rows as half-open runs in held order, (runs, 2); runs that touch are one."""
 
     @abstractmethod
     def segments(self, member: int) -> Segments:
-        """The member's runs inside their documents. Raises LayoutError for a partition `from_rows`."""
+        """Return the member's runs inside their documents. Raises LayoutError for a partition `from_rows`."""
 
     def rows(self, member: int) -> Integers:
-        """The member's row ids in held order."""
+        """Return the member's row ids in held order."""
         runs = self.runs(member)
-        return as_read_only(expand(runs[:, 0], runs[:, 1]))
+        return make_read_only(expand_runs(runs[:, 0], runs[:, 1]))
 
     def take(self, x: NDArray[Any], member: int) -> NDArray[Any]:
-        """The member's rows of `x` (rows, …), which has one entry per row id."""
+        """Take the member's rows of `x` (rows, …), which has one entry per row id."""
         runs = self.runs(member)
         if len(runs) and int(runs.max()) > len(x):
             raise LayoutError(
@@ -115,13 +118,15 @@ class Partition(ABC):
         return x[self.rows(member)]
 
     def assemble(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """The whole array from each member's rows, the inverse of `take`; where members share a row, the first has it.
+        """Join each member's rows to the whole array: the inverse of `take`.
+
+        Where members share a row, the first has it.
 
         Raises LayoutError where a part has not the member's number of rows, or where ids leave gaps.
         """
         counts = tuple(len(part) for part in parts)
         if counts != self.counts:
-            raise LayoutError(f"parts have {short(counts)} rows; the members hold {short(self.counts)}")
+            raise LayoutError(f"parts have {excerpt(counts)} rows; the members hold {excerpt(self.counts)}")
         rows = np.concatenate([self.rows(member) for member in range(self.degree)])
         ids, first = np.unique(rows, return_index=True)
         if len(ids) and int(ids[-1]) != len(ids) - 1:
@@ -135,7 +140,7 @@ class Partition(ABC):
 
 
 @dataclass(frozen=True, repr=False)
-class _FromLengths(Partition):
+class _LengthPartition(Partition):
     lengths: tuple[int, ...]
     degree: int
 
@@ -145,7 +150,7 @@ class _FromLengths(Partition):
 
     @cached_property
     def _starts(self) -> Integers:
-        return as_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
+        return make_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -153,36 +158,36 @@ class _FromLengths(Partition):
         return (base + 1,) * extra + (base,) * (self.degree - extra)
 
     @cached_property
-    def _recent(self) -> dict[int, Segments]:
+    def _recent_segments(self) -> dict[int, Segments]:
         return {}
 
     def segments(self, member: int) -> Segments:
         """Return the segments of a member; those of a few members are remembered."""
         self._check_member(member)
-        segments = self._recent.pop(member, None)
+        segments = self._recent_segments.pop(member, None)
         if segments is None:
             segments = self._make_segments(member)
-        while len(self._recent) >= RECENT:
-            del self._recent[next(iter(self._recent))]
-        self._recent[member] = segments  # the latest is last
+        while len(self._recent_segments) >= RECENT:
+            del self._recent_segments[next(iter(self._recent_segments))]
+        self._recent_segments[member] = segments  # the latest is last
         return segments
 
     @abstractmethod
     def _make_segments(self, member: int) -> Segments:
-        """The member's runs inside their documents."""
+        """Make the member's runs inside their documents."""
 
     def runs(self, member: int) -> Integers:
         segments = self.segments(member)
         shift = self._starts[segments.document]
         concatenated = segments_from_runs(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
-        return as_read_only(np.stack([concatenated.start, concatenated.stop], axis=1))
+        return make_read_only(np.stack([concatenated.start, concatenated.stop], axis=1))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.lengths, self.degree)
 
     def __repr__(self) -> str:
         kind = type(self).__name__.removeprefix("_").lower()
-        return f"Partition.{kind}({short(self.lengths)}, degree={self.degree})"
+        return f"Partition.{kind}({excerpt(self.lengths)}, degree={self.degree})"
 
 
 class _DocumentShares(NamedTuple):
@@ -196,7 +201,7 @@ class _DocumentShares(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class _Zigzag(_FromLengths):
+class _Zigzag(_LengthPartition):
     @cached_property
     def _document_shares(self) -> _DocumentShares:
         """Work out how many rows of each document the chunks have, and which members have one row more."""
@@ -207,7 +212,7 @@ class _Zigzag(_FromLengths):
         turn = (np.arange(len(length), dtype=np.uint64) * GOLDEN >> np.uint64(63)).astype(np.int64)
         return _DocumentShares(length, base, extra, first, turn)
 
-    def _rows_before(self, member: int) -> tuple[Integers, Integers]:
+    def _count_rows_before(self, member: int) -> tuple[Integers, Integers]:
         """Count the rows of each document in the early and the late chunks of all members before this one."""
         length, base, extra, first, turn = self._document_shares
         extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
@@ -218,8 +223,8 @@ class _Zigzag(_FromLengths):
 
     def _make_segments(self, member: int) -> Segments:
         """Make the segments of a member: an early and a late run of each document."""
-        early_start, late_stop = self._rows_before(member)
-        early_stop, late_start = self._rows_before(member + 1)
+        early_start, late_stop = self._count_rows_before(member)
+        early_stop, late_start = self._count_rows_before(member + 1)
         document = np.repeat(np.arange(len(self.lengths), dtype=np.int64), 2)
         start = np.stack([early_start, late_start], axis=1).reshape(-1)
         stop = np.stack([early_stop, late_stop], axis=1).reshape(-1)
@@ -227,14 +232,15 @@ class _Zigzag(_FromLengths):
 
 
 @dataclass(frozen=True, repr=False)
-class _Contiguous(_FromLengths):
-    def _cut(self, member: int) -> int:
+class _Contiguous(_LengthPartition):
+    def _border(self, member: int) -> int:
+        """Return the first row of a member."""
         base, extra = divmod(self.total, self.degree)
         return member * base + min(member, extra)
 
     def _make_segments(self, member: int) -> Segments:
         """Make the segments of a member: the part of each document between its two borders."""
-        begin, end = self._cut(member), self._cut(member + 1)
+        begin, end = self._border(member), self._border(member + 1)
         touched = slice(
             int(np.searchsorted(self._starts, begin, side="right")) - 1, int(np.searchsorted(self._starts, end))
         )
@@ -284,18 +290,21 @@ class _ListedPartition(Partition):
         return Partition.from_rows, ([self.rows(member) for member in range(self.degree)],)
 
     def __repr__(self) -> str:
-        return f"Partition.from_rows({self.degree} members with {short(self.counts)} rows)"
+        return f"Partition.from_rows({self.degree} members with {excerpt(self.counts)} rows)"
 
 
 def _find_runs(member: int, rows: Iterable[int]) -> Integers:
     ids = _row_ids(member, rows)
     opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
     closes = np.append(opens, len(ids))[1:] - 1
-    return as_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
+    return make_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
 
 
 def _check_runs(member: int, runs: Integers) -> Integers:
-    """The runs of a member, those that touch as one. Raises LayoutError for anything but non-empty runs from 0."""
+    """Return the runs of a member, those that touch as one.
+
+    Raises LayoutError for anything but non-empty runs from 0.
+    """
     if runs.ndim != 2 or runs.shape[1] != 2 or runs.dtype.kind not in "iu":
         raise LayoutError(
             f"the runs of member {member} are {runs.dtype} of shape {runs.shape}; give integers (runs, 2)"
@@ -306,11 +315,11 @@ def _check_runs(member: int, runs: Integers) -> Integers:
         raise LayoutError(f"member {member} has a run from row {start} to {stop}; runs are non-empty, from row 0 on")
     opens = np.flatnonzero(np.append([True] * (len(runs) > 0), runs[1:, 0] != runs[:-1, 1]))
     closes = np.append(opens, len(runs))[1:] - 1
-    return as_read_only(np.stack([runs[opens, 0], runs[closes, 1]], axis=1).astype(np.int64))
+    return make_read_only(np.stack([runs[opens, 0], runs[closes, 1]], axis=1).astype(np.int64))
 
 
 def _row_ids(member: int, rows: object) -> Integers:
-    """The row ids of a member as an array. Raises LayoutError for anything but integers from 0."""
+    """Return the row ids of a member as an array. Raises LayoutError for anything but integers from 0."""
     if not isinstance(rows, Iterable):
         raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
     array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None

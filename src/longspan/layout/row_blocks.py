@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longspan.layout.partition import Partition
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 
 PIECES = 4096  # into which all rows are cut at least, so that members can share them evenly
 SPARSE = 4  # a table over all row ids is made unless they are more than this many times the cuts
@@ -24,14 +24,14 @@ class Blocks:
     start: Integers
     size: Integers
 
-    def places(self, member: int) -> Integers:
-        """Where each of the member's blocks begins in its order of rows."""
+    def block_begins(self, member: int) -> Integers:
+        """Return where each of the member's blocks begins in its order of rows."""
         sizes = self.size[self.members[member]]
         return np.cumsum(sizes) - sizes
 
 
 def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
-    """The blocks of partitions, numbered alike for all of them.
+    """Cut the rows of partitions into blocks, numbered alike for all of them.
 
     Rows are cut wherever a run of any member begins or ends, and at every multiple of a step inside runs, so that
     several members that have a long run can each send a part of it. Here with a step of 4:
@@ -51,19 +51,19 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     cuts, cut_number = _number_cuts([*all_runs, *(_cuts_inside_runs(member_runs, step) for member_runs in all_runs)])
     start, size = cuts[:-1], np.diff(cuts)
     return tuple(
-        Blocks(tuple(expand(cut_number(rows[:, 0]), cut_number(rows[:, 1])) for rows in members), start, size)
+        Blocks(tuple(expand_runs(cut_number(rows[:, 0]), cut_number(rows[:, 1])) for rows in members), start, size)
         for members in runs
     )
 
 
 def _cuts_inside_runs(runs: Integers, step: int) -> Integers:
-    """The multiples of `step` inside runs (n, 2)."""
+    """Return the multiples of `step` inside runs (n, 2)."""
     begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T
-    return expand(begin // step + 1, -(-end // step)) * step
+    return expand_runs(begin // step + 1, -(-end // step)) * step
 
 
 def _number_cuts(cuts: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
-    """The distinct cuts, ascending, and a function from cuts to their numbers.
+    """Number the distinct cuts, ascending; return them, and a function from cuts to their numbers.
 
     The function looks numbers up in a table over all row ids, or, if the cuts are few among them, by bisection.
     """

@@ -16,7 +16,7 @@ import numpy as np
 from longspan.errors import LayoutError
 from longspan.layout.partition import GOLDEN
 from longspan.layout.row_blocks import Blocks
-from longspan.layout.segments import Flags, Integers, expand
+from longspan.layout.segments import Flags, Integers, expand_runs
 
 Groups = Sequence[Sequence[int]]
 
@@ -51,7 +51,7 @@ class RowMoves:
 
 
 def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = None) -> RowMoves:
-    """This member's side of bringing rows of `source` to where `target` has them.
+    """Plan this member's side of bringing rows of `source` to where `target` has them.
 
     `groups` are members whose copies are the same; each member is in one. What comes from several groups, and what a
     member has several times, is summed, in the order of groups. Without groups a row comes from any one member that
@@ -67,13 +67,13 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
     places, several, further = _find_addends(arriving, target, me, groups)
     begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
-    begin[distinct_blocks[me]] = source.places(me)[_first_occurrences(source.members[me], source)]
+    begin[distinct_blocks[me]] = source.block_begins(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
         folds=_list_repeats(source, me, begin) if summed and repeats[me] else (),
-        leaves=_rows(begin, np.concatenate(leaving), source.size),
+        leaves=_block_rows(begin, np.concatenate(leaving), source.size),
         sends=tuple(int(source.size[blocks].sum()) for blocks in leaving),
         receives=tuple(int(source.size[blocks].sum()) if m != me else 0 for m, blocks in enumerate(arriving)),
-        stays=_rows(begin, arriving[me], source.size),
+        stays=_block_rows(begin, arriving[me], source.size),
         places=places,
         several=several,
         more=further,
@@ -82,7 +82,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
 
 
 def _arriving_blocks(target: Blocks, once: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
-    """For each member, the blocks that it brings here, in the order in which they are first needed.
+    """Return for each member the blocks that it brings here, in the order in which they are first needed.
 
     Of each group one member brings a block: this one itself where it can, else members in turn.
     """
@@ -103,7 +103,7 @@ def _arriving_blocks(target: Blocks, once: Sequence[Integers], me: int, groups: 
 
 
 def _leaving_blocks(target: Blocks, once: Sequence[Integers], me: int, group: Sequence[int]) -> list[Integers]:
-    """For each member, the blocks that this one brings it, in the order in which that member first needs them."""
+    """Return for each member the blocks that this one brings it, in the order in which that member first needs them."""
     several, rank_of_holder = _count_holders([once[member] for member in group], target)
     turn = np.full(len(target.size), -1, dtype=np.int64)
     turn[once[me]] = rank_of_holder[group.index(me)]
@@ -120,7 +120,10 @@ def _leaving_blocks(target: Blocks, once: Sequence[Integers], me: int, group: Se
 
 
 def _count_holders(once: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
-    """How many of these members have each block; for each member's blocks, how many members before it have them."""
+    """Count how many of these members have each block, and for each member's blocks how many members before it do.
+
+    For each member's blocks, how many members before it have them.
+    """
     several, holders_before = np.zeros(len(blocks.size), dtype=np.int64), list[Integers]()
     for numbers in once:
         holders_before.append(several[numbers])
@@ -129,7 +132,7 @@ def _count_holders(once: Sequence[Integers], blocks: Blocks) -> tuple[Integers, 
 
 
 def _choose_holder(blocks: Integers, several: Integers, receiver: int) -> Integers:
-    """Which of the members that have a block brings it to a receiver: blocks are spread evenly over them."""
+    """Choose which of the members that have a block brings it to a receiver: blocks are spread evenly over them."""
     count = several[blocks]
     spread = (blocks.astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * count >> 32
     return (spread + receiver) % np.maximum(count, 1)
@@ -153,15 +156,20 @@ def _find_addends(
         later.append(np.stack([blocks, begins, addend])[:, addend > 0])
         count[blocks] += 1
     needed = target.members[me]
-    places = _rows(first, needed, target.size)
+    places = _block_rows(first, needed, target.size)
     places[np.repeat(first[needed] < 0, target.size[needed])] = -1
     summed = np.flatnonzero(count[needed] > 1)
-    several = expand(target.places(me)[summed], target.places(me)[summed] + target.size[needed[summed]])
+    several = expand_runs(
+        target.block_begins(me)[summed], target.block_begins(me)[summed] + target.size[needed[summed]]
+    )
     return places, several, _list_further_addends(np.concatenate(later, axis=1), needed[summed], target.size)
 
 
 def _pool_begins(counts: Sequence[int], me: int) -> Integers:
-    """Where in the pool the rows of each member begin: those that arrive, member after member, then those that stay."""
+    """Return where in the pool the rows of each member begin.
+
+    First come those that arrive, member after member, then those that stay.
+    """
     arriving = np.array(counts, dtype=np.int64)
     arriving[me] = 0
     begins = np.cumsum(arriving) - arriving
@@ -180,30 +188,33 @@ def _list_further_addends(later: Integers, summed: Integers, size: Integers) -> 
         has_addend = begin[summed] >= 0
         sizes = size[summed[has_addend]]
         rounds.append(
-            Placement(_rows(begin, summed[has_addend], size), expand(target[has_addend], target[has_addend] + sizes))
+            Placement(
+                _block_rows(begin, summed[has_addend], size),
+                expand_runs(target[has_addend], target[has_addend] + sizes),
+            )
         )
     return tuple(rounds)
 
 
 def _list_repeats(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
     """List the second, third, … occurrences of each row here, round by round, to be added to its first."""
-    blocks, places = source.members[me], source.places(me)
+    blocks, places = source.members[me], source.block_begins(me)
     order = np.argsort(blocks, kind="stable")
     firsts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
     number = np.arange(len(order)) - np.repeat(firsts, np.diff(np.append(firsts, len(order))))
     rounds = [order[number == k] for k in range(1, int(number.max(initial=0)) + 1)]
     return tuple(
         Placement(
-            expand(places[repeats], places[repeats] + source.size[blocks[repeats]]),
-            _rows(begin, blocks[repeats], source.size),
+            expand_runs(places[repeats], places[repeats] + source.size[blocks[repeats]]),
+            _block_rows(begin, blocks[repeats], source.size),
         )
         for repeats in rounds
     )
 
 
-def _rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
-    """The rows of blocks, which begin at `begin[block]`, one block after another."""
-    return expand(begin[blocks], begin[blocks] + size[blocks])
+def _block_rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
+    """Return the rows of blocks, which begin at `begin[block]`, one block after another."""
+    return expand_runs(begin[blocks], begin[blocks] + size[blocks])
 
 
 def _first_occurrences(blocks: Integers, among: Blocks) -> Flags:

@@ -52,20 +52,20 @@ class Segments:
     @cached_property
     def positions(self) -> Integers:
         """Position inside its document of each local row: (T,) int64."""
-        return as_read_only(expand(self.start, self.stop))
+        return make_read_only(expand_runs(self.start, self.stop))
 
     @cached_property
     def documents(self) -> Integers:
         """Documents of which the member holds at least one row, each once, in held order."""
-        return as_read_only(self.document[self._first])
+        return make_read_only(self.document[self._opens])
 
     @cached_property
     def cu_seqlens(self) -> Integers:
         """Local rows at which each of `documents` starts, and T: (len(documents) + 1,) int64."""
-        return as_read_only(np.append(self.offset[self._first], self.rows))
+        return make_read_only(np.append(self.offset[self._opens], self.rows))
 
     @property
-    def _first(self) -> Flags:
+    def _opens(self) -> Flags:
         return np.diff(self.document, prepend=-1) != 0
 
     def __len__(self) -> int:
@@ -76,12 +76,12 @@ class Segments:
         return map(Segment, *(column.tolist() for column in columns))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Segments) and self._key() == other._key()
+        return isinstance(other, Segments) and self._column_bytes() == other._column_bytes()
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._column_bytes())
 
-    def _key(self) -> tuple[bytes, ...]:
+    def _column_bytes(self) -> tuple[bytes, ...]:
         return tuple(column.tobytes() for column in (self.document, self.start, self.stop, self.offset))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -94,7 +94,7 @@ class Segments:
 
 
 def segments_from_runs(document: Integers, start: Integers, stop: Integers) -> Segments:
-    """Segments from runs in held order: empty runs are left out, touching runs of one document joined."""
+    """Make segments of runs in held order: empty runs are left out, touching runs of one document joined."""
     keep = stop > start
     document, start, stop = document[keep], start[keep], stop[keep]
     opens = np.ones(len(start), dtype=bool)
@@ -102,11 +102,11 @@ def segments_from_runs(document: Integers, start: Integers, stop: Integers) -> S
     closes = np.append(opens[1:], np.ones(min(1, len(opens)), dtype=bool))
     document, start, stop = document[opens], start[opens], stop[closes]
     offset = np.cumsum(stop - start) - (stop - start)
-    return Segments(as_read_only(document), as_read_only(start), as_read_only(stop), as_read_only(offset))
+    return Segments(make_read_only(document), make_read_only(start), make_read_only(stop), make_read_only(offset))
 
 
-def expand(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
-    """The integers of half-open runs, one run after another."""
+def expand_runs(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
+    """Return the integers of half-open runs, one run after another."""
     sizes = stop - start
     total = int(sizes.sum())
     if total == len(sizes) and (sizes == 1).all():
@@ -115,8 +115,8 @@ def expand(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
     return np.repeat(start - before, sizes) + np.arange(total, dtype=np.int64)
 
 
-def as_read_only(array: NDArray[Any]) -> Integers:
-    """The array as read-only int64, so that a value that holds it cannot be changed."""
+def make_read_only(array: NDArray[Any]) -> Integers:
+    """Make the array read-only int64, so that a value that holds it cannot be changed."""
     array = np.ascontiguousarray(array, dtype=np.int64)
     array.setflags(write=False)
     return array

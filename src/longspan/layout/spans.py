@@ -12,7 +12,7 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layout.packing import is_integer
-from longspan.layout.segments import Integers, Segments, as_read_only, expand
+from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only
 
 SpansOfDocuments = Mapping[int, Iterable[tuple[int, int]]]
 
@@ -32,19 +32,18 @@ class Spans:
 
     @staticmethod
     def of(by_document: SpansOfDocuments, documents: Sequence[int], lengths: Sequence[int]) -> "Spans":
-        """Sort the spans of a group's documents, of these ids and lengths; a run of one row sees no more and is left
-        out.
+        """Sort the spans of a group's documents, of these ids and lengths, without runs of one row, which see no more.
 
         Raises LayoutError, naming the document, for what is not integers, empty, outside it, or not ascending.
         """
         rows = [
             (index, start, stop)
             for index, (document, length) in enumerate(zip(documents, lengths, strict=True))
-            for start, stop in _check_runs(by_document.get(document, ()), document, length)
+            for start, stop in _check_span_runs(by_document.get(document, ()), document, length)
             if stop - start > 1
         ]
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        return Spans(*(as_read_only(np.ascontiguousarray(column)) for column in table.T))
+        return Spans(*(make_read_only(np.ascontiguousarray(column)) for column in table.T))
 
     @cached_property
     def pairs(self) -> int:
@@ -53,19 +52,19 @@ class Spans:
         return int((rows * (rows - 1) // 2).sum())
 
     def find_rows(self, segments: Segments) -> Segments:
-        """The rows of these segments that lie in runs, each run as a document of its own, numbered as here."""
+        """Find the rows of these segments that lie in runs, each run as a document of its own, numbered as here."""
         stride = int(max(segments.stop.max(initial=0), self.stop.max(initial=0))) + 1
         start, stop = (segments.document * stride + at for at in (segments.start, segments.stop))
         starts, stops = (self.document * stride + at for at in (self.start, self.stop))
         first = np.searchsorted(stops, start, side="right")
         last = np.maximum(np.searchsorted(starts, stop, side="left"), first)
-        of_segment, number = np.repeat(np.arange(len(segments)), last - first), expand(first, last)
+        of_segment, number = np.repeat(np.arange(len(segments)), last - first), expand_runs(first, last)
         begin = np.maximum(segments.start[of_segment], self.start[number])
         end = np.minimum(segments.stop[of_segment], self.stop[number])
         return Segments(number, begin, end, segments.offset[of_segment] + begin - segments.start[of_segment])
 
-    def ends(self, segments: Segments) -> Integers:
-        """For each of these segments where the run of its last row ends, or itself where that is in none: (n,)."""
+    def run_ends(self, segments: Segments) -> Integers:
+        """Return where the run of each of these segments' last row ends, or itself where that is in none: (n,)."""
         inside, ends = self.find_rows(segments), segments.stop.copy()
         at_end = np.searchsorted(segments.offset, inside.offset, side="right") - 1
         last = inside.stop == segments.stop[at_end]
@@ -82,8 +81,8 @@ class Spans:
 NO_SPANS = Spans.of({}, (), ())
 
 
-def _check_runs(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
-    """The runs of a document as pairs. Raises LayoutError unless they are ascending, disjoint and inside it."""
+def _check_span_runs(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
+    """Return the runs of a document as pairs. Raises LayoutError unless they are ascending, disjoint and inside it."""
     pairs, end = list(spans), 0
     for span in pairs:
         if len(span) != 2 or not all(is_integer(type(at)) for at in span):

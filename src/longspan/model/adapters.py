@@ -34,27 +34,27 @@ class Adapter:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is one of peft's that adapts the module in its `base_layer`."""
+    """Return whether a module is one of peft's that adapts the module in its `base_layer`."""
     return hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")
 
 
 def is_copied(module: nn.Module) -> bool:
-    """Whether a module is one of peft's that trains a copy of the module in its `original_module`."""
+    """Return whether a module is one of peft's that trains a copy of the module in its `original_module`."""
     return hasattr(module, "original_module") and hasattr(module, "adapter_layer_names")
 
 
 def peft_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that peft has put in place of the model's own, by name."""
+    """Return the modules that peft has put in place of the model's own, by name."""
     return {name: module for name, module in model.named_modules() if is_adapted(module) or is_copied(module)}
 
 
 def base_module(module: nn.Module) -> nn.Module:
-    """The model's own module in an adapted one; another one as it is."""
+    """Return the model's own module in an adapted one; another one as it is."""
     return module.base_layer if is_adapted(module) else module  # pyright: ignore[reportReturnType]
 
 
-def model_inside(model: nn.Module) -> nn.Module:
-    """The transformers model inside a PeftModel; another model as it is.
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Take the transformers model out of a PeftModel; another model is returned as it is.
 
     Raises ModelError, before anything is changed, for a PeftModel that is not a LoRA adapter around one.
     """
@@ -69,8 +69,8 @@ def model_inside(model: nn.Module) -> nn.Module:
     return inside
 
 
-def adapter_in(model: nn.Module) -> Adapter | None:
-    """The adapter in a model, or None if peft has changed nothing in it. Raises ModelError for several."""
+def find_adapter(model: nn.Module) -> Adapter | None:
+    """Find the adapter in a model; None if peft has changed nothing in it. Raises ModelError for several."""
     if not peft_modules(model):
         return None
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
@@ -84,13 +84,13 @@ def adapter_in(model: nn.Module) -> Adapter | None:
     return Adapter(name, config, max(drops, default=0.0))
 
 
-def adapter_of(model: nn.Module) -> Adapter | None:
-    """The adapter of a prepared model; None if it has none."""
+def model_adapter(model: nn.Module) -> Adapter | None:
+    """Return the adapter of a prepared model; None if it has none."""
     return getattr(model, "adapter", None)
 
 
 def belongs_to_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's: its matrices, or a module's copy that is trained and saved.
+    """Return whether a parameter of this name is an adapter's: a matrix of it, or a module's copy that is trained.
 
     >>> belongs_to_adapter("layers.0.q_proj.lora_A.default.weight"), belongs_to_adapter("q_proj.base_layer.weight")
     (True, False)
@@ -99,7 +99,7 @@ def belongs_to_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the model without an adapter; a module's copy that is trained has that of the original.
+    """Return a parameter's name in the model without an adapter; a trained copy of a module has the original's.
 
     >>> plain_name("layers.0.q_proj.base_layer.weight"), plain_name("lm_head.modules_to_save.default.weight")
     ('layers.0.q_proj.weight', 'lm_head.weight')
@@ -112,12 +112,12 @@ def adapter_entries(model: nn.Module, entries: Mapping[str, Value]) -> dict[str,
 
     An encoder that is trained with the adapter counts as part of it.
     """
-    if adapter_of(model) is None:
+    if model_adapter(model) is None:
         return dict(entries)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name: value for name, value in entries.items() if belongs_to_adapter(name) or name in trained}
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's parameters by name."""
+    """Yield the adapter's parameters by name."""
     return ((name, p) for name, p in model.named_parameters() if belongs_to_adapter(name))

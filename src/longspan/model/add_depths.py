@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_in
+from longspan.model.adapters import find_adapter
 from longspan.model.exactness.depth_layer import layer_to_copy
-from longspan.model.layers import base_of, decoder_layers, norm_after_layers
-from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, depths_of, mtp_blocks
+from longspan.model.layers import base_model, decoder_layers, final_norm
+from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, model_depths, mtp_blocks
 from longspan.model.mtp.layer_inputs import CopiedLayer
-from longspan.model.mtp.names import PREFIX, as_our_columns, to_our_name
+from longspan.model.mtp.names import PREFIX, order_columns, translate_name
 from longspan.model.seams.call_rules import is_prepared
-from longspan.model.seams.refusals import set_on_instances
+from longspan.model.seams.refusals import find_set_forwards
 from longspan.model.weights.fill import WeightSource, empty_model, is_empty, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.hf_folder import weight_files
 from longspan.model.weights.local_tensors import LocalPart
-from longspan.model.weights.random import draw
-from longspan.plan.cost.layers import types_of_depth
+from longspan.model.weights.random import draw_copy
+from longspan.plan.shape.layers import depth_types
 
 
 def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
@@ -38,8 +38,8 @@ def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
     """Read the weights from a folder of safetensors files. Raises ModelError for missing ones and other shapes."""
     layers = model.config.get_text_config().num_hidden_layers
-    rename = partial(to_our_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
-    source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=as_our_columns)
+    rename = partial(translate_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
+    source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=order_columns)
     names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
     available = source.names()
     if missing := [name for name in names if name not in available]:
@@ -67,10 +67,10 @@ class _Drawn:
         return "the drawn depths"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters, by name; buffers are as they are."""
+        """Yield the part of each of these parameters, by name; buffers are as they are."""
         yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
         for path, depth in self._depths.items():
-            drawn = draw(path, depth, device, seed=self._seed, initialise=self._initialise)
+            drawn = draw_copy(path, depth, device, seed=self._seed, initialise=self._initialise)
             for name, tensor in drawn.named_parameters():
                 if part := parts.get(f"{path}.{name}"):
                     yield f"{path}.{name}", tensor.detach()[part.block or ...].to(part.dtype)
@@ -86,7 +86,7 @@ class _Both:
         return str(self._model)
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters, by name."""
+        """Yield the part of each of these parameters, by name."""
         yield from self._model.read(parts, device)
         yield from self._depths.read(parts, device)
 
@@ -152,10 +152,10 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
     if is_prepared(model):
         raise ModelError(f"this {name} was prepared already; call add_mtp before prepare, which places its parameters")
     if hasattr(model, PREFIX):
-        depth = len(depths_of(model))
+        depth = len(model_depths(model))
         obstacle = f"multi-token prediction of depth {depth}" if depth else f"a module at {PREFIX!r}"
         raise ModelError(f"{name} has {obstacle} already; add depths once, to a stock model")
-    if model.get_output_embeddings() is None or base_of(model) is model:
+    if model.get_output_embeddings() is None or base_model(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
     embedding, size = next(model.get_input_embeddings().parameters()), model.config.get_text_config().hidden_size
     if embedding.shape[1] != size:
@@ -163,7 +163,7 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
             f"{name} has embeddings of {embedding.shape[1]} values and layers of {size}, with projections between, and "
             "a depth of multi-token prediction joins rows of one width; train it without depths"
         )
-    if adapter_in(model) is not None:
+    if find_adapter(model) is not None:
         raise ModelError(
             f"{name} has an adapter already, and depths get copies of its last layer; call add_mtp first, then "
             "peft.get_peft_model, which adapts linears of depths as the others"
@@ -171,10 +171,10 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
-    """The layers that a depth has copies of: this one, or the last of each type that the configuration names."""
+    """Find the layers that a depth has copies of: this one, or the last of each type that the configuration names."""
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
-    types = types_of_depth(model.config.get_text_config(), [*of_type])
+    types = depth_types(model.config.get_text_config(), [*of_type])
     if missing := sorted({*types} - {*of_type}):
         raise ModelError(
             f"{type(model).__name__}: a depth of multi-token prediction has layers of the types {', '.join(types)} "
@@ -185,21 +185,21 @@ def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.
 
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
-    """A depth with copies of these layers and of the model's last norm, whose weights are overwritten.
+    """Make a depth with copies of these layers and of the model's last norm, whose weights are overwritten.
 
     Where the model has no norm after its layers, as where each ends with one, its hidden states are those of a layer,
     and so are a depth's: it has norms of the layer's last one's kind, and none at its end.
     """
-    last_norm, size = norm_after_layers(model), model.config.get_text_config().hidden_size
-    weight, norm = next(layers[-1].parameters()), last_norm or _norm_inside(model, layers[-1], size)
+    last_norm, size = final_norm(model), model.config.get_text_config().hidden_size
+    weight, norm = next(layers[-1].parameters()), last_norm or _find_last_norm(model, layers[-1], size)
     eh_proj = nn.Linear(2 * size, size, bias=False, device=weight.device, dtype=model.dtype)
     norms = _copy_module(norm), _copy_module(norm), nn.Identity() if last_norm is None else _copy_module(norm)
     copies = [_copy_module(layer) for layer in layers]
     return MtpDepth(copies[0] if len(copies) == 1 else MtpBlocks(copies), norms, eh_proj)
 
 
-def _norm_inside(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
-    """The last norm of whole rows inside a layer."""
+def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
+    """Find the last norm of whole rows inside a layer."""
     norms = [
         module
         for module in layer.modules()
@@ -225,11 +225,11 @@ def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -
 
 
 def _copy_module(module: nn.Module) -> Any:
-    """A copy that shares configurations with the model: these name the attention function that its layers call.
+    """Copy a module so that both share configurations: these name the attention function that its layers call.
 
     Raises ModelError for a forward that was set on an instance, which would go on running the original.
     """
-    if names := set_on_instances((f"{type(module).__name__} {name}", inner) for name, inner in module.named_modules()):
+    if names := find_set_forwards((f"{type(module).__name__} {name}", inner) for name, inner in module.named_modules()):
         raise ModelError(
             f"{', '.join(names[:4])} has a forward set on the instance (module.forward = …), and a copy in a depth of "
             "multi-token prediction would run the original's; define it in a subclass, or call add_mtp first and set "

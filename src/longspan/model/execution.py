@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.attention import AttendCall, choose
+from longspan.attention import AttendCall, choose_kernel
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError
 
@@ -23,7 +23,7 @@ class Execution:
     `mixers` counts state-space layers, `mixer_kernels` are the kernels requested for them. `prepare` leaves it on the
     model.
 
-    >>> execution_of(prepare(model, world)).kernels
+    >>> model_execution(prepare(model, world)).kernels
     ('cpu_flash',)
     """
 
@@ -43,20 +43,20 @@ class Execution:
             by_words.setdefault(self._kernel_words(call), []).append(call)
         if len(by_words) < 2:
             return tuple(by_words)
-        return tuple(f"{words} ({_layers(calls)})" for words, calls in by_words.items())
+        return tuple(f"{words} ({_layers_text(calls)})" for words, calls in by_words.items())
 
     def slow_reason(self) -> str:
         """Return why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
         for call in self.calls:
-            if call.device.type == "cuda" and choose(call, self.kernel).name == "reference":
+            if call.device.type == "cuda" and choose_kernel(call, self.kernel).name == "reference":
                 kind = f"{str(call.dtype).removeprefix('torch.')}, heads of {call.head_size}"
-                return f"the slow reference kernel is all that can do {kind}{_features(call)} here"
+                return f"the slow reference kernel is all that can do {kind}{_features_text(call)} here"
         return ""
 
     def _kernel_words(self, call: AttendCall) -> str:
         """Name the kernel of a layer, and the other one that groups of one document may take."""
         of_packed, of_single = (
-            choose(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
+            choose_kernel(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
             for one_document in (False, True)
         )
         return (
@@ -64,8 +64,8 @@ class Execution:
         )
 
 
-def execution_of(model: nn.Module) -> Execution:
-    """What a prepared model computes with."""
+def model_execution(model: nn.Module) -> Execution:
+    """Return what a prepared model computes with."""
     prepared: Any = model
     return prepared.execution
 
@@ -96,19 +96,19 @@ def _join_ranks(ours: _Ranks, theirs: _Ranks) -> _Ranks:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """The first ranks by number, and how many others there are."""
+    """Return the first ranks by number, and how many others there are."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _layers(calls: Sequence[AttendCall]) -> str:
-    return "layers with " + " and ".join(dict.fromkeys(_span(call) for call in calls))
+def _layers_text(calls: Sequence[AttendCall]) -> str:
+    return "layers with " + " and ".join(dict.fromkeys(_limits_text(call) for call in calls))
 
 
-def _span(call: AttendCall) -> str:
+def _limits_text(call: AttendCall) -> str:
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"
 
 
-def _features(call: AttendCall) -> str:
+def _features_text(call: AttendCall) -> str:
     return "".join(f", {feature}" for feature in sorted(call.features))

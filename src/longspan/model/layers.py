@@ -11,23 +11,23 @@ from longspan.plan.memory import parameters
 
 
 def architecture_name(model: nn.Module) -> str:
-    """The name of a model's class, without the word that FSDP2 puts before it."""
+    """Return the name of a model's class, without the word that FSDP2 puts before it."""
     return type(model).__name__.removeprefix("FSDP")
 
 
-def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
-    """Consecutive layers for each stage, at least one: the embedding and the head count as one layer each.
+def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
+    """Divide consecutive layers over stages, at least one each: the embedding and the head count as one layer each.
 
     Layers that remain go to the stage with the least to do, the last of equals: in 1F1B earlier stages keep the
     activations of more micro-batches.
 
-    >>> [len(part) for part in layers_of_stages(36, 4)]
+    >>> [len(part) for part in stage_layers(36, 4)]
     [8, 9, 10, 9]
 
     Raises ModelError if there are more stages than layers.
     """
     try:
-        return parameters.layers_of_stages(layers, stages)
+        return parameters.stage_layers(layers, stages)
     except PlanError as error:
         raise ModelError(str(error)) from None
 
@@ -47,12 +47,12 @@ class Absent(nn.Module):
         self.outputs = outputs
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The first input as it is."""
+        """Return the first input as it is."""
         return (x, *[None] * (self.outputs - 1)) if self.outputs else x
 
 
 def shallow_module(module: Any) -> Any:
-    """A module of its own with the same children: what is put in a child's place is not put into the original."""
+    """Make a module with the same children: what is put in a child's place is not put into the original."""
     twin = copy.copy(module)
     for name, value in vars(module).items():
         if name.startswith("_") and isinstance(value, dict):
@@ -62,7 +62,7 @@ def shallow_module(module: Any) -> Any:
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """Where the base model is: the attribute that transformers names, or the only model inside; "" if there is none.
+    """Return where the base model is: the attribute that transformers names, or the only model inside; "" without one.
 
     Llama4ForCausalLM keeps its base model at `model` and names "language_model".
     """
@@ -73,10 +73,10 @@ def base_name(model: PreTrainedModel) -> str:
     return without_head[0] if len(inside) == len(without_head) == 1 else ""
 
 
-def base_of(model: PreTrainedModel) -> Any:
-    """The model below the output embedding, from token ids to the last hidden states; the model itself where it is one.
+def base_model(model: PreTrainedModel) -> Any:
+    """Return the model below the output embedding, from token ids to the last hidden states, which may be itself.
 
-    >>> base_of(Llama4ForCausalLM(config))  # doctest: +SKIP
+    >>> base_model(Llama4ForCausalLM(config))  # doctest: +SKIP
     Llama4TextModel(...)
     """
     name = base_name(model)
@@ -84,12 +84,12 @@ def base_of(model: PreTrainedModel) -> Any:
 
 
 def reads_other_modalities(model: PreTrainedModel) -> bool:
-    """Whether a model wraps a text model and encoders of images or the like, by its configuration."""
+    """Return whether a model wraps a text model and encoders of images or the like, by its configuration."""
     return model.config.get_text_config() is not model.config
 
 
 def text_name(model: PreTrainedModel) -> str:
-    """Where the text model inside a wrapper of several modalities is; of other models, where the base model is.
+    """Return where the text model inside a wrapper of several modalities is; of other models, where the base model is.
 
     >>> text_name(Gemma3ForConditionalGeneration(config))  # doctest: +SKIP
     'model.language_model'
@@ -103,23 +103,25 @@ def text_name(model: PreTrainedModel) -> str:
     return inner
 
 
-def text_of(model: PreTrainedModel) -> Any:
-    """The text model inside a wrapper of several modalities; any other model itself."""
+def text_model(model: PreTrainedModel) -> Any:
+    """Return the text model inside a wrapper of several modalities; any other model itself."""
     return model.get_submodule(text_name(model)) if reads_other_modalities(model) else model
 
 
-def decoder_of(model: PreTrainedModel) -> Any:
-    """The model with the decoder layers: a wrapper's text model, or of other models what `base_of` gives."""
+def decoder_model(model: PreTrainedModel) -> Any:
+    """Return the model with the decoder layers: a wrapper's text model, or of other models what `base_model` gives."""
     name = text_name(model)
     return model.get_submodule(name) if name else model
 
 
 def other_towers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules next to a wrapper's text model that have parameters: encoders, and what projects their rows."""
-    text = text_of(model)
+    """List the modules next to a wrapper's text model that have parameters: encoders, and what projects their rows."""
+    text = text_model(model)
     if text is model:
         return []
-    children = [child for child in base_of(model).children() if not any(module is text for module in child.modules())]
+    children = [
+        child for child in base_model(model).children() if not any(module is text for module in child.modules())
+    ]
     return [child for child in children if any(True for _ in child.parameters())]
 
 
@@ -127,7 +129,7 @@ _PROJECTORS = ("projector", "merger", "connector")  # what a projector, or what 
 
 
 def is_in_projector(module: str) -> bool:
-    """Whether a module of this qualified name in a tower's place is a projector's.
+    """Return whether a module of this qualified name in a tower's place is a projector's.
 
     >>> is_in_projector("model.visual.merger.mlp.0"), is_in_projector("model.visual.blocks.0.mlp")
     (True, False)
@@ -136,20 +138,20 @@ def is_in_projector(module: str) -> bool:
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The list of the model's decoder layers and its qualified name; a wrapper's is its text model's.
+    """Return the list of the model's decoder layers and its qualified name; a wrapper's is its text model's.
 
     Raises ModelError if it cannot be found.
     """
     count = model.config.get_text_config().num_hidden_layers
     inside = text_name(model) if reads_other_modalities(model) else ""
-    for name, module in text_of(model).named_modules(prefix=inside):
+    for name, module in text_model(model).named_modules(prefix=inside):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
     raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
+    """Return the model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
 
     Raises ModelError if they cannot be found.
     """
@@ -157,10 +159,13 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {f"{name}.{i}": layer for i, layer in enumerate(layers) if not isinstance(layer, Absent)}
 
 
-def norm_after_layers(model: PreTrainedModel) -> nn.Module | None:
-    """The norm after the decoder layers that is here, in the module that has them or one around it; None without."""
+def final_norm(model: PreTrainedModel) -> nn.Module | None:
+    """Find the norm after the decoder layers that is here, in the module that has them or one around it.
+
+    It is None without a norm.
+    """
     around = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
-    for module in (decoder_of(model), around):
+    for module in (decoder_model(model), around):
         if isinstance(norm := getattr(module, "norm", None), nn.Module):
             return norm
         if norms := [child for child in module.children() if type(child).__name__.lower().endswith("norm")]:

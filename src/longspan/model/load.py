@@ -47,7 +47,7 @@ def load_model(
     sharded: bool | None = False,
     images: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model on the CPU: from a local folder, or with random weights of a configuration or a preset.
+    """Load a causal language model on the CPU: from a local folder, or with random weights of a configuration.
 
     >>> model = load_model(preset="qwen3-tiny", vocab_size=2048, seed=0)
     >>> model = prepare(load_model("Qwen3-8B", sharded=True), world)
@@ -72,14 +72,14 @@ def load_model(
         changed = read_configuration(Path(config)) if isinstance(config, str | Path) else config
         sharded = weight_files(folder)[0].suffix == ".safetensors" if sharded is None else sharded
         with_images = images_class(changed or read_configuration(folder), images)
-        read = _model_to_read if sharded else _read_model
+        read = _prepare_to_read if sharded else _read_model
         model = read(folder, changed, kind, with_images)
         return _check_embedding_rows(model, path, vocab_size)
     if config is None:
-        config = _preset(preset, vocab_size)
+        config = _find_preset(preset, vocab_size)
     elif not isinstance(config, PreTrainedConfig):
         config = read_configuration(Path(config))
-    draw = _draw_model if sharded is False else _model_to_draw
+    draw = _draw_model if sharded is False else _prepare_to_draw
     model = draw(config, kind, seed, images_class(config, images))
     return _check_embedding_rows(model, config._name_or_path or preset or "the configuration", vocab_size)
 
@@ -96,14 +96,14 @@ def _check_embedding_rows(model: PreTrainedModel, path: str | Path, vocab_size: 
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype by its name. Raises ModelError for one that parameters do not have."""
+    """Return a dtype by its name. Raises ModelError for one that parameters do not have."""
     for name, kind in _DTYPES.items():
         if dtype in (name, kind):
             return kind
     raise ModelError(f"unknown dtype {dtype!r}; use {', '.join(_DTYPES)}")
 
 
-def _preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
+def _find_preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
     if preset is None:
         raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
     return preset_config(preset, vocab_size=vocab_size)
@@ -122,8 +122,8 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_im
     return model
 
 
-def _model_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
-    """A model without memory for its parameters, and what draws them."""
+def _prepare_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
+    """Make a model without memory for its parameters, and what draws them."""
     with _name_configuration(config):
         model = empty_model(config, dtype, with_images)
     fill_when_prepared(model, RandomWeights(model, seed))
@@ -163,10 +163,10 @@ def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtyp
     return model
 
 
-def _model_to_read(
+def _prepare_to_read(
     folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any
 ) -> PreTrainedModel:
-    """The folder's model without memory for its parameters, and what fills them."""
+    """Make the folder's model without memory for its parameters, and what fills them."""
     files = weight_files(folder)
     if files[0].suffix != ".safetensors":
         raise ModelError(

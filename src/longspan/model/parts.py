@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, decoder_of, other_towers, shallow_module, text_name
-from longspan.model.mtp.depths import PREFIX, depths_of
+from longspan.model.layers import Absent, decoder_model, other_towers, shallow_module, text_name
+from longspan.model.mtp.depths import PREFIX, model_depths
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ _USUAL = f"an embedding, a list of layers and a norm after them ({', '.join(_FIN
 
 
 def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
-    """The names of the embedding, the list of layers and the norm after them in the base model, where it has them."""
-    base = decoder_of(model)
+    """Return the names of the embedding, the list of layers and the norm after them in the base model, if there."""
+    base = decoder_model(model)
     embedding = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     layers = [name for name, module in base.named_children() if isinstance(module, nn.ModuleList)]
     norms = [name for name in _FINAL_NORMS if isinstance(getattr(base, name, None), nn.Module)]
     return (*embedding[:1], *layers[:1], *norms[:1])
 
 
-def parts_of(model: PreTrainedModel) -> ModelParts:
-    """The parts that the model's own pipeline plan names, or the usual three where it has none and they are there.
+def find_parts(model: PreTrainedModel) -> ModelParts:
+    """Find the parts that the model's own pipeline plan names, or else the usual three if they are there.
 
     Raises ModelError for a model that has neither, or that keeps parameters elsewhere in its base model.
     """
-    base, name = decoder_of(model), type(model).__name__
+    base, name = decoder_model(model), type(model).__name__
     plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
     order: list[str] = [*(plan or usual_parts(model))]
     lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
@@ -60,7 +60,7 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
             f"has {', '.join(n for n, _ in base.named_children())}; use pp 1"
         )
     at = order.index(lists[0])
-    parts = with_outputs(model, ModelParts(tuple(order[:at]), lists[0], tuple(order[at + 1 :])))
+    parts = count_outputs(model, ModelParts(tuple(order[:at]), lists[0], tuple(order[at + 1 :])))
     if towers := other_towers(model):
         raise ModelError(
             f"{name} has encoders of other modalities ({', '.join(type(tower).__name__ for tower in towers[:4])}), "
@@ -74,8 +74,8 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
     return parts
 
 
-def with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
-    """Return the parts with the number of values that the base model's forward takes from a layer."""
+def count_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
+    """Count how many values the base model's forward takes from a layer, into the parts."""
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
             _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))
@@ -111,14 +111,14 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
 
 
 def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
-    """(calls of parts, last hidden states, the hidden states given and those that each call returned)."""
-    bare = decoder_of(shallow_copy(model, parts, range(0), first=False, last=False))
+    """Trace calls of parts; returns them, the last hidden states, and the hidden states given and returned by each."""
+    bare = decoder_model(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
     x = torch.linspace(-1, 1, 2 * size, device=device).view(1, 2, size).requires_grad_()
     returned, calls = [x], list[PartCall]()
 
-    def note(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    def note_call(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _find_first_states(args, kwargs, returned)
         calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
@@ -128,15 +128,14 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
 
     for name, module in bare.named_modules():
         if isinstance(module, Absent):
-            module.register_forward_hook(partial(note, name), with_kwargs=True)
+            module.register_forward_hook(partial(note_call, name), with_kwargs=True)
     with torch.enable_grad():
         positions = torch.arange(2, device=device)[None]
         return calls, bare(inputs_embeds=x, position_ids=positions, use_cache=False, **more)[0], returned
 
 
 def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
-    """Find the argument of a layer, after the first, that is the first hidden states of all; None if it gets other
-    ones.
+    """Find the argument of a layer, after the first, that is the first hidden states of all; None without one.
 
     `returned` are the hidden states that went through the layers before.
     """
@@ -150,7 +149,7 @@ def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned:
 
 
 def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether any tensor among values, however deep in tuples, lists and dictionaries, was made from one of these."""
+    """Return whether any tensor among values, however deep in tuples, lists and dictionaries, was made from these."""
     sums = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums or not tensors:
         return False
@@ -167,22 +166,23 @@ class _Entry(Absent):
     rows: Tensor | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The hidden states that the base model was called with; its first input where it was called with none."""
+        """Return the hidden states that the base model was called with.
+
+        Its first input where it was called with none.
+        """
         return super().forward(x if self.rows is None else self.rows)
 
     def take(self, base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Forward pre-hook of the base model."""
+        """Take the hidden states that the base model is called with: a forward pre-hook of it."""
         self.rows = kwargs.get("inputs_embeds")
 
     def forget(self, base: nn.Module, args: object, out: object) -> None:
-        """Forward hook of the base model."""
+        """Forget them: a forward hook of the base model."""
         self.rows = None
 
 
 def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
-    """Put an entry in place of the first part of a stage's base model, which another stage has: hidden states enter
-    there.
-    """
+    """Put an entry for hidden states in place of the first part of a stage's base model, which another stage has."""
     around, _, name = part.rpartition(".")
     entry = _Entry(base.get_submodule(part), outputs if around else 0)
     base.get_submodule(around)._modules[name] = entry
@@ -193,7 +193,7 @@ def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
 def shallow_copy(
     model: PreTrainedModel, parts: ModelParts, layers: range, *, first: bool, last: bool
 ) -> PreTrainedModel:
-    """The model with stand-ins for what this stage does not hold; modules without parameters are copied."""
+    """Copy the model with stand-ins for what this stage does not hold; modules without parameters are copied."""
     tied, embeds = is_tied(model), embeds_at_the_end(model)
     stage = base = shallow_module(model)
     for name in filter(None, text_name(model).split(".")):  # a wrapper's text model is inside its base model
@@ -203,7 +203,7 @@ def shallow_copy(
     embeddings = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     for name, module in base.named_children():
         if name == parts.layers:
-            base._modules[name] = _layers_of_stage(module, layers, parts.outputs)
+            base._modules[name] = _stage_layer_list(module, layers, parts.outputs)
         elif name in parts_here:
             base._modules[name] = module if parts_here[name] else Absent()
         else:
@@ -217,8 +217,8 @@ def shallow_copy(
     return stage
 
 
-def _layers_of_stage(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
-    """Return the list of layers with stand-ins for those of other stages."""
+def _stage_layer_list(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
+    """Make the list of layers with stand-ins for those of other stages."""
     stage_layers: nn.ModuleList = shallow_module(layers)
     for i, (name, layer) in enumerate(layers._modules.items()):
         if i not in indices:
@@ -227,19 +227,22 @@ def _layers_of_stage(layers: nn.Module, indices: range, outputs: int) -> nn.Modu
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the embedding and the head are one parameter."""
+    """Return whether the embedding and the head are one parameter."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight
 
 
 def embeds_at_the_end(model: PreTrainedModel) -> bool:
-    """Whether what comes after the layers needs the embedding: a head that is tied to it, or multi-token prediction."""
-    return is_tied(model) or bool(depths_of(model))
+    """Return whether what comes after the layers needs the embedding.
+
+    A head that is tied to it does, or multi-token prediction.
+    """
+    return is_tied(model) or bool(model_depths(model))
 
 
 @contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """At the end of the `with` block, return every module to the training or evaluation mode that it was in before."""
+    """Restore at the end of the `with` block the mode, training or evaluation, that every module had before."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield

@@ -12,19 +12,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
+from longspan.model.activations.host_offload import HostOffload
+from longspan.model.activations.recompute import Recomputation
 from longspan.model.experts.expert_parallel import check_experts, shard_experts
-from longspan.model.host_offload import HostOffload
 from longspan.model.layers import decoder_layers, other_towers
-from longspan.model.mtp.depths import depths_of
-from longspan.model.recompute import Recomputation
+from longspan.model.mtp.depths import model_depths
 from longspan.model.seams.refusals import refuse_shared_layers
 from longspan.model.sharding import Sharding, shard_over_slots
-from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_tp
+from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_ranks
 from longspan.model.weights.fill import is_empty
 
 
 def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
-    """Modules of different layers with the same parameters, all of them shared: one list for each set of parameters.
+    """List modules of different layers with the same parameters, all of them shared: one list for each set of these.
 
     The outermost such modules that are called; one that two layers both hold, itself, is left out.
     """
@@ -35,15 +35,15 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
     groups: dict[tuple[int, ...], dict[int, nn.Module]] = {}
     for layer in layers.values():
         for module in _shared_modules(layer, users):
-            groups.setdefault(_parameters(module), {})[id(module)] = module
+            groups.setdefault(_parameter_ids(module), {})[id(module)] = module
     return [list(group.values()) for key, group in groups.items() if len(group) == len(users[key[0]])]
 
 
 def _shared_modules(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
-    """The outermost modules inside this one whose parameters are all of the same several layers."""
+    """Return the outermost modules inside this one whose parameters are all of the same several layers."""
     modules: list[nn.Module] = []
     for child in module.children():
-        layers = {frozenset(users[parameter]) for parameter in _parameters(child)}
+        layers = {frozenset(users[parameter]) for parameter in _parameter_ids(child)}
         runs = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
         if runs and len(layers) == 1 and len(next(iter(layers))) > 1:
             modules.append(child)
@@ -52,7 +52,7 @@ def _shared_modules(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn
     return modules
 
 
-def _parameters(module: nn.Module) -> tuple[int, ...]:
+def _parameter_ids(module: nn.Module) -> tuple[int, ...]:
     return tuple(id(parameter) for parameter in module.parameters())
 
 
@@ -76,14 +76,16 @@ class Placement:
         self.recomputation.check(model, stages)
 
     def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
-        """What the model computes in."""
+        """Return what the model computes in."""
         return self.sharding.compute_dtype or model.dtype
 
     def reduce_dtype_of(self, model: PreTrainedModel) -> torch.dtype:
-        """What gradients are summed over the slots in."""
+        """Return what gradients are summed over the slots in."""
         return self.sharding.precision(model).reduce_dtype or self.dtype_of(model)
 
-    def place(self, model: PreTrainedModel, root: nn.Module, offload: HostOffload | None, *, has_experts: bool) -> None:
+    def place_layers(
+        self, model: PreTrainedModel, root: nn.Module, offload: HostOffload | None, *, has_experts: bool
+    ) -> None:
         """Bring the layers that are here under the home; all ranks call it together.
 
         `root` is what will be called: the model, or a stage around it. `offload` is one for all stages of a rank.
@@ -91,8 +93,8 @@ class Placement:
         """
         world, rows, copies = self.world, self.sequence_parallel, not self.sharding.parameters
         if world.home.tp > 1:
-            split_over_tp(model, world, sequence_parallel=rows, sum_expert_gradients=copies)
-        self.recomputation.apply(model, offload)
+            split_over_ranks(model, world, sequence_parallel=rows, sum_expert_gradients=copies)
+        self.recomputation.apply_measures(model, offload)
         if copies:
             if not is_empty(root):
                 nn.Module.to(root, world.device)
@@ -100,7 +102,7 @@ class Placement:
             if has_experts:
                 shard_experts(model, world, self.sharding.precision(model), reshard=self.sharding.reshard_after_forward)
             layers = decoder_layers(model)
-            blocks = (*shared_blocks(layers), *layers.values(), *other_towers(model), *depths_of(model))
+            blocks = (*shared_blocks(layers), *layers.values(), *other_towers(model), *model_depths(model))
             shard_over_slots(blocks, world, self.sharding, root=root)
 
     @property

@@ -15,18 +15,18 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.adapters import (
     Adapter,
-    adapter_in,
     base_module,
+    find_adapter,
     is_adapted,
     is_copied,
-    model_inside,
     peft_modules,
+    unwrap_model,
 )
 from longspan.model.exactness.adapter_rules import configuration_reasons, layer_reasons
 from longspan.model.exactness.row_trial import try_rows_at_first_call
 from longspan.model.layers import decoder_layers
 from longspan.model.lora.without_adapter import redirect_peft_model
-from longspan.model.mtp.depths import depths_of
+from longspan.model.mtp.depths import model_depths
 from longspan.model.multimodal.checks import check_encoder_home
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -130,8 +130,8 @@ def prepare(
         try_rows_at_first_call(prepared)
         return prepared
     home = EncoderHome.of(encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype)
-    stock = model_inside(model)
-    weights, adapter = find_deferred_weights(stock), adapter_in(stock)
+    stock = unwrap_model(model)
+    weights, adapter = find_deferred_weights(stock), find_adapter(stock)
     check_encoder_home(IMAGE, home.layout, world)
     with take_apart_or_undo(stock) as parts:
         if adapter is not None:
@@ -188,7 +188,7 @@ def compile_layers(model: PreTrainedModel | PipelineModel) -> None:
     Norms that run by a kernel of our own are left as they are.
     """
     stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
-    for layer in (layer for stage in stages for layer in (*decoder_layers(stage).values(), *depths_of(stage))):
+    for layer in (layer for stage in stages for layer in (*decoder_layers(stage).values(), *model_depths(stage))):
         for inner in layer.modules():
             if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
                 inner.compile(dynamic=True)

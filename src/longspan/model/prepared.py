@@ -15,17 +15,17 @@ from transformers import PreTrainedModel
 from longspan.attention import AttendCall
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import model_inside
+from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
+from longspan.model.activations.recompute import Recomputation
+from longspan.model.adapters import unwrap_model
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement import Placement
-from longspan.model.recompute import Recomputation
-from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, scale_queries_by_position
+from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, defer_temperature
 from longspan.model.seams.attention_record import FirstPass
 from longspan.model.seams.call_rules import (
     CallRules,
@@ -66,7 +66,10 @@ class PrepareOptions:
     sequence_parallel: bool = False
 
     def placement(self, world: World) -> Placement:
-        """What becomes of every layer under the world's home. Raises ModelError for options that exclude each other."""
+        """Decide what becomes of every layer under the world's home.
+
+        Raises ModelError for options that exclude each other.
+        """
         # A stage's micro-batches alternate: layers that free their parameters would gather them for each pass of each.
         frees_parameters = self.reshard_after_forward and world.home.pp == 1
         return Placement(
@@ -81,7 +84,7 @@ class PrepareOptions:
         )
 
     def recomputation(self) -> Recomputation:
-        """What each layer keeps. Raises ModelError for options that exclude each other."""
+        """Decide what each layer keeps. Raises ModelError for options that exclude each other."""
         if self.measures is None:
             return Recomputation.of(
                 self.activation_checkpointing,
@@ -95,7 +98,7 @@ class PrepareOptions:
         return Recomputation.parse_measures(self.measures, self.host_bytes)
 
     def pipeline(self, world: World) -> PipelineSettings:
-        """The stages of the world's home. Raises PlanError for a schedule that does not fit it."""
+        """Decide the stages of the world's home. Raises PlanError for a schedule that does not fit it."""
         return PipelineSettings(self.pipeline_schedule, world.home.pp, self.virtual_stages)
 
 
@@ -109,15 +112,15 @@ def prepare_language_model(
     pipeline, placement = options.pipeline(world), options.placement(world)
     if options.fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {options.fused_norms!r}; use 'auto', 'on' or 'off'")
-    peft_model, model = model, model_inside(model)
+    peft_model, model = model, unwrap_model(model)
 
-    def connect(model: PreTrainedModel) -> None:
+    def connect_layers(model: PreTrainedModel) -> None:
         check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)
         _choose_norms(model, options.fused_norms, world.device)
-        _connect(model, options.mixer_kernels)
+        _connect_layers(model, options.mixer_kernels)
 
     kernel, stages = options.attention_kernel, pipeline.stages
-    evidence = check_model(model, placement, connect, stages=stages, kernel=kernel, probe=options.probe)
+    evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel, probe=options.probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
     model.config.use_cache = False
     execution = _make_execution(model, placement, evidence.calls, options)
@@ -134,7 +137,7 @@ def prepare_language_model(
         models = [stage.model for stage in prepared.stages]
     else:
         prepared, models = model, [model]
-        placement.place(model, model, offload, has_experts=bool(expert_modules(model)))
+        placement.place_layers(model, model, offload, has_experts=bool(expert_modules(model)))
         if not options.probe:
             FirstPass(prepared)
     setattr(prepared, HOST_OFFLOAD, offload)
@@ -155,13 +158,13 @@ def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device
         split_long_norms(model)
 
 
-def _connect(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
+def _connect_layers(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
     """Have the model's attention, mixers and experts call this package."""
-    model.set_attn_implementation(_attention_implementation(model))
+    model.set_attn_implementation(_own_attention(model))
     number_layers(model)
     attend_causally(model)
     choose_frequencies_by_document(model)
-    scale_queries_by_position(model)
+    defer_temperature(model)
     shard_mixers(model, mixer_kernels)
     keep_layer_arguments(model)
     use_experts(model)
@@ -170,14 +173,14 @@ def _connect(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
 def _make_execution(
     model: PreTrainedModel, placement: Placement, calls: tuple[AttendCall, ...], options: PrepareOptions
 ) -> Execution:
-    """The types and kernels that the model computes with."""
+    """Make the types and kernels that the model computes with."""
     dtype, reduce_dtype = placement.dtype_of(model), placement.reduce_dtype_of(model)
     mixers = len(find_mixers(model))
     return Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, mixers, options.mixer_kernels)
 
 
 def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, evidence: Evidence) -> CallRules:
-    """The rules that every call of the model is checked against."""
+    """Make the rules that every call of the model is checked against."""
     return CallRules(
         type(model).__name__,
         kernel,
@@ -190,8 +193,8 @@ def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str |
     )
 
 
-def _attention_implementation(model: PreTrainedModel) -> str | dict[str, str]:
-    """Our attention for a wrapper's text model and not for its towers, which see images whole."""
+def _own_attention(model: PreTrainedModel) -> str | dict[str, str]:
+    """Return the name of our attention for a wrapper's text model, and not for its towers, which see images whole."""
     config, text = model.config, model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
     return {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)} if names else IMPLEMENTATION
@@ -205,13 +208,13 @@ def _cut_and_place(
     *,
     tried: bool,
 ) -> PipelineModel:
-    """This rank's stages, each placed as a model of its own; the rest of the model is freed."""
+    """Cut the model into this rank's stages and place each as a model of its own; the rest of the model is freed."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
     stages = cut_into_stages(model, placement.world, pipeline)
     for stage in stages:
         if stage.last:
             add_row_loss(stage.model, probe=False, tried=tried)
-        placement.place(stage.model, stage, offload, has_experts=has_experts)
+        placement.place_layers(stage.model, stage, offload, has_experts=has_experts)
     return PipelineModel(model, placement.world, stages, pipeline, dtype)
 
 
@@ -233,7 +236,7 @@ def refuse_unprepared(model: nn.Module) -> None:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """How many token ids the model's input embedding has; None without one."""
+    """Return how many token ids the model's input embedding has; None without one."""
     if isinstance(model, PipelineModel):
         return model.vocabulary_size
     embedding = getattr(model, "get_input_embeddings", lambda: None)()

@@ -53,7 +53,7 @@ class Preset:
 def _qwen3_values(
     hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
 ) -> dict[str, Any]:
-    """As in the configurations of https://huggingface.co/Qwen."""
+    """Return the values of a configuration as in those of https://huggingface.co/Qwen."""
     return {
         "vocab_size": 151936,
         "hidden_size": hidden,
@@ -116,7 +116,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedConfig":
-    """The configuration of a preset for a vocabulary of `vocab_size` ids; published models have their own.
+    """Make the configuration of a preset for a vocabulary of `vocab_size` ids; published models have their own.
 
     >>> preset_config("qwen3-tiny", vocab_size=2048).hidden_size
     192

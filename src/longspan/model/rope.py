@@ -12,20 +12,20 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from longspan.errors import ModelError
-from longspan.plan.cost.model_shape import has_mixers
+from longspan.plan.shape.model_shape import has_mixers
 
 SCALINGS = ("yarn", "linear")
 _STEP = 0.25  # of factors that are chosen here
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The longest document that a configuration stands for, its own scaling included; None if it names no limit.
+    """Return the longest document that a configuration stands for, its own scaling included; None without a limit.
 
     llama3 and longrope scale up to `max_position_embeddings`, yarn to `original_max_position_embeddings` x `factor`
     where that is more, linear and dynamic to `max_position_embeddings` x `factor`, as inference engines read them.
-    Hybrids whose attention has no positions have no limit, whatever they name (`positions_are_left_to_mixers`).
+    Hybrids whose attention has no positions have no limit, whatever they name (`has_no_positions`).
     """
-    if positions_are_left_to_mixers(config):
+    if has_no_positions(config):
         return None
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int):
@@ -39,8 +39,8 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     return limit
 
 
-def positions_are_left_to_mixers(config: PreTrainedConfig) -> bool:
-    """Whether a hybrid's attention has no positions: Nemotron-H, Kimi Linear, Granite 4-H, Zamba 2 without rotary ones.
+def has_no_positions(config: PreTrainedConfig) -> bool:
+    """Return whether a hybrid's attention has no positions: Nemotron-H, Kimi Linear, Granite 4-H, some Zamba 2.
 
     What order its rows have is in the states of its other layers, which suit documents of any length.
     """
@@ -53,15 +53,15 @@ def positions_are_left_to_mixers(config: PreTrainedConfig) -> bool:
 
 
 def smallest_factor(config: PreTrainedConfig, longest: int) -> float:
-    """The smallest multiple of a quarter by which the configuration's limit reaches a document of `longest` tokens."""
+    """Return the smallest multiple of a quarter by which the limit reaches a document of `longest` tokens."""
     limit = position_limit(config)
     return 1.0 if limit is None else max(1.0, math.ceil(longest / limit / _STEP) * _STEP)
 
 
-def with_rope_scaling(config: PreTrainedConfig, kind: str, factor: float) -> PreTrainedConfig:
-    """A copy of a configuration whose rotary frequencies are scaled for documents `factor` times as long.
+def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrainedConfig:
+    """Copy a configuration, with rotary frequencies scaled for documents `factor` times as long.
 
-    >>> config = with_rope_scaling(AutoConfig.from_pretrained(folder), "yarn", 4.0)
+    >>> config = scale_rope(AutoConfig.from_pretrained(folder), "yarn", 4.0)
 
     "yarn" keeps high frequencies and scales attention logits up (its attention factor, 0.1 ln factor + 1); "linear"
     divides all frequencies by the factor. Stock transformers reads either from the saved config.json. Raises ModelError
@@ -70,7 +70,7 @@ def with_rope_scaling(config: PreTrainedConfig, kind: str, factor: float) -> Pre
     name = config.model_type
     if kind not in SCALINGS:
         raise ModelError(f"rope scaling {kind!r} is not known; use {' or '.join(SCALINGS)}")
-    if positions_are_left_to_mixers(config):
+    if has_no_positions(config):
         raise ModelError(
             f"{name} has no rotary positions that {kind!r} could scale, and knows documents of any length; leave "
             "model.rope_scaling empty"
@@ -97,7 +97,7 @@ def with_rope_scaling(config: PreTrainedConfig, kind: str, factor: float) -> Pre
 
 
 def rope_types(rope: Any) -> set[str]:
-    """The types that a configuration's rotary parameters name, of all layers or of each type of layer."""
+    """Return the types that a configuration's rotary parameters name, of all layers or of each type of layer."""
     if not isinstance(rope, Mapping):
         return set()
     nested = (rope_types(values) for values in rope.values())
@@ -105,7 +105,7 @@ def rope_types(rope: Any) -> set[str]:
 
 
 def _flat_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
-    """The rotary parameters that all layers share, None if there are none or each type of layer has its own."""
+    """Return the rotary parameters that all layers share, None if there are none or each type of layer has its own."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
         return None

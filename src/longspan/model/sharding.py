@@ -46,20 +46,21 @@ class Sharding:
     def check(self, dtype: torch.dtype) -> None:
         """Raise ModelError for a compute dtype that is wider than the parameters' own."""
         compute = self.compute_dtype
-        if compute is not None and _bits(compute) > _bits(dtype):
+        if compute is not None and _dtype_bits(compute) > _dtype_bits(dtype):
             raise ModelError(
-                f"compute_dtype is {compute} ({_bits(compute)} significant bits) over parameters of {dtype} "
-                f"({_bits(dtype)}), to which it adds none; load the model in {compute}, or leave compute_dtype out"
+                f"compute_dtype is {compute} ({_dtype_bits(compute)} significant bits) over parameters of {dtype} "
+                f"({_dtype_bits(dtype)}), to which it adds none; load the model in {compute}, or leave "
+                "compute_dtype out"
             )
 
     def precision(self, model: nn.Module) -> MixedPrecisionPolicy:
-        """How FSDP2 computes and sums: gradients in float32 where parameters or arithmetic are in half precision."""
+        """Return how FSDP2 computes and sums: gradients in float32 where parameters or arithmetic are in half."""
         dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
         low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
 
 
-def _bits(dtype: torch.dtype) -> int:
+def _dtype_bits(dtype: torch.dtype) -> int:
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
@@ -91,14 +92,14 @@ def shard_over_slots(
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
+    """List every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
     inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
     return [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
 
 
 @contextmanager
 def parameters_gathered(model: nn.Module) -> Iterator[None]:
-    """Parameters stay whole inside, and gradients are kept whole and not summed: no slot waits for another.
+    """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another.
 
     All ranks enter together. What backward passes inside leave is summed over the slots by the next backward pass
     after it, which all slots must run. Every rank then holds all parameters and, unsummed, all gradients. Nothing
@@ -117,7 +118,7 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
-    """After an error inside, FSDP2 forgets gradients that backward passes left unsummed, and frees what it gathered.
+    """Let FSDP2 forget, after an error inside, gradients that backward passes left unsummed, and free what it gathered.
 
     It would add them to those of the next backward pass: zero_grad() does not clear them.
     """
@@ -136,7 +137,7 @@ def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gather_once(model: nn.Module) -> Iterator[None]:
-    """Forward passes inside, without backward passes, gather parameters once; all ranks enter it together.
+    """Gather parameters once for forward passes inside, without backward passes; all ranks enter it together.
 
     A layer is gathered when it is first called, next to the layer before, and freed at the end, also after an error.
     """
@@ -152,7 +153,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
+    """Count the bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
 
     0 if there are none, and for a model that is not sharded here: what it does after a pass is not known.
     """
@@ -175,7 +176,7 @@ def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: boo
 
 @contextmanager
 def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Backward passes inside sum gradients over the slots of a replica, those after the yielded call over replicas too.
+    """Sum gradients over the slots of a replica in backward passes inside, after the yielded call over replicas too.
 
     Call it before the last backward pass: what the others leave, a shard of the gradients, is in that one's sum. After
     an error inside nothing is left. It changes nothing where parameters have no replicas (`dp_replicate` 1).
@@ -199,7 +200,7 @@ def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def _reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
-    """FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
+    """Yield FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):  # modules may have one together
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         yield from (group for group in groups if group is not None)
@@ -247,7 +248,7 @@ def _free_groups(modules: Sequence[FSDPModule]) -> None:
 
 @contextmanager
 def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None]:
-    """What backward passes inside add to `.grad` is summed over the slots at the end; FSDP2 sums by itself.
+    """Sum over the slots, at the end, what backward passes inside add to `.grad`; FSDP2 sums by itself.
 
     Gradients that were there before are kept and not summed again.
     """

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapters import belongs_to_adapter
 from longspan.model.exactness.image_trial import image_reasons
-from longspan.model.layers import base_of, is_in_projector, other_towers, reads_other_modalities
+from longspan.model.layers import base_model, is_in_projector, other_towers, reads_other_modalities
 from longspan.model.seams.refusals import doctor_hint
-from longspan.model.vision.image_encoder import VisionParts, split
+from longspan.model.vision.image_encoder import VisionParts, split_model
 from longspan.model.vision.image_tokens import image_tokens
 
 _REASONS = {
@@ -59,12 +59,12 @@ def _check_placeholder_id(model: PreTrainedModel) -> None:
 
 
 def take_apart(model: PreTrainedModel) -> VisionParts:
-    """The parts of a vision-language model; afterwards the model itself is the language model, without towers.
+    """Take the parts of a vision-language model; afterwards the model itself is the language model, without towers.
 
     Raises ModelError for a model that has none.
     """
     check_vision(model)
-    return split(model)
+    return split_model(model)
 
 
 def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
@@ -74,7 +74,7 @@ def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "
     a projector.
     """
     check_vision(model)
-    base, towers = base_of(model), other_towers(model)
+    base, towers = base_model(model), other_towers(model)
     of_images = {f"{n}.{p}": x for n, m in base.named_children() if m in towers for p, x in m.named_parameters()}
     of_images = {name: x for name, x in of_images.items() if not belongs_to_adapter(name)}
     between = dict(base.named_parameters(recurse=False))  # what is put between rows
@@ -90,10 +90,10 @@ def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "
 
 @contextmanager
 def take_apart_or_undo(model: nn.Module) -> Iterator[VisionParts]:
-    """Inside, the model is in its parts; after an error it is whole again."""
+    """Take the model apart inside; after an error it is whole again."""
     check_vision(model)
     assert isinstance(model, PreTrainedModel)
-    base = base_of(model)
+    base = base_model(model)
     modules, parameters = dict(base._modules), dict(base._parameters)
     try:
         yield take_apart(model)

@@ -16,7 +16,6 @@ from longspan.plan.cost.links import Link
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.type_price import AttentionCall, TypePrice
 from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
@@ -26,6 +25,7 @@ from longspan.plan.plan_ahead import PlanAhead
 from longspan.plan.plan_rows import group_counts, plan_row, read_plans
 from longspan.plan.planners.fixed import plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanOptions
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timeline
 
 if TYPE_CHECKING:  # of memory: imported on first use

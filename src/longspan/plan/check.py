@@ -14,7 +14,7 @@ MODES = ("lockstep", "free")
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> int:
-    """The value as an int, if it is an integer of at least `least`; else PlanError naming it."""
+    """Return the value as an int, if it is an integer of at least `least`; else PlanError naming it."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise PlanError(f"{name} is {value!r}; give an integer of at least {least}")
     return int(value)
@@ -73,5 +73,5 @@ def check_hierarchy(types: Iterable[str], sizes: Sequence[int] | None, degree: i
 
 
 def heads_allow(degree: int, heads: int | None, types: Iterable[str], tp: int = 1) -> bool:
-    """Whether so many query heads (None: unknown) can be divided among a group, if a layer uses `a2a`."""
+    """Return whether so many query heads (None: unknown) can be divided among a group, if a layer uses `a2a`."""
     return heads is None or degree == 1 or "a2a" not in types or heads % (degree * tp) == 0

@@ -15,7 +15,7 @@ Slots = tuple[int, ...]
 class Levels:
     """Level one, `a2a`: runs of neighbouring members. Level two, `p2p`: every a2a-th member.
 
-    >>> levels_of(Group((0, 1, 2, 3), (0,), (64,), "a2a+p2p", (2, 2)))
+    >>> group_levels(Group((0, 1, 2, 3), (0,), (64,), "a2a+p2p", (2, 2)))
     Levels(a2a=((0, 1), (2, 3)), p2p=((0, 2), (1, 3)))
     """
 
@@ -29,8 +29,8 @@ class Levels:
         return f"level one, a2a: {inner}; level two, p2p: {outer}"
 
 
-def levels_of(group: Group) -> Levels:
-    """The levels of a group. Raises PlanError if it has no sizes, or sizes whose product is not its degree."""
+def group_levels(group: Group) -> Levels:
+    """Return the levels of a group. Raises PlanError if it has no sizes, or sizes whose product is not its degree."""
     sizes, slots = group.hierarchical_context_parallel_sizes, group.slots
     if sizes is None or sizes[0] * sizes[1] != len(slots):
         raise PlanError(
@@ -43,10 +43,10 @@ def levels_of(group: Group) -> Levels:
     )
 
 
-def levels_at(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
-    """Sizes (a2a, p2p) whose product is a degree: a2a is the greatest common divisor of it and the size, or first size.
+def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
+    """Return sizes (a2a, p2p) whose product is a degree, for the sizes or the first size that is configured.
 
-    >>> levels_at((4, 2), 6), levels_at(2, 8)
+    >>> level_sizes((4, 2), 6), level_sizes(2, 8)
     ((2, 3), (2, 4))
     """
     inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
@@ -54,7 +54,7 @@ def levels_at(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
 
 
 def hierarchical_groups(plan: Plan) -> Iterator[Group]:
-    """The groups of a plan that have two levels, each set of slots with its sizes once, in plan order."""
+    """Yield the groups of a plan that have two levels, each set of slots with its sizes once, in plan order."""
     seen: set[tuple[Slots, object]] = set()
     for batch in plan.micro_batches:
         for group in batch.groups:

@@ -50,7 +50,7 @@ class Group:
         return -(-sum(self.laid_out) // self.degree)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields for a JSON document, without those that most groups leave at their default."""
+        """Return the fields for a JSON document, without those that most groups leave at their default."""
         fields = {name: getattr(self, name) for name in ("slots", "documents", "lengths", "cp_comm_type")}
         if self.hierarchical_context_parallel_sizes is not None:
             fields["hierarchical_context_parallel_sizes"] = self.hierarchical_context_parallel_sizes
@@ -90,5 +90,5 @@ class MicroBatch:
         return tuple(n for group in self.groups for n in group.lengths)
 
     def groups_of(self, slot: int) -> tuple[tuple[int, Group], ...]:
-        """The groups that a slot is in, with their index, in order."""
+        """Return the groups that a slot is in, with their index, in order."""
         return tuple((i, group) for i, group in enumerate(self.groups) if slot in group.slots)

@@ -77,7 +77,7 @@ class Plan:
         return timeline(batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the integers and strings: what ranks compare before the first collective of a step.
+        """Return SHA-256 (hex) of the integers and strings: what ranks compare before the first collective of a step.
 
         Times and the cost are left out: two hosts may round them differently without disagreeing on what to do.
         """
@@ -88,7 +88,7 @@ class Plan:
         return hashlib.sha256(json.dumps(self._integers(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:
-        """The plan as JSON; `Plan.from_json` gives an equal plan back."""
+        """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
         seconds = {"predicted_seconds": self.predicted_seconds, "lower_bound_seconds": self.lower_bound_seconds}
         floats = {"tokens": self.tokens} | seconds | {"cost": self.cost.to_json()}
         return json.dumps(self._integers() | floats, indent=indent)
@@ -99,7 +99,7 @@ class Plan:
         return {name: getattr(self, name) for name in names} | {"micro_batches": batches}
 
     def table(self, cost: Cost | None = None, limit: int = 24) -> str:
-        """The plan as plain text: its sizes and times, then a line for each of at most `limit` micro-batches."""
+        """Return the plan as plain text: its sizes and times, then a line for each of at most `limit` micro-batches."""
         times = self.timeline(cost)
         return "\n".join([*_header_lines(self, cost or self.cost, times), "", *_micro_batch_lines(self, times, limit)])
 
@@ -120,7 +120,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
-        """The checked plan that `to_json` wrote. Raises PlanError naming the part that is missing or wrong."""
+        """Return the checked plan that `to_json` wrote. Raises PlanError naming the part that is missing or wrong."""
         fields, tokens = read_fields(text)
         plan = cls(**fields).check()
         if tokens is not None and tokens != plan.tokens:
@@ -153,11 +153,11 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
     for name in ("slots", "documents", "lengths"):
         if set(map(type, getattr(group, name))) != {int}:
-            raise PlanError(f"{where}: {name} {_short(getattr(group, name))} must be integers (int, not numpy's)")
+            raise PlanError(f"{where}: {name} {_excerpt(getattr(group, name))} must be integers (int, not numpy's)")
     if len(set(group.slots)) != len(group.slots):
-        raise PlanError(f"{where} names a slot twice: slots {_short(group.slots)}")
+        raise PlanError(f"{where} names a slot twice: slots {_excerpt(group.slots)}")
     if min(group.slots) < 0 or max(group.slots) >= plan.slots:
-        raise PlanError(f"{where} has slots {_short(group.slots)}, but the plan has slots 0 to {plan.slots - 1}")
+        raise PlanError(f"{where} has slots {_excerpt(group.slots)}, but the plan has slots 0 to {plan.slots - 1}")
     _check_group_lengths(where, group, plan)
     check_choice(f"{where}: partition", group.partition, PARTITIONS)
     try:
@@ -173,7 +173,7 @@ def _check_group_lengths(where: str, group: Group, plan: Plan) -> None:
         raise PlanError(f"{where} has {len(group.documents)} documents and {len(group.lengths)} lengths")
     if min(group.documents) < 0 or max(group.documents) >= len(plan.lengths):
         possible = f"documents 0 to {len(plan.lengths) - 1}" if plan.lengths else "no documents"
-        raise PlanError(f"{where} has documents {_short(group.documents)}, but the plan has {possible}")
+        raise PlanError(f"{where} has documents {_excerpt(group.documents)}, but the plan has {possible}")
     for document, length in zip(group.documents, group.lengths, strict=True):
         if plan.lengths[document] != length:
             raise PlanError(
@@ -191,7 +191,7 @@ def _check_documents(plan: Plan) -> None:
     if len(wrong):
         d = int(wrong[0])
         places = [m for m, batch in enumerate(plan.micro_batches) if d in batch.documents]
-        seen = f"{times[d]} times (micro-batches {_short(places)})" if places else "in no micro-batch"
+        seen = f"{times[d]} times (micro-batches {_excerpt(places)})" if places else "in no micro-batch"
         raise PlanError(
             f"document {d} ({plan.lengths[d]} rows) is {seen}, and must be in exactly one group; "
             f"{len(wrong)} of {len(plan.lengths)} documents are wrong"
@@ -210,12 +210,12 @@ def _check_cap(plan: Plan) -> None:
         groups = [g for g, _ in plan.micro_batches[m].groups_of(slot)]
         rounded = f" in multiples of {plan.row_multiple}" if plan.row_multiple > 1 else ""
         raise PlanError(
-            f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {_short(groups)}), above "
+            f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {_excerpt(groups)}), above "
             f"max_tokens_per_slot {cap}; {len(over)} of {rows.size} places are above it"
         )
 
 
-def _short(values: Sequence[object], limit: int = 8) -> str:
+def _excerpt(values: Sequence[object], limit: int = 8) -> str:
     head = ", ".join(str(value) for value in values[:limit])
     return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from longspan.errors import LongspanError, PlanError
 from longspan.plan.check import check_count
 from longspan.plan.plan import Plan
-from longspan.plan.planning import Planning, StepRequest, check_is_plan
+from longspan.plan.planning import Planning, StepRequest, check_plan
 
 
 class PlanAhead:
@@ -69,30 +69,30 @@ class PlanAhead:
         self._window = range(step, step + 1 + self.ahead)
         planning.keep_window(self._generation, self._window)
         for following in range(first_missing, self._window.stop):
-            planning.request(self._request(following))
+            planning.request(self._make_request(following))
 
     def plan(self, step: int) -> Plan:
-        """The plan of this step, waited for if need be; the plans of the next steps are begun.
+        """Return the plan of this step, waited for if need be; the plans of the next steps are begun.
 
         Raises what the planner raised for this step, and PlanError if the planning process died before this plan.
         """
         self.start(step)
         if not self.ahead:
-            return self._inline(step)
-        return self._open_planning().wait_for_plan(self._request(step))
+            return self._plan_inline(step)
+        return self._open_planning().wait_for_plan(self._make_request(step))
 
     def plan_if_made(self, step: int) -> Plan | None:
-        """The plan of a coming step, without waiting for it: None if it is not made yet, or could not be.
+        """Return the plan of a coming step, without waiting for it: None if it is not made yet, or could not be.
 
         The plans of the steps after it are begun. Inline plans are made now, and kept for `plan(step)`.
         """
         self.start(step)
         if not self.ahead:
             try:
-                return self._inline(step)
+                return self._plan_inline(step)
             except LongspanError:
                 return None
-        return self._open_planning().plan_if_made(self._request(step))
+        return self._open_planning().plan_if_made(self._make_request(step))
 
     def close(self) -> None:
         """End the planning process."""
@@ -100,12 +100,12 @@ class PlanAhead:
             self._planning.close()
         self._planning, self._window = None, None
 
-    def _inline(self, step: int) -> Plan:
+    def _plan_inline(self, step: int) -> Plan:
         if self._made_inline is None or self._made_inline[0] != step:
-            self._made_inline = (step, check_is_plan(self._planner(step, *self._request(step).arguments), step))
+            self._made_inline = (step, check_plan(self._planner(step, *self._make_request(step).arguments), step))
         return self._made_inline[1]
 
-    def _request(self, step: int) -> StepRequest:
+    def _make_request(self, step: int) -> StepRequest:
         return StepRequest(self._generation, step, () if self._argument_of is None else (self._argument_of(step),))
 
     def _open_planning(self) -> "Planning":

@@ -25,18 +25,18 @@ def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
         raise PlanError(f"a plan must be JSON as Plan.to_json writes it: {error}") from None
     values = _read_object("the plan", document, _PLAN, _PLAN_MORE)
     tokens = values.pop("tokens", None)
-    lengths = values["lengths"] = _tuple("lengths", values["lengths"])
-    batches = _tuple("micro_batches", values["micro_batches"])
-    values["micro_batches"] = tuple(_micro_batch(m, groups, lengths) for m, groups in enumerate(batches))
+    lengths = values["lengths"] = _read_tuple("lengths", values["lengths"])
+    batches = _read_tuple("micro_batches", values["micro_batches"])
+    values["micro_batches"] = tuple(_read_micro_batch(m, groups, lengths) for m, groups in enumerate(batches))
     values["cost"] = Cost.from_json(values.get("cost", {}))
     for name in ("predicted_seconds", "lower_bound_seconds"):
-        values[name] = _seconds(name, values.get(name, 0.0))
+        values[name] = _read_seconds(name, values.get(name, 0.0))
     values.setdefault("targets", sum(length - 1 for length in lengths if isinstance(length, int)))
     return values, tokens
 
 
-def _micro_batch(m: int, groups: Any, lengths: tuple[Any, ...]) -> MicroBatch:
-    items = _tuple(f"micro-batch {m}", groups)
+def _read_micro_batch(m: int, groups: Any, lengths: tuple[Any, ...]) -> MicroBatch:
+    items = _read_tuple(f"micro-batch {m}", groups)
     return MicroBatch(
         tuple(_read_group(f"micro-batch {m}, group {g}", group, lengths) for g, group in enumerate(items))
     )
@@ -47,9 +47,9 @@ def _read_group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
     values = _read_object(where, item, _GROUP, _GROUP_MORE)
     for name in ("slots", "documents", "lengths", "hierarchical_context_parallel_sizes"):
         if name in values and not (name.startswith("hier") and values[name] is None):
-            values[name] = _tuple(f"{where}: {name}", values[name])
+            values[name] = _read_tuple(f"{where}: {name}", values[name])
     kind = values.get("cp_comm_type", "p2p")
-    values["cp_comm_type"] = kind if isinstance(kind, str) else _tuple(f"{where}: cp_comm_type", kind)
+    values["cp_comm_type"] = kind if isinstance(kind, str) else _read_tuple(f"{where}: cp_comm_type", kind)
     documents = values["documents"]
     if not all(type(d) is int and 0 <= d < len(lengths) for d in documents):
         raise PlanError(f"{where} has documents {documents}, but the plan has {len(lengths)} lengths")
@@ -70,13 +70,13 @@ def _read_object(where: str, value: Any, needed: set[str], more: set[str]) -> di
     return values
 
 
-def _tuple(where: str, values: Any) -> tuple[Any, ...]:
+def _read_tuple(where: str, values: Any) -> tuple[Any, ...]:
     if not isinstance(values, list):
         raise PlanError(f"{where} must be a list, got {type(values).__name__}")
     return tuple(cast(list[Any], values))
 
 
-def _seconds(name: str, value: Any) -> float:
+def _read_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise PlanError(f"{name} is {value!r}; it must be a number of at least 0")
     return float(value)

@@ -23,7 +23,7 @@ _SECONDS = ("predicted_seconds", "lower_bound_seconds")
 
 
 def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
-    """The plan of a step as a line of JSON; without its cost if that is the cost `after` of the row before.
+    """Write the plan of a step as a line of JSON; without its cost if that is the cost `after` of the row before.
 
     >>> plan_row(7, Plan.from_json(text))  # doctest: +SKIP
     '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
@@ -37,7 +37,7 @@ def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
 
 
 def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
-    """The steps and checked plans of a run's plans.jsonl, in order; its last line may be torn.
+    """Yield the steps and checked plans of a run's plans.jsonl, in order; its last line may be torn.
 
     >>> plans = dict(read_plans("runs/first/plans.jsonl"))  # doctest: +SKIP
 
@@ -59,7 +59,7 @@ def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
 
 
 def group_counts(plan: Plan) -> list[dict[str, Any]]:
-    """How many groups of each degree and type a plan has, and their tokens, the widest groups last.
+    """Count the groups of each degree and type of a plan, and their tokens, the widest groups last.
 
     >>> group_counts(plan)  # doctest: +SKIP
     [{'degree': 1, 'cp_comm_type': '', 'count': 12, 'tokens': 9031}, {'degree': 4, 'cp_comm_type': 'a2a', ...}]
@@ -84,9 +84,7 @@ def _type_name(group: Group) -> str:
 
 
 def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
-    """Write a group as a list: the number of its kind, its slots (first and count, if they are consecutive), its
-    documents.
-    """
+    """Write a group as a list: the number of its kind, its slots (first and count, if consecutive), its documents."""
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
     slots, number = group.slots, kinds.setdefault(kind, len(kinds))
     if slots == tuple(range(slots[0], slots[0] + len(slots))):
@@ -97,14 +95,14 @@ def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
 def _read_plan(row: Mapping[str, Any]) -> Plan:
     """Read the plan in a line of plans.jsonl, unchecked."""
     lengths: tuple[int, ...] = tuple(row["lengths"])
-    kinds: list[list[Any]] = [[_tuple(x) for x in kind] for kind in row["kinds"]]
+    kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]
     batches = (MicroBatch(tuple(_read_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
     values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
     return Plan(lengths=lengths, micro_batches=tuple(batches), **values)
 
 
-def _tuple(value: Any) -> Any:
-    """A tuple, as plans have it, for a list of JSON."""
+def _list_as_tuple(value: Any) -> Any:
+    """Return a tuple, as plans have it, for a list of JSON."""
     return tuple(cast(list[Any], value)) if isinstance(value, list) else value
 
 
@@ -112,7 +110,7 @@ def _read_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tup
     """Yield the groups of a micro-batch from their lists, as `_group_row` writes them."""
     for number, first, *rest in rows:
         listed = isinstance(first, list)
-        slots: tuple[int, ...] = _tuple(first) if listed else tuple(range(first, first + rest[0]))
+        slots: tuple[int, ...] = _list_as_tuple(first) if listed else tuple(range(first, first + rest[0]))
         documents: tuple[int, ...] = tuple(rest if listed else rest[1:])
         kind, sizes, partition, pad_to = kinds[number]
         yield Group(slots, documents, tuple(lengths[d] for d in documents), kind, sizes, partition, pad_to)

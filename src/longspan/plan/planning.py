@@ -43,12 +43,12 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The failure that this error is."""
+        """Make the failure of this error."""
         text = "".join(traceback.format_exception(error))
         return cls(pickle_error(error), text, traceback.format_exception_only(error)[-1].strip())
 
     def error(self, step: int) -> BaseException:
-        """The planner's error, of its own type if that pickles, with its traceback as the cause."""
+        """Make the planner's error again, of its own type if that pickles, with its traceback as the cause."""
         error: Any = None if self.pickled is None else pickle.loads(self.pickled)
         if not isinstance(error, Exception):  # that of a planner that exits would end this process
             error = PlanError(f"the planner of step {step} failed with {self.summary}")
@@ -123,7 +123,7 @@ class Planning:
         raise answer.error(request.step)
 
     def plan_if_made(self, request: StepRequest) -> Plan | None:
-        """The plan of a request that is answered; None before that, and for one that failed."""
+        """Return the plan of a request that is answered; None before that, and for one that failed."""
         with self._changed:
             answer = self._answers.get(request)
         return pickle.loads(answer) if isinstance(answer, bytes) else None
@@ -181,8 +181,8 @@ def _pickle_planner(planner: Planner) -> bytes:
         ) from error
 
 
-def check_is_plan(plan: Any, step: int) -> Plan:
-    """Return what a planner returned for a step, if it is a plan."""
+def check_plan(plan: Any, step: int) -> Plan:
+    """Return what a planner returned for a step. Raises PlanError unless it is a plan."""
     if not isinstance(plan, Plan):
         raise PlanError(
             f"the planner returned {type(cast(object, plan)).__name__} for step {step}; it must return a Plan"
@@ -200,7 +200,7 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
     requests = _Requests(connection, parent)
     plan = _load_planner(main, payload)
     while True:
-        request = requests.next()
+        request = requests.take_request()
         answer = plan(request) if request.generation >= requests.newest else None
         connection.send((request, answer if isinstance(answer, Failure) else None))
         connection.send_bytes(answer if isinstance(answer, bytes) else b"")
@@ -214,7 +214,7 @@ class _Requests:
         self._queue: queue.SimpleQueue[StepRequest] = queue.SimpleQueue()
         threading.Thread(target=self._read_requests, args=(connection, parent), daemon=True).start()
 
-    def next(self) -> StepRequest:
+    def take_request(self) -> StepRequest:
         return self._queue.get()
 
     def _read_requests(self, connection: "Connection[Any, Any]", parent: int) -> None:
@@ -228,7 +228,7 @@ class _Requests:
 
 
 def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest], bytes | Failure]:
-    """The planner, answering with bytes; one that cannot be loaded fails for every step."""
+    """Load the planner, answering with bytes; one that cannot be loaded fails for every step."""
     try:
         import_main(main)
         planner = pickle.loads(payload)
@@ -239,7 +239,7 @@ def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest
     def plan(request: StepRequest) -> bytes | Failure:
         """Plan a step; returns a failure, or the pickled plan."""
         try:
-            return pickle.dumps(check_is_plan(planner(request.step, *request.arguments), request.step))
+            return pickle.dumps(check_plan(planner(request.step, *request.arguments), request.step))
         except BaseException as error:
             return Failure.of(error)
 

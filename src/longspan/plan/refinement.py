@@ -55,7 +55,7 @@ class Refinement:
         self._corrections = {block: NO_CORRECTION, block + 1: NO_CORRECTION}  # by step // EVERY
 
     def correction_of(self, step: int) -> Correction:
-        """The correction that prices the plan of a step. Raises PlanError for a step that is too far ahead."""
+        """Return the correction that prices the plan of a step. Raises PlanError for a step that is too far ahead."""
         try:
             return self._corrections[step // EVERY]
         except KeyError:
@@ -67,13 +67,13 @@ class Refinement:
         self._steps = [*self._steps[1 - WINDOW :], measured]
 
     def fit(self) -> Correction:
-        """The correction that suits the last steps; the newest one until there are enough of them."""
+        """Fit a correction to the last steps; it is the newest one until there are enough of them."""
         if len(self._steps) < LEAST_STEPS:
             return self._corrections[max(self._corrections)]
-        return fit_correction(*self._columns())
+        return fit_correction(*self._step_columns())
 
     def lacks_correction(self, done: int) -> bool:
-        """Whether a correction is due after `done` steps: of the plans from the next multiple of `EVERY` on."""
+        """Return whether a correction is due after `done` steps: of the plans from the next multiple of `EVERY` on."""
         return done // EVERY + 1 not in self._corrections
 
     def put_correction(self, done: int, correction: Correction) -> None:
@@ -81,26 +81,32 @@ class Refinement:
         block = done // EVERY
         self._corrections = {b: c for b, c in self._corrections.items() if b >= block} | {block + 1: correction}
 
-    def _columns(self) -> tuple[Sequence[Seconds], Sequence[float]]:
+    def _step_columns(self) -> tuple[Sequence[Seconds], Sequence[float]]:
         return [step.parts for step in self._steps], [step.seconds for step in self._steps]
 
     def ratios(self) -> dict[Part | str, float]:
-        """Measured over predicted seconds: of the "whole", and of each part that the last steps have; {} before."""
+        """Return measured over predicted seconds: of the "whole", and of each part that the last steps have.
+
+        {} before.
+        """
         if len(self._steps) < LEAST_STEPS:
             return {}
-        parts, seconds = self._columns()
+        parts, seconds = self._step_columns()
         shares, factors = mean_shares(parts), fit_correction(parts, seconds).factors()
         whole: dict[Part | str, float] = {"whole": float(f"{median_ratio(parts, seconds):.4g}")}
         return whole | {name: factors[name] for name in PARTS if shares[name] >= SHOWN}
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps; `from_json` gives an equal refinement back."""
+        """Return what a checkpoint keeps; `from_json` gives an equal refinement back."""
         corrections = {str(block): correction.factors() for block, correction in self._corrections.items()}
         return {"cost": self.cost, "corrections": corrections, "steps": self._steps}
 
     @classmethod
     def from_json(cls, values: Any, cost: Cost) -> "Refinement | None":
-        """The refinement that a checkpoint kept; None for one of another cost. Raises PlanError for what is none."""
+        """Read the refinement that a checkpoint kept; None for one of another cost.
+
+        Raises PlanError for what is none.
+        """
         refinement = cls(cost)
         try:
             if values["cost"] != refinement.cost:

@@ -37,17 +37,17 @@ class GroupTable:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
-        """The groups of these micro-batches."""
+        """Make the table of the groups of these micro-batches."""
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
-        degree = _ints([len(group.slots) for _, group in groups])
-        counts = _ints([len(group.lengths) for _, group in groups])
-        pad = np.repeat(_ints([group.pad_to or 0 for _, group in groups]), counts)
+        degree = _int_array([len(group.slots) for _, group in groups])
+        counts = _int_array([len(group.lengths) for _, group in groups])
+        pad = np.repeat(_int_array([group.pad_to or 0 for _, group in groups]), counts)
         lengths = np.fromiter(chain.from_iterable(group.lengths for _, group in groups), np.int64, len(pad))
         rows = np.where(pad > 0, pad, lengths)
         ways: dict[Way, int] = {}
-        way = _ints([ways.setdefault(_way_of(group), len(ways)) for _, group in groups])
+        way = _int_array([ways.setdefault(_group_way(group), len(ways)) for _, group in groups])
         return cls(
-            micro_batch=_ints([m for m, _ in groups]),
+            micro_batch=_int_array([m for m, _ in groups]),
             degree=degree,
             documents=counts,
             tokens=_segment_sums(rows, counts),
@@ -65,7 +65,7 @@ class GroupTable:
         return -(-self.tokens // self.degree)
 
     def seconds(self, cost: Cost, node_size: int) -> Floats:
-        """Seconds that each group takes of each of its slots (G,), by its own communication type and partition."""
+        """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""
         together = self.together(node_size)
         seconds = np.zeros(len(self.degree))
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
@@ -77,7 +77,10 @@ class GroupTable:
         return seconds
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
-        """Seconds of each group under the type of a cost, in place of its own; inf where heads or degree forbid it."""
+        """Return the seconds of each group under the type of a cost, in place of its own.
+
+        They are inf where heads or degree forbid it.
+        """
         together = self.together(node_size)
         inside = together == self.degree
         squares = self.attention_squares(cost)
@@ -85,11 +88,11 @@ class GroupTable:
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def attention_squares(self, cost: Cost) -> Ints:
-        """Squared rows that attention computes (G,): on a known machine without padding, which kernels skip."""
+        """Return squared rows that attention computes (G,): on a known machine without padding, which kernels skip."""
         return self.unpadded if cost.network else self.squares
 
     def together(self, node_size: int) -> Ints:
-        """The fewest slots of each group that share a node; its degree if all do (G,)."""
+        """Return the fewest slots of each group that share a node; its degree if all do (G,)."""
         if not len(self.degree):
             return np.zeros(0, dtype=np.int64)
         node = self.slot // node_size
@@ -99,11 +102,11 @@ class GroupTable:
         return np.minimum.reduceat(np.diff(starts, append=len(node)), np.searchsorted(starts, first))
 
     def inside(self, node_size: int) -> NDArray[np.bool_]:
-        """Whether all slots of each group share a node (G,)."""
+        """Return whether all slots of each group share a node (G,)."""
         return self.together(node_size) == self.degree
 
 
-def _way_of(group: Group) -> Way:
+def _group_way(group: Group) -> Way:
     """Return the type that most layers of a group have, its a2a size, and its partition."""
     kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     sizes = group.hierarchical_context_parallel_sizes
@@ -134,7 +137,10 @@ class Timeline:
 
 
 def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Ints:
-    """Rows that each slot holds in each micro-batch, padding included, rounded up to `row_multiple` (M, slots)."""
+    """Return the rows that each slot holds in each micro-batch (M, slots).
+
+    Padding is included, and they are rounded up to `row_multiple`.
+    """
     table = GroupTable.of(micro_batches)
     rows = _sum_by_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)
     return -(-rows // row_multiple) * row_multiple
@@ -143,7 +149,7 @@ def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int
 def predicted_seconds(
     micro_batches: Sequence[MicroBatch], slots: int, cost: Cost, *, mode: Mode = "lockstep", node_size: int = 8
 ) -> float:
-    """Seconds of a step of these micro-batches on so many slots."""
+    """Return the seconds of a step of these micro-batches on so many slots."""
     return timeline(micro_batches, slots, cost, mode=mode, node_size=node_size).step_seconds
 
 
@@ -156,7 +162,7 @@ def timeline(
     node_size: int = 8,
     row_multiple: int = 1,
 ) -> Timeline:
-    """When each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
+    """Return when each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
     table, count = GroupTable.of(micro_batches), len(micro_batches)
     seconds = table.seconds(cost, node_size)
     busy = _sum_by_slot(table, seconds, count, slots)
@@ -182,8 +188,9 @@ def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
 
 
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
-    """Return when each slot starts and ends each micro-batch, and the last end, where only slots that share documents
-    wait.
+    """Return when each slot starts and ends each micro-batch, and the last end.
+
+    Only slots that share documents wait for each other.
 
     Slots that groups join start when the last of them is ready, and end with the slowest; the others pass by.
     """
@@ -235,5 +242,5 @@ def _segment_sums(values: Ints, counts: Ints) -> Ints:
     return total[stop] - total[stop - counts]
 
 
-def _ints(values: Sequence[int]) -> Ints:
+def _int_array(values: Sequence[int]) -> Ints:
     return np.array(values, dtype=np.int64)

@@ -22,7 +22,7 @@ from longspan.corpus.image_documents import ImageDocuments
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError, EvaluationStopped, RunFolderError
-from longspan.evaluation.evaluate import choices_at_degrees, evaluate
+from longspan.evaluation.evaluate import evaluate, list_degree_choices
 from longspan.evaluation.metrics import EvaluationOptions, TargetRows
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.sets import EvaluationSet
@@ -195,7 +195,7 @@ class Evaluations:
         choice = self.run.choice_of(entry.config)
         first = self._evaluate_set(entry, choice, done)
         yield first
-        others = () if entry.name else choices_at_degrees(choice, entry.documents, self.run.world.home)
+        others = () if entry.name else list_degree_choices(choice, entry.documents, self.run.world.home)
         for other in others:
             if first is None or other.degree != first.cp:
                 yield self._evaluate_set(entry, other, done)

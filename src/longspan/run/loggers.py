@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from longspan.config.file import nearest
-from longspan.config.keys import object_named
+from longspan.config.file import nearest_hint
+from longspan.config.keys import import_object
 from longspan.errors import ConfigError
 
 
@@ -67,15 +67,15 @@ def check_loggers(names: Sequence[str]) -> None:
             )
         if name not in BUILT_IN and "." not in name:
             raise ConfigError(
-                f"run.loggers has {name!r}; {nearest(name, BUILT_IN)}, or a class of your own with its module, as in "
-                "'my_package.my_module.MyLogger'"
+                f"run.loggers has {name!r}; {nearest_hint(name, BUILT_IN)}, or a class of your own with its module, as "
+                "in 'my_package.my_module.MyLogger'"
             )
 
 
 def logger_class(name: str) -> LoggerClass:
     """The class of a logger. Raises ConfigError if it cannot be imported."""
     module, _, attribute = BUILT_IN.get(name, name).rpartition(".")
-    kind = object_named(BUILT_IN.get(name, name), f"run.loggers has {name!r}")
+    kind = import_object(BUILT_IN.get(name, name), f"run.loggers has {name!r}")
     if not all(callable(getattr(kind, method, None)) for method in ("log", "close")):
         lack = "has no such class" if kind is None else f"has {attribute} without log(row, step) and close()"
         raise ConfigError(f"run.loggers has {name!r}, and {module} {lack}; see longspan.run.loggers.Logger")

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longspan.bridge.item_documents import item_table_of
+from longspan.bridge.item_documents import find_item_table
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, asking_signal, received_signal
@@ -47,9 +47,9 @@ from longspan.run.slow_slots import SlowSlots
 from longspan.run.time_limits import TimeLimits
 from longspan.run.warm_up import warm_up_run
 from longspan.train.memory.live_bytes import peak_memory_bytes
-from longspan.train.plans import plans_of_steps
+from longspan.train.plans import plan_steps
 from longspan.train.reading.gather import share_documents
-from longspan.train.reading.step_inputs import with_targets_of
+from longspan.train.reading.step_inputs import count_pack_targets
 from longspan.train.terms import plan_waves_ahead
 
 HANG = "hang"  # of what torch recorded of collectives, where one failed
@@ -190,7 +190,7 @@ class _Loop:
 def _plans(run: TrainingRun) -> PlanAhead:
     """The plans of the run's steps, priced for its model."""
     ahead = run.config.context.plan_ahead
-    return plans_of_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
+    return plan_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
 
 
 def _take_step(
@@ -199,7 +199,7 @@ def _take_step(
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started, is_usual = time.perf_counter(), not profiles.has(step + 1)
     documents = _documents_of_step(run, step)
-    plan = with_targets_of(documents, plans.plan(step))
+    plan = count_pack_targets(documents, plans.plan(step))
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         _prepare_next_step(run, run.model, plans, step + 1)
     limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
@@ -219,7 +219,7 @@ def _take_step(
     row["groups"] = group_counts(plan)
     if len(run.order.stream.sources) > 1:
         row["source_tokens"] = run.order.source_tokens(step)
-    items = item_table_of(documents, plan.lengths)
+    items = find_item_table(documents, plan.lengths)
     images = [item.rows for item in items.items] if items else ()
     row |= run.figures.step_figures(plan, seconds, images, result.encoders) | correction_columns(run, step)
     if result.router is not None:
@@ -248,7 +248,7 @@ def _prepare_next_step(run: TrainingRun, model: MultimodalModel, plans: PlanAhea
         return
     documents = run.order.select(run.corpus, step)
     with suppress(LongspanError):
-        plan_waves_ahead(model, with_targets_of(documents, plan), documents, depths=run.config.mtp.depths)
+        plan_waves_ahead(model, count_pack_targets(documents, plan), documents, depths=run.config.mtp.depths)
 
 
 class _Agreed(NamedTuple):

@@ -21,7 +21,7 @@ from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, r
 from longspan.errors import ConfigError, RunFolderError
 from longspan.files import as_json, naming_file, write_atomically
 from longspan.plan import Group, Plan
-from longspan.plan.hierarchy import Levels, hierarchical_groups, levels_of
+from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
 from longspan.run.facts import RunFacts, facts_text
 from longspan.run.loggers import LoggerClass, RunLoggers, RunStart
 from longspan.run.metrics_log import MetricsLog, find_evaluations, read_metrics
@@ -69,7 +69,7 @@ class GroupLog:
         self._plan_count += 1
         communicators = self._world.process_groups.made[self._recorded_communicators :]
         self._recorded_communicators += len(communicators)
-        fresh = dict.fromkeys(levels_of(group) for group in hierarchical_groups(plan))
+        fresh = dict.fromkeys(group_levels(group) for group in hierarchical_groups(plan))
         levels = [pair for pair in fresh if pair not in self._recorded_levels]
         self._recorded_levels.update(levels)
         rows: list[Row] = [
@@ -119,7 +119,7 @@ class GroupLog:
             if kind != "a2a+p2p":
                 yield kind, group.slots
                 continue
-            levels = levels_of(group)
+            levels = group_levels(group)
             for level, lines in (("a2a", levels.a2a), ("p2p", levels.p2p)):
                 yield level, next(slots for slots in lines if self._world.slot in slots)
 

@@ -64,7 +64,7 @@ def note_step(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
 
 
 def _plan_seconds(plan: Plan, choice: PlanChoice, correction: Correction, home: Any) -> float:
-    return plan.timeline(choice.apply_correction(correction).options_on(home).cost).step_seconds
+    return plan.timeline(choice.apply_correction(correction).home_options(home).cost).step_seconds
 
 
 def correction_columns(run: TrainingRun, step: int) -> dict[str, float]:

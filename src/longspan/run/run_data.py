@@ -17,13 +17,13 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, EvaluationError
 from longspan.evaluation.metrics import check_metrics, load_metrics
-from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, files_in_both, open_set
+from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, count_trained_files, open_set
 from longspan.layout import Layout
 from longspan.plan.refinement import Refinement
 from longspan.run.checks.check_plans import check_longest, check_longest_of_set
-from longspan.train.long_documents import check_known
+from longspan.train.long_documents import check_set_length
 from longspan.train.plans import query_heads
-from longspan.train.plans.order import documents_line, step_order_of
+from longspan.train.plans.order import documents_line, make_step_order
 from longspan.train.training import Training
 
 
@@ -80,8 +80,8 @@ def open_sets(
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
         opened = open_set(config, entry, world, log)
-        log(opened.line())
-        if overlap := files_in_both(corpus, opened):
+        log(opened.describe_set())
+        if overlap := count_trained_files(corpus, opened):
             log(overlap)
         sets.append(opened)
     if not sets:
@@ -110,7 +110,7 @@ def check_lengths(
         tokens, origin = entry.longest
         check_longest_of_set(config, entry.config, home, tokens, origin, heads)
         is_made = entry.config.path in MADE
-        check_known(model, config.model, longest, entry.name, tokens, made=is_made)
+        check_set_length(model, config.model, longest, entry.name, tokens, made=is_made)
 
 
 def with_rows(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
@@ -159,7 +159,7 @@ def open_data(
     """Open the documents of a run that resumes from a checkpoint or begins (None). Raises ConfigError or DataError."""
     check_paths_and_metrics(config, world, model.get_text_config().vocab_size)
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
-    order = step_order_of(config, corpus)
+    order = make_step_order(config, corpus)
     log(documents_line(config, order))
     sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
     sets = run_on_every_rank(

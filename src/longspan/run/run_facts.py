@@ -10,14 +10,14 @@ from longspan.config.sections import MtpSection
 from longspan.errors import plural
 from longspan.files import read_json
 from longspan.launch.launch import usable_cores
-from longspan.model.execution import Execution, execution_of
+from longspan.model.execution import Execution, model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.cost.correction import REFINED
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 from longspan.run.facts import RunFacts
 from longspan.run.run_data import TrainingRun
-from longspan.ssm.kernels import kernels_here
+from longspan.ssm.kernels import describe_kernels
 from longspan.train.gradients import counted_parameters
 from longspan.train.plans import PlanChoice
 from longspan.train.step_figures import device_name
@@ -28,7 +28,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
 
     >>> display.log(facts_text(facts_of(run)))
     """
-    config, execution = run.config, execution_of(run.model)
+    config, execution = run.config, model_execution(run.model)
     return RunFacts(
         **_model_facts(run),
         **_dtype_names(execution),
@@ -114,7 +114,7 @@ def _mixers_text(execution: Execution, device: torch.device, partition: str) -> 
     """How state-space layers run; "" if there are none."""
     if not execution.mixers:
         return ""
-    kernels = kernels_here(execution.compute_dtype, device, execution.mixer_kernels)
+    kernels = describe_kernels(execution.compute_dtype, device, execution.mixer_kernels)
     layers = f"{plural(execution.mixers, 'state-space layer')} in {kernels}"
     if partition == "contiguous":
         return f"{layers}; at most one state a slot and group is sent"

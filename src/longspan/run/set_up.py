@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
-from longspan.config.defaults import warn_of_lost_updates
+from longspan.config.defaults import warn_about_lost_updates
 from longspan.config.file import to_toml
 from longspan.config.sections import LoraSection, ModelConfig, RunConfig
 from longspan.corpus.run_corpus import check_tokenizer
@@ -29,7 +29,7 @@ from longspan.errors import ConfigError, ModelError, RunFolderError
 from longspan.evaluation.auto_degree import choose_degrees
 from longspan.files import write_atomically
 from longspan.model.load import torch_dtype
-from longspan.model.multimodal.multimodal_model import language_model_of
+from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars, weight_files
@@ -46,14 +46,14 @@ from longspan.run.resume import (
     with_held_out_of,
 )
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
-from longspan.train.long_documents import configuration_for
+from longspan.train.long_documents import scale_positions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.images_held import UNEVEN
-from longspan.train.memory.rows_that_fit import measure_rows, use_rows_of_run
+from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
 from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
-from longspan.train.plans import cost_of_run, query_heads
-from longspan.train.plans.node_size import with_node_size
-from longspan.train.plans.order import source_lines, with_steps_of_epochs
+from longspan.train.plans import find_run_cost, query_heads
+from longspan.train.plans.node_size import set_node_size
+from longspan.train.plans.order import set_epoch_steps, source_lines
 from longspan.train.plans.partition import choose_partition_on_ranks
 from longspan.train.plans.run_machine import use_machine
 from longspan.train.terms.mtp import add_configured_depths, depths_line
@@ -154,7 +154,7 @@ def _fit_configuration(data: RunData, config: RunConfig, world: World, log: LogL
     vocabulary = _vocabulary_size(data, config)
     configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
     check_tokenizer(config, configuration, data.tokenizer_size)
-    return configuration_for(configuration, config.model, *data.longest, log)
+    return scale_positions(configuration, config.model, *data.longest, log)
 
 
 def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
@@ -166,13 +166,13 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     config, as_written, data = _open_documents(config, checkpoint, world, log)
     configuration = _fit_configuration(data, config, world, log)
     config, why_partition = _choose_partition(config, data, configuration, world, log)
-    config = use_rows_of_run(config, world, log)
+    config = use_measured_rows(config, world, log)
     data.check_fit(config, world)
     done = 0 if checkpoint is None else steps_done(checkpoint, world)
     run_memory = _run_memory(config, data, configuration, world, done)
     memory = choose_on_ranks(run_memory, world, log) if done < config.train.steps else None
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
-    refuse_randomness(language_model_of(model))
+    refuse_randomness(find_language_model(model))
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model, memory=memory)
     state = dict[str, Any]()
@@ -184,7 +184,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         file = Path(config.run.dir) / "config.toml"
         run_on_first_rank(world, lambda: write_atomically(file, to_toml(as_written)), RunFolderError)
-        warn_of_lost_updates(config, log)
+        warn_about_lost_updates(config, log)
     price = partial(_model_cost, config, world, model.config, data.corpus, log, memory)
     cost = run_on_every_rank(world, price, ConfigError)
     refinement = refinement_of_run(config, cost, state, world, log)
@@ -200,7 +200,7 @@ def _open_documents(
 ) -> tuple[RunConfig, RunConfig, RunData]:
     """Open the documents of a run; returns the configuration that they complete, that of config.toml, and the data."""
     config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
-    node_size, config = config.context.node_size, with_node_size(config, world)
+    node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world, log)
     if config.model.path and checkpoint is None:
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
@@ -208,7 +208,7 @@ def _open_documents(
     data = open_data(config, named, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
     as_written = replace(config, context=replace(config.context, node_size=node_size))
-    config = with_steps_of_epochs(config, data.order, log)
+    config = set_epoch_steps(config, data.order, log)
     for line in source_lines(config, data.order):
         log(line)
     if checkpoint is not None:
@@ -258,7 +258,7 @@ def _model_cost(
     """The cost of a model of this configuration, whose layers keep what the keys, or a plan of memory, say."""
     gpu, share = world.device.type == "cuda", _target_share(corpus)
     slots = world.home.slots
-    cost = cost_of_run(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)
+    cost = find_run_cost(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)
     if corpus.images is None or not len(corpus.images):
         return cost
     return with_spans(cost, model, corpus.images.column("rows").tolist(), max(1, int(corpus.lengths.sum())))

@@ -23,13 +23,13 @@ from longspan.comm.watch import is_out_of_memory
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import synthetic_documents
 from longspan.errors import ConfigError, plural
-from longspan.model.multimodal.multimodal_model import language_model_of
+from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.timeline import slot_rows
 from longspan.run.run_data import TrainingRun
 from longspan.train.memory.live_bytes import peak_memory_bytes
-from longspan.train.plans import planner_of_steps
+from longspan.train.plans import make_step_planner
 from longspan.train.step import run_step
 from longspan.train.terms.mtp import mtp_loss
 from longspan.train.training import Training
@@ -228,7 +228,7 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
 
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     """Run a step over synthetic documents of the plan's lengths, without an update of weights."""
-    model, chunk = language_model_of(training.model), training.config.train.loss_chunk_rows
+    model, chunk = find_language_model(training.model), training.config.train.loss_chunk_rows
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
     router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
     plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # synthetic documents mask no token
@@ -271,7 +271,7 @@ def needs_warm_up(world: World) -> bool:
 
 def _coming_plans(run: TrainingRun) -> list[Plan]:
     count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
-    planner = planner_of_steps(run.choice, run.order, run.world.home)
+    planner = make_step_planner(run.choice, run.order, run.world.home)
     return [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
 
 

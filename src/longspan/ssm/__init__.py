@@ -2,6 +2,8 @@
 
 from longspan.ssm.chains import state_bytes
 from longspan.ssm.conv import causal_conv
-from longspan.ssm.state_pass import linear_scan, scan_kernel, unit
+from longspan.ssm.state_pass import linear_scan, scan_kernel, unit_vectors
 
-__all__ = ["causal_conv", "linear_scan", "scan_kernel", "state_bytes", "unit"]
+unit = unit_vectors  # its former name
+
+__all__ = ["causal_conv", "linear_scan", "scan_kernel", "state_bytes", "unit_vectors"]

@@ -15,7 +15,7 @@ import torch
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.groups.channel import Channel
 from longspan.errors import LayoutError
-from longspan.layout.segments import Flags, Integers, expand
+from longspan.layout.segments import Flags, Integers, expand_runs
 from longspan.plan import Group
 from longspan.ssm.kernels.runs import LocalRuns
 
@@ -32,7 +32,7 @@ class Runs(NamedTuple):
     last: Flags
 
     def member_runs(self, member: int) -> Integers:
-        """A member's runs among all, in the order in which it holds them."""
+        """Return a member's runs among all, in the order in which it holds them."""
         runs = np.flatnonzero(self.member == member)
         return runs[np.argsort(self.offset[runs], kind="stable")]
 
@@ -68,20 +68,20 @@ class Chains:
         return Runs(member, document, start, stop, offset, place, last)
 
     @cached_property
-    def mine(self) -> Integers:
+    def local_indices(self) -> Integers:
         """This member's runs among all, in the order in which it holds them."""
         return self.runs.member_runs(self.member)
 
     @cached_property
     def lengths(self) -> Integers:
         """Rows of each of this member's runs, in held order."""
-        return (self.runs.stop - self.runs.start)[self.mine]
+        return (self.runs.stop - self.runs.start)[self.local_indices]
 
     @cached_property
     def local_runs(self) -> LocalRuns:
         """This member's runs, as kernels take them."""
         shared = (self.runs.place > 0) | ~self.runs.last
-        return LocalRuns(self.lengths, self.device, shared[self.mine])
+        return LocalRuns(self.lengths, self.device, shared[self.local_indices])
 
     @cached_property
     def forward(self) -> "Passing":
@@ -100,14 +100,14 @@ class Passing:
     def __init__(self, chains: Chains, leaves: Flags, carries: Flags) -> None:
         self.chains: Chains = chains
         self._leaves, self._carries = leaves, carries
-        mine = chains.mine
+        mine = chains.local_indices
         self.leaving: Integers = np.flatnonzero(leaves[mine])  # of this member's runs, in held order
         self.carrying: Integers = np.flatnonzero(carries[mine])
         self.any: bool = bool(leaves.any())  # whether the members have anything to give each other
         self._counts: dict[tuple[int, int], list[int]] = {}
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 
-    def counts(self, state_rows: int, transition_rows: int) -> list[int]:
+    def count_rows(self, state_rows: int, transition_rows: int) -> list[int]:
         """Count the rows that each member gives: its states one after another, then its transitions."""
         sizes = state_rows, transition_rows
         if sizes not in self._counts:
@@ -116,15 +116,17 @@ class Passing:
             self._counts[sizes] = (states * state_rows + transitions * transition_rows).tolist()
         return self._counts[sizes]
 
-    def places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
+    def first_rows(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
         """Return the first gathered row of each run's state and of its transition; −1 for what no run sends."""
         key = state_rows, transition_rows, starts
         if key not in self._places:
-            self._places[key] = self._find_places(*key)
+            self._places[key] = self._find_first_rows(*key)
         return self._places[key]
 
-    def _find_places(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
-        """Compute what `places` returns: in each member's rows its states come first, then its transitions."""
+    def _find_first_rows(
+        self, state_rows: int, transition_rows: int, starts: tuple[int, ...]
+    ) -> tuple[Integers, Integers]:
+        """Compute what `first_rows` returns: in each member's rows its states come first, then its transitions."""
         runs = self.chains.runs
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
@@ -144,12 +146,12 @@ class Passing:
         heads = np.flatnonzero(runs.place == 0)
         sizes = np.diff(np.append(heads, len(runs.place)))
         is_local = np.zeros(len(heads), dtype=bool)
-        is_local[np.searchsorted(heads, self.chains.mine, side="right") - 1] = True
+        is_local[np.searchsorted(heads, self.chains.local_indices, side="right") - 1] = True
         keep = np.flatnonzero(is_local & (sizes > 1))
         keep = keep[np.argsort(-sizes[keep], kind="stable")]
         table = np.full((len(keep), int(sizes[keep].max(initial=0))), -1, dtype=np.int64)
-        table[np.repeat(np.arange(len(keep)), sizes[keep]), expand(np.zeros_like(keep), sizes[keep])] = expand(
-            heads[keep], heads[keep] + sizes[keep]
+        table[np.repeat(np.arange(len(keep)), sizes[keep]), expand_runs(np.zeros_like(keep), sizes[keep])] = (
+            expand_runs(heads[keep], heads[keep] + sizes[keep])
         )
         return table
 
@@ -164,15 +166,15 @@ class Passing:
     def local_numbers(self) -> Integers:
         """Return for each run of all members its number among this member's; −1 for another member's."""
         number = np.full(len(self.chains.runs.member), -1)
-        number[self.chains.mine] = np.arange(len(self.chains.mine))
+        number[self.chains.local_indices] = np.arange(len(self.chains.local_indices))
         return number
 
 
 chains_by_shard = WeakKeyDictionary[SequenceShard, tuple[Chains, ...]]()  # freed with their shards
 
 
-def chains_of(shard: SequenceShard) -> tuple[Chains, ...]:
-    """The chains of each part of a shard, worked out once."""
+def shard_chains(shard: SequenceShard) -> tuple[Chains, ...]:
+    """Return the chains of each part of a shard, worked out once."""
     if shard not in chains_by_shard:
         chains_by_shard[shard] = tuple(Chains(part, shard.device) for part in shard.parts)
     return chains_by_shard[shard]
@@ -184,7 +186,7 @@ _CPU = torch.device("cpu")
 def state_bytes(
     group: Group, *, heads: int, key_size: int, value_size: int, delta: bool = True, bytes_per_number: int = 4
 ) -> int:
-    """Bytes of states and transitions that all members of a group together give in a forward pass.
+    """Count the bytes of states and transitions that all members of a group together give in a forward pass.
 
     Each member receives those of all others. A run of rows that is not its document's last gives its state, heads ·
     key_size · value_size numbers; one that is not the first either also gives its transition, heads · key_size²
@@ -200,5 +202,5 @@ def state_bytes(
     if wrong := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise LayoutError(f"state_bytes got {', '.join(wrong)}; each is at least 1")
     chains = Chains(ShardPart(group, 0, group.slots[0], 0, world_key=-1), _CPU)
-    of_a_head = sum(chains.forward.counts(key_size * value_size, key_size**2 if delta else 1))
+    of_a_head = sum(chains.forward.count_rows(key_size * value_size, key_size**2 if delta else 1))
     return of_a_head * heads * bytes_per_number

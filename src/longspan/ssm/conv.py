@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from longspan.comm import Handle, SequenceShard, to_device
 from longspan.comm.shard import outside_graphs
 from longspan.errors import LayoutError
-from longspan.layout.segments import Integers, expand
-from longspan.ssm.chains import Chains, chains_of
+from longspan.layout.segments import Integers, expand_runs
+from longspan.ssm.chains import Chains, shard_chains
 from longspan.ssm.kernels.convolutions import (
     Before,
     Convolution,
@@ -27,7 +27,7 @@ from longspan.ssm.kernels.convolutions import (
     FirstRows,
     choose_convolution,
 )
-from longspan.ssm.state_pass import join_rows_of_parts, refuse_no_shard
+from longspan.ssm.state_pass import join_part_rows, refuse_no_shard
 
 
 class Halo:
@@ -52,21 +52,21 @@ class Halo:
         arrived = self._arrival_table(chains, owners[me])
         self.before: Before = self._lay_out_runs(chains.lengths, arrived)
         self.isolated: Before = self._lay_out_runs(chains.lengths, np.full_like(arrived, -1))
-        self.first: FirstRows = self._rows_after_arrivals(chains.lengths, arrived)
+        self.first: FirstRows = self._index_first_rows(chains.lengths, arrived)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
         """Return the rows before a member's runs, in held order: which run has each, and at which position."""
         runs, local = self._runs, self._runs.member_runs(member)
         first = np.maximum(runs.start[local] - self._width, 0)
-        position = expand(first, runs.start[local])
+        position = expand_runs(first, runs.start[local])
         document = np.repeat(runs.document[local], runs.start[local] - first)
         stride = int(runs.stop.max(initial=0)) + 1
         at = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
         return at, position
 
     def _arrival_table(self, chains: Chains, owners: Integers) -> Integers:
-        """Return (runs, width): which of the arriving rows, member after member, lie before each run; −1 for none."""
-        runs, mine, width = self._runs, chains.mine, self._width
+        """Make the table (runs, width) of which arriving rows, member by member, lie before each run; −1 for none."""
+        runs, mine, width = self._runs, chains.local_indices, self._width
         arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
         table = np.full((len(mine), width), -1, dtype=np.int64)
@@ -87,18 +87,18 @@ class Halo:
         indices = source, np.flatnonzero(source < rows), run, column + 1
         return Before(self._width, *(to_device(x, self._device) for x in indices))
 
-    def _rows_after_arrivals(self, lengths: Integers, arrived: Integers) -> FirstRows:
+    def _index_first_rows(self, lengths: Integers, arrived: Integers) -> FirstRows:
         """Index the first rows of the runs that rows arrive for: only these read rows of other members."""
         readers = np.flatnonzero((arrived >= 0).any(1))
         start, count = (np.cumsum(lengths) - lengths)[readers], np.minimum(lengths[readers], self._width)
         arrived = np.ascontiguousarray(arrived[readers])
-        rows = to_device(expand(start, start + count), self._device)
+        rows = to_device(expand_runs(start, start + count), self._device)
         places = (to_device(x, self._device) for x in (start, count, arrived))
         return FirstRows(rows, self._lay_out_runs(count, arrived), *places)
 
 
-def halo_of(chains: Chains, width: int) -> Halo:
-    """The `width` rows before each run of a member, worked out once."""
+def find_halo(chains: Chains, width: int) -> Halo:
+    """Find the `width` rows before each run of a member, worked out once."""
     if width not in chains.halos:
         chains.halos[width] = Halo(chains, width)
     return chains.halos[width]
@@ -114,7 +114,7 @@ def causal_conv(
     silu: bool = False,
     kernels: Sequence[str] = (),
 ) -> Tensor:
-    """y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias inside each document: x (T, C), weight (C, W) -> (T, C).
+    """Compute y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias in each document: x (T, C), weight (C, W) -> (T, C).
 
     `silu` applies that activation to y. Half precision on a GPU uses flash-linear-attention's kernel if installed.
     Every member of a group that has a part here makes the same call, and enters backward. `kernels` names packages to
@@ -127,7 +127,7 @@ def causal_conv(
     if kernel.name == "torch" and len({y.dtype for y in (x, *parameters)}) > 1:
         dtypes = ", ".join(str(y.dtype).removeprefix("torch.") for y in (x, *parameters))
         raise LayoutError(f"causal_conv got x, weight and bias of {dtypes}; torch's convolution needs one dtype")
-    return _Convolved.apply(chains_of(shard), kernel, silu, x, *parameters)  # pyright: ignore[reportReturnType]
+    return _Convolved.apply(shard_chains(shard), kernel, silu, x, *parameters)  # pyright: ignore[reportReturnType]
 
 
 def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
@@ -163,7 +163,7 @@ class _Convolved(torch.autograd.Function):
         started = [_send_halo(x_part, c, width) for x_part, c in zip(rows, chains, strict=True)]
         outs, arrived = list[Tensor](), list[Tensor]()
         for x_part, c, handle in zip(rows, chains, started, strict=True):
-            halo = halo_of(c, width)
+            halo = find_halo(c, width)
             y = kernel.forward(x_part, convolution, c.local_runs, halo.isolated) if len(x_part) else x_part
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
             if len(arrived_rows):
@@ -172,7 +172,7 @@ class _Convolved(torch.autograd.Function):
             arrived.append(arrived_rows)
         ctx.save_for_backward(x, *parameters, *arrived)
         ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
-        return join_rows_of_parts(outs, x)
+        return join_part_rows(outs, x)
 
     @staticmethod
     @once_differentiable
@@ -189,9 +189,9 @@ class _Convolved(torch.autograd.Function):
         of_parts = [part.gradients(ctx.kernel) for part in parts]
         for part, of_part, handle in zip(parts, of_parts, started, strict=True):
             if handle is not None:
-                of_part[0].index_add_(0, halo_of(part.chains, width).rows, handle.wait())
-        of_parameters = [_sum([of_part[1 + i] for of_part in of_parts]) for i in range(ctx.parameters)]
-        return None, None, None, join_rows_of_parts([of_part[0] for of_part in reversed(of_parts)], x), *of_parameters
+                of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())
+        of_parameters = [_sum_gradients([of_part[1 + i] for of_part in of_parts]) for i in range(ctx.parameters)]
+        return None, None, None, join_part_rows([of_part[0] for of_part in reversed(of_parts)], x), *of_parameters
 
 
 class _Part(NamedTuple):
@@ -205,7 +205,7 @@ class _Part(NamedTuple):
 
     @property
     def halo(self) -> Halo:
-        return halo_of(self.chains, self.convolution.weight.shape[1] - 1)
+        return find_halo(self.chains, self.convolution.weight.shape[1] - 1)
 
     def arrived_gradients(self, kernel: ConvolutionKernel) -> Tensor:
         """Return the gradients of the rows that arrived, which go back to their members."""
@@ -222,14 +222,14 @@ class _Part(NamedTuple):
         )
 
 
-def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+def _sum_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
     present = [x for x in gradients if x is not None]
     return sum(present[1:], start=present[0]) if present else None
 
 
 def _send_halo(x: Tensor, chains: Chains, width: int) -> Handle | None:
     """Start sending the rows that other members' runs need before them; None if nothing travels."""
-    halo = halo_of(chains, width)
+    halo = find_halo(chains, width)
     if not halo.travels:
         return None
     return chains.channel.all_to_all_rows(
@@ -239,7 +239,7 @@ def _send_halo(x: Tensor, chains: Chains, width: int) -> Handle | None:
 
 def _send_halo_gradients(gradient: Tensor, chains: Chains, width: int) -> Handle | None:
     """Start sending gradients of arrived rows back to the members that have the rows; None if nothing travels."""
-    halo = halo_of(chains, width)
+    halo = find_halo(chains, width)
     if not halo.travels:
         return None
     label = "gradients of rows before a run, convolution"

@@ -32,13 +32,13 @@ class ForwardFold:
         self._gathered = _GatheredSummaries(chains, self._passing, states, transitions, "states of runs")
 
     def entering_states(self) -> Tensor:
-        """Return the state (R, H, K, V) that enters each run of this member.
+        """Fold the state (R, H, K, V) that enters each run of this member.
 
         Chains are followed place by place: the state that enters a run is the transition of the run before it, applied
         to the state that entered that one, plus the state that it made.
         """
         v = self.inputs.v
-        shape = (len(self.chains.mine), *self.inputs.state_shape)
+        shape = (len(self.chains.local_indices), *self.inputs.state_shape)
         entering = v.new_zeros(shape, dtype=state_dtype(v.dtype))
         if not self._passing.any:
             return entering
@@ -70,7 +70,7 @@ class BackwardFold:
             self._gathered = _GatheredSummaries(chains, chains.backward, local, transitions, label)
 
     def leaving_gradients(self) -> Tensor:
-        """Return the gradient (R, H, K, V) at the final state of each run of this member.
+        """Fold the gradient (R, H, K, V) at the final state of each run of this member.
 
         Chains are followed backwards, by the transposed transitions.
         """
@@ -102,26 +102,26 @@ class _GatheredSummaries:
     def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, label: str) -> None:
         heads, self._shapes = states.shape[1], (states.shape[1:], transitions.shape[1:])
         self._sizes = self._shapes[0][1:].numel(), self._shapes[1][1:].numel()
-        counts = passing.counts(*self._sizes)
+        counts = passing.count_rows(*self._sizes)
         rows = states.new_empty((counts[chains.member], heads))
         of_states = len(states) * self._sizes[0]
         rows[:of_states].view(states.shape).copy_(states)
         rows[of_states:].view(transitions.shape).copy_(transitions)
         channel = chains.channel
-        self._places = passing.places(*self._sizes, channel.starts(counts))
+        self._places = passing.first_rows(*self._sizes, channel.starts(counts))
         self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, label)
 
     def wait(self) -> "_GatheredSummaries":
-        """The same, once states and transitions may be read."""
+        """Wait until states and transitions may be read; returns the same."""
         self._rows = self._handle.wait()
         return self
 
     def states(self, runs: Integers) -> Tensor:
-        """(n, H, K, V)."""
+        """Return the states of these runs: (n, H, K, V)."""
         return self._select_runs(runs, 0)
 
     def transitions(self, runs: Integers) -> Tensor:
-        """(n, H, K, K), or (n, H, 1, 1)."""
+        """Return the transitions of these runs: (n, H, K, K), or (n, H, 1, 1)."""
         return self._select_runs(runs, 1)
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:
@@ -134,7 +134,7 @@ class _GatheredSummaries:
 
 
 def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
-    """Set into[run] = values where this member has the run."""
+    """Put values into[run] where this member has the run."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):
         put_runs(into, local_numbers[local], take_runs(values, local))

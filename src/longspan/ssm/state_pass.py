@@ -18,16 +18,19 @@ from torch.autograd.function import once_differentiable
 from longspan.comm import SequenceShard
 from longspan.comm.shard import outside_graphs
 from longspan.errors import LayoutError
-from longspan.ssm.chains import Chains, chains_of
+from longspan.ssm.chains import Chains, shard_chains
 from longspan.ssm.folds import BackwardFold, ForwardFold
 from longspan.ssm.kernels import TORCH, Inputs, Recurrence, ScanKernel, choose_scan_kernel
 from longspan.ssm.kernels.call import SavedScan, state_dtype
-from longspan.ssm.kernels.packages import fla_function, fla_lacks
+from longspan.ssm.kernels.packages import fla_function, fla_lack
 
 
-def unit(x: Tensor, epsilon: float) -> Tensor:
-    """x / √(Σ x² + epsilon) over the last dimension; float32 of half precision, which kernels of GPUs round again."""
-    if not fla_lacks(x.dtype, x.device):
+def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
+    """Compute x / √(Σ x² + epsilon) over the last dimension.
+
+    float32 of half precision, which kernels of GPUs round again.
+    """
+    if not fla_lack(x.dtype, x.device):
         return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
     x = x if x.dtype == torch.float64 else x.float()
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
@@ -45,7 +48,9 @@ def linear_scan(
     *,
     kernels: Sequence[str] = (),
 ) -> Tensor:
-    """o_t = scale · q_tᵀ S_t, S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ, from S = 0 in a document.
+    """Compute o_t = scale · q_tᵀ S_t of S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ in each document.
+
+    S is 0 before the first row of a document.
 
     q, k (T, G, K), v (T, H, V), g (T, H, K) or (T, H, 1) of log-decays, beta (T, H) -> (T, H, V), in the dtype of v;
     head h reads head h // (H // G) of q and k. Without beta the term −β k kᵀ is absent and β is 1: Mamba 2, where g
@@ -63,13 +68,13 @@ def linear_scan(
     tensors = [
         None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
     ]
-    return _StatePass.apply(chains_of(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+    return _StatePass.apply(shard_chains(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def scan_kernel(
     v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False, kernel_names: Sequence[str] = ()
 ) -> ScanKernel:
-    """The kernel that `linear_scan` takes for values like these, (T, H, V). Raises LayoutError as that does."""
+    """Return the kernel that `linear_scan` takes for values like these, (T, H, V). Raises LayoutError as that does."""
     return choose_scan_kernel(
         Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), kernel_names
     )
@@ -115,7 +120,7 @@ class _StatePass(torch.autograd.Function):
         inputs = Inputs(*tensors)
         parts = [inputs.rows(c.part.start, c.part.stop) for c in chains]
         scans = [
-            _kernel_for(kernel, c).forward(part, c.local_runs, scale) for part, c in zip(parts, chains, strict=True)
+            _member_kernel(kernel, c).forward(part, c.local_runs, scale) for part, c in zip(parts, chains, strict=True)
         ]
         folds = [ForwardFold(c, part, scan) for c, part, scan in zip(chains, parts, scans, strict=True)]
         outs, activations = list[Tensor](), list[tuple[Tensor, ...]]()
@@ -125,7 +130,7 @@ class _StatePass(torch.autograd.Function):
             activations.append((part.transitions, states, *scan.activations))
         ctx.save_for_backward(*tensors, *(x for saved in activations for x in saved))
         ctx.chains, ctx.kernel, ctx.scale, ctx.counts = chains, kernel, scale, [len(saved) for saved in activations]
-        return join_rows_of_parts(outs, inputs.v)
+        return join_part_rows(outs, inputs.v)
 
     @staticmethod
     @once_differentiable
@@ -138,24 +143,24 @@ class _StatePass(torch.autograd.Function):
             del activations_and_states[len(activations_and_states) - count :]
             start, stop = chains.part.start, chains.part.stop
             saved = SavedScan(states, tuple(activations), dout[start:stop])
-            local = _kernel_for(ctx.kernel, chains).backward(
+            local = _member_kernel(ctx.kernel, chains).backward(
                 inputs.rows(start, stop), chains.local_runs, ctx.scale, saved
             )
             entry_gradients = BackwardFold(chains, states, transitions, local.entry_gradients)
-            local.prepare()
+            local.prepare_chunks()
             parts.insert(0, local.gradients(entry_gradients.leaving_gradients()))
         present = [x for x in inputs if x is not None]
-        results = [join_rows_of_parts([part[i] for part in parts], x) for i, x in enumerate(present)]
+        results = [join_part_rows([part[i] for part in parts], x) for i, x in enumerate(present)]
         return None, None, None, *results, *([None] if inputs.beta is None else [])
 
 
-def _kernel_for(kernel: ScanKernel, chains: Chains) -> ScanKernel:
-    """The kernel; torch's operations where this member has no rows."""
+def _member_kernel(kernel: ScanKernel, chains: Chains) -> ScanKernel:
+    """Return the kernel; torch's operations where this member has no rows."""
     return kernel if len(chains.lengths) else TORCH
 
 
-def join_rows_of_parts(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The rows of all parts of a shard, one after another; of a single part without a copy."""
+def join_part_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Join the rows of all parts of a shard, one after another; of a single part without a copy."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts)) if parts else torch.zeros_like(like)

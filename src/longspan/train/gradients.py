@@ -15,26 +15,26 @@ from torch.distributed.tensor import DTensor
 
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, NonFiniteError
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.model.multimodal.multimodal_model import MultimodalModel, modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.weights.local_tensors import local_tensor
 
 
 def grad_norm(model: nn.Module, world: World) -> float:
-    """The 2-norm of all ranks' gradients together, the same on every rank, which all enter.
+    """Return the 2-norm of all ranks' gradients together, the same on every rank, which all enter.
 
     >>> grad_norm(model, world)
 
     Every element of a gradient is counted once, on whatever meshes the parameters lie, in stages of a pipeline and in
     the homes of a MultimodalModel's encoders too. Parameters without a gradient are skipped: other ranks may have some.
     """
-    (squares,) = world.control.sum_over_ranks([square_sum_of_modules(model, world)], "gradient norm")
+    (squares,) = world.control.sum_over_ranks([model_square_sum(model, world)], "gradient norm")
     return math.sqrt(squares)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
-    """The 2-norm of all ranks' gradients together; where it exceeds `max_norm`, they are scaled down to that, in place.
+    """Scale gradients down, in place, to a 2-norm of `max_norm` over all ranks; return the norm that they had.
 
     >>> loss.backward()                                 # of the step's last micro-batch
     >>> norm = clip_grad_norm(model, 1.0, world)        # the norm before clipping, the same bits on every rank
@@ -57,27 +57,30 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
 
 @torch.no_grad()
 def square_sum(parameters: Iterable[Tensor], world: World) -> float:
-    """This rank's part of the squared norm: over all ranks of the home the parts add up to it.
+    """Return this rank's part of the squared norm: over all ranks of the home the parts add up to it.
 
     What several ranks of a pipeline stage hold alike is counted by one of them.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     counted = _Counted(world)
     parts = [
-        torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_wide(dtype))).double().square().sum()
+        torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_accumulation_dtype(dtype))).double().square().sum()
         for dtype, of_dtype in _group_by_dtype(gradient for gradient in gradients if counted(gradient)).items()
     ]
     return torch.stack(parts).sum().item() if parts else 0.0
 
 
-def square_sum_of_modules(model: nn.Module, world: World) -> float:
-    """This rank's part of the squared norm of a model's gradients, whose modules may lie in homes of their own."""
+def model_square_sum(model: nn.Module, world: World) -> float:
+    """Return this rank's part of the squared norm of a model's gradients, whose modules may have homes of their own."""
     modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
     return sum(square_sum(counted_parameters(module), home) for module, home in modules)
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that this rank counts in the gradient norm: what several stages have is counted with the first."""
+    """Return the parameters that this rank counts in the gradient norm.
+
+    What several stages have is counted with the first.
+    """
     inside = model.language_model if isinstance(model, MultimodalModel) else model
     skipped = inside.copies.parameters_counted_elsewhere if isinstance(inside, PipelineModel) else ()
     return [parameter for parameter in model.parameters() if parameter not in skipped]
@@ -93,7 +96,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
     if factor < 1:
         for dtype, of_dtype in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
-            torch._foreach_mul_(of_dtype, torch.tensor(factor, dtype=_wide(dtype)))
+            torch._foreach_mul_(of_dtype, torch.tensor(factor, dtype=_accumulation_dtype(dtype)))
 
 
 class _Counted:
@@ -113,23 +116,21 @@ class _Counted:
         return self._by_mesh[key]
 
     def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
-        """Return whether this rank's mesh is the one that counts: of meshes side by side that of the stage's first
-        rank.
-        """
+        """Return whether this rank's mesh counts: of meshes side by side that of the stage's first rank does."""
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
         return bool((mesh.mesh == self._first).any()) and not any(copies)
 
 
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """The local parts of tensors, those of one dtype together."""
+    """Return the local parts of tensors, those of one dtype together."""
     by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
         by_dtype[x.dtype].append(local_tensor(x))
     return by_dtype
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -185,15 +186,15 @@ def _make_report(model: nn.Module, items: Sequence[str]) -> _Report:
     weights = {name: local_tensor(p) for name, p in model.named_parameters()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)
-    return _Report(_not_finite(weights), _not_finite(gradients), largest, tuple(items))
+    return _Report(_not_finite_names(weights), _not_finite_names(gradients), largest, tuple(items))
 
 
-def _not_finite(tensors: dict[str, Tensor]) -> tuple[str, ...]:
+def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
     return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
-    """What is not finite, and what to do about it: weights first, then what was read, then gradients."""
+    """Write what is not finite, and what to do about it: weights first, then what was read, then gradients."""
     if weights := _place_text({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
@@ -227,4 +228,4 @@ def _place_text(names: dict[int, tuple[str, ...]]) -> str:
     if not ranks:
         return ""
     last = names[ranks[-1]]
-    return f"ranks {short(ranks)}, on rank {ranks[-1]} {len(last)} parameters up to {last[-1]}"
+    return f"ranks {excerpt(ranks)}, on rank {ranks[-1]} {len(last)} parameters up to {last[-1]}"

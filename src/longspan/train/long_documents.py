@@ -6,14 +6,14 @@ from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import ModelConfig
 from longspan.errors import ConfigError
 from longspan.model.rope import (
+    has_no_positions,
     position_limit,
-    positions_are_left_to_mixers,
+    scale_rope,
     smallest_factor,
-    with_rope_scaling,
 )
 
 
-def configuration_for(
+def scale_positions(
     configuration: PreTrainedConfig,
     model: ModelConfig,
     longest: int,
@@ -22,14 +22,14 @@ def configuration_for(
     *,
     cut_by: str = "data.max_document_tokens =",
 ) -> PreTrainedConfig:
-    """The configuration under `model.rope_scaling`, fit for a longest document of so many tokens, of source `origin`.
+    """Scale a configuration by `model.rope_scaling` to a longest document of so many tokens, of source `origin`.
 
     Raises ConfigError where the document has more positions than the model, which `cut_by` shortens, ModelError where
     the model cannot be scaled.
     """
     old_limit, scaled = position_limit(configuration), configuration
     named = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
-    if longest > named and positions_are_left_to_mixers(configuration):
+    if longest > named and has_no_positions(configuration):
         log(
             f"the longest document has {longest:,} tokens, more than max_position_embeddings, {named:,}, which limits "
             f"nothing: attention of {configuration.model_type} has no positions"
@@ -37,7 +37,7 @@ def configuration_for(
     factor = 1.0
     if model.rope_scaling:
         factor = model.rope_factor or smallest_factor(configuration, longest)
-        scaled = with_rope_scaling(configuration, model.rope_scaling, factor)
+        scaled = scale_rope(configuration, model.rope_scaling, factor)
     if factor > 1:
         log(
             f"rope: {model.rope_scaling} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
@@ -56,7 +56,7 @@ def configuration_for(
     return scaled
 
 
-def check_known(
+def check_set_length(
     configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int, *, made: bool = False
 ) -> None:
     """Raise ConfigError where a document of an evaluation set has more `tokens` than a run's model has positions.
@@ -64,7 +64,7 @@ def check_known(
     `longest` is the longest document of the run's corpus, by which positions are scaled; `made` documents are those of
     passkey retrieval.
     """
-    limit = position_limit(configuration_for(configuration, model, longest, "", lambda _: None))
+    limit = position_limit(scale_positions(configuration, model, longest, "", lambda _: None))
     if limit is not None and tokens > limit:
         factor = f"model.rope_factor = {smallest_factor(configuration, tokens):g}"
         longer = factor if model.rope_scaling else f'model.rope_scaling = "yarn" and {factor}'
@@ -77,7 +77,7 @@ def check_known(
 
 
 def _too_long_error(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
-    """The message for documents that are too long, with the factor that would make room for them."""
+    """Write the message for documents that are too long, with the factor that would make room for them."""
     need = smallest_factor(configuration, longest)
     scaling = (
         f"raise model.rope_factor to {need:g}, or leave it out"

@@ -31,8 +31,9 @@ GradientOf = Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Log-probabilities (t,) of token `ids` (t,) under logits (t, V), and a function from derivatives by these to
-    the gradient of the logits.
+    """Compute log-probabilities (t,) of token `ids` (t,) under logits (t, V), and how to differentiate them.
+
+    The second result is a function from derivatives by the log-probabilities to the gradient of the logits.
 
     The softmax is in float32, in float64 for float64 logits, and so are the log-probabilities. The derivative of a
     row's log-probability by its logits is onehot − softmax.
@@ -46,33 +47,33 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     target_logits = wide_logits.gather(1, at).squeeze(1)  # (t,)
     total = wide_logits.exp_().sum(-1)  # (t,)
 
-    def gradient_of(slopes: Tensor) -> Tensor:
+    def logit_gradient(slopes: Tensor) -> Tensor:
         slopes = slopes.to(wide_logits.dtype)
         wide_logits.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, at, slopes.unsqueeze(1))
         return wide_logits.to(logits.dtype)
 
-    return target_logits - total.log(), gradient_of
+    return target_logits - total.log(), logit_gradient
 
 
-def bytes_of_logit(dtype: torch.dtype, device: str) -> int:
-    """What a logit takes with its gradient, and with its copy where there is one."""
+def logit_bytes(dtype: torch.dtype, device: str) -> int:
+    """Return the bytes of a logit with its gradient, and with its copy where there is one."""
     return 2 * dtype.itemsize + (0 if uses_kernels(dtype, device) else max(4, dtype.itemsize))
 
 
 def uses_kernels(dtype: torch.dtype, device: str) -> bool:
-    """Whether kernels work on logits of a dtype on a kind of device."""
+    """Return whether kernels work on logits of a dtype on a kind of device."""
     return device == "cuda" and dtype in _KERNEL_DTYPES and _softmax_kernels() is not None
 
 
 def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """What `row_softmax` returns, by Triton kernels."""
+    """Compute what `row_softmax` does by Triton kernels."""
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
         arguments = (logits, ids, log_probs, log_total, vocabulary, logits.stride(0))
         _softmax_kernels().log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
 
-    def gradient_of(slopes: Tensor) -> Tensor:
+    def logit_gradient(slopes: Tensor) -> Tensor:
         """Return the gradient of the logits from derivatives by each row's log-probability."""
         gradient = logits.new_empty((rows, vocabulary))
         if rows:
@@ -81,7 +82,7 @@ def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
             _softmax_kernels().logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
         return gradient
 
-    return log_probs, gradient_of
+    return log_probs, logit_gradient
 
 
 @cache
@@ -121,7 +122,7 @@ class GivenLogits(NamedTuple):
     parameters: tuple[nn.Parameter, ...] = ()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """The logits as they are."""
+        """Return the logits as they are."""
         return hidden
 
 
@@ -142,7 +143,7 @@ class TemperedHead(NamedTuple):
         return self.head.vocabulary
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """The divided logits."""
+        """Return the divided logits."""
         logits = self.head(hidden)
         return (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
 
@@ -164,27 +165,27 @@ class CrossEntropy:
     chunk_rows: int = 0
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """The sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
+        """Return the sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
         rows, device = target_rows(batch), hidden.device
         targets = Targets(to_device(rows, device), to_device(batch.labels[rows], device))
         if WEIGHTS not in batch.values:
             return chunked_loss(hidden, targets, cross_entropy, head, self.chunk_rows)
         weights = to_device(batch.values[WEIGHTS][rows], device)
-        return chunked_loss(hidden, targets, lambda x, part, _: linear(x, -weights[part]), head, self.chunk_rows)
+        return chunked_loss(hidden, targets, lambda x, part, _: linear_loss(x, -weights[part]), head, self.chunk_rows)
 
 
 def cross_entropy(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the cross entropy of targets, and its derivatives."""
+    """Sum the cross entropy of targets; return the sum and its derivatives."""
     return -log_probs.sum(dtype=torch.float64), log_probs.new_full(log_probs.shape, -1.0)
 
 
-def linear(log_probs: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of log-probabilities times `slopes`, and its derivatives."""
+def linear_loss(log_probs: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum log-probabilities times `slopes`; return the sum and its derivatives."""
     return (slopes * log_probs).sum(dtype=torch.float64), slopes
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the cross entropy over the rows that have a label: logits (T, V), labels (T,) to a float64 scalar.
+    """Sum the cross entropy over rows that have a label: logits (T, V), labels (T,) to a float64 scalar.
 
     The softmax is in float32 (float64 for float64 logits); rows labelled −100 add nothing and get a zero gradient.
     """
@@ -193,8 +194,8 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.sum(dtype=torch.float64)
 
 
-def log_probs_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
-    """The log-probability of each row's target (t,), of logits (t, V) and token ids (t,), without a gradient.
+def row_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probability of each row's target (t,), of logits (t, V) and token ids (t,), without a gradient.
 
     The softmax is in float32, in float64 for float64 logits, and so is the result.
     """
@@ -202,7 +203,7 @@ def log_probs_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part: slice) -> tuple[Tensor, Tensor]:
-    """The sum of the losses (a float64 scalar) of rows, and its gradient by their logits (t, V)."""
+    """Sum the losses of rows (a float64 scalar), and compute the sum's gradient by their logits (t, V)."""
     log_probs, gradient_of = row_softmax(logits, targets)
     with torch.enable_grad():
         loss, slopes = losses(log_probs, part, logits)
@@ -210,7 +211,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part:
 
 
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:
-    """The sum of the cross entropy of hidden states (T, D) under a head, `rows` rows at a time: a float64 scalar.
+    """Sum the cross entropy of hidden states (T, D) under a head, `rows` rows at a time: a float64 scalar.
 
     >>> loss = model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head))
 
@@ -221,44 +222,44 @@ def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int 
 
 
 def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int = 0) -> Tensor:
-    """The sum of what `losses` makes of the log-probabilities of targets, of hidden states (T, D): a float64 scalar.
+    """Sum what `losses` makes of the log-probabilities of targets, of hidden states (T, D): a float64 scalar.
 
     Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
     them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
     chunk within 2 GiB on a GPU, 64 MiB elsewhere. Without a target, the head runs on a row that has no loss.
     """
-    rows, parameters = _rows_at_a_time(hidden, head, rows), head.parameters
+    rows, parameters = _chunk_rows(hidden, head, rows), head.parameters
     if not len(targets.rows):
-        targets, losses = _any_row(targets), _no_loss
+        targets, losses = _padding_target(targets), _no_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
         return _ChunkedLoss.apply(hidden, targets, losses, head, rows, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for part in cut_rows_into_chunks(len(targets.rows), rows):
+    for part in cut_into_chunks(len(targets.rows), rows):
         logits = head(hidden.index_select(0, targets.rows[part]))
-        total += losses(log_probs_of_rows(logits, targets.ids[part]), part, logits)[0]
+        total += losses(row_log_probs(logits, targets.ids[part]), part, logits)[0]
     return total
 
 
 def chunked_log_probs(hidden: Tensor, targets: Targets, head: Head, rows: int = 0) -> Tensor:
-    """The log-probabilities (n,) of targets, of hidden states (T, D) under a head, `rows` rows at a time."""
-    return chunked_values(hidden, targets, log_probs_of_rows, head, rows)
+    """Compute log-probabilities (n,) of targets, of hidden states (T, D) under a head, `rows` rows at a time."""
+    return chunked_values(hidden, targets, row_log_probs, head, rows)
 
 
 @torch.no_grad()
 def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head: Head, rows: int = 0) -> Tensor:
-    """The numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
-    count, rows = len(targets.rows), _rows_at_a_time(hidden, head, rows)
+    """Compute the numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
+    count, rows = len(targets.rows), _chunk_rows(hidden, head, rows)
     if not count:
-        targets = _any_row(targets)
+        targets = _padding_target(targets)
     parts = [
         values(head(hidden.index_select(0, targets.rows[part])), targets.ids[part])
-        for part in cut_rows_into_chunks(len(targets.rows), rows)
+        for part in cut_into_chunks(len(targets.rows), rows)
     ]
     return torch.cat(parts, -1)[..., :count]
 
 
-def _any_row(targets: Targets) -> Targets:
-    """One row in the place of none: what a head does between ranks is done by all of them."""
+def _padding_target(targets: Targets) -> Targets:
+    """Return one row in the place of none: what a head does between ranks is done by all of them."""
     return Targets(targets.rows.new_zeros(1), targets.ids.new_zeros(1))
 
 
@@ -266,17 +267,17 @@ def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Te
     return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
 
 
-def _rows_at_a_time(hidden: Tensor, head: Head, rows: int) -> int:
-    return rows or rows_of_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
+def _chunk_rows(hidden: Tensor, head: Head, rows: int) -> int:
+    return rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
 
 
-def rows_of_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
-    """How many rows' logits are formed at a time: with what is computed from them they fit the chunk's bytes."""
-    row_bytes = vocabulary * bytes_of_logit(dtype, device)
+def rows_per_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
+    """Return how many rows' logits are formed at a time: with what is computed from them they fit the chunk's bytes."""
+    row_bytes = vocabulary * logit_bytes(dtype, device)
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
 
 
-def cut_rows_into_chunks(total: int, rows: int) -> Iterator[slice]:
+def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
     """Divide rows into runs of at most `rows` rows, as even as can be."""
     count = max(1, -(-total // rows))
     for i in range(count):
@@ -291,7 +292,7 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor] = []
-        for part in cut_rows_into_chunks(len(targets.rows), rows):
+        for part in cut_into_chunks(len(targets.rows), rows):
             predicting = targets.rows[part]
             with torch.enable_grad():
                 rows_in = hidden.detach().index_select(0, predicting).requires_grad_(gradient is not None)
@@ -318,9 +319,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Add the gradients of a chunk to their sums; a single chunk's stay as they are, others are summed in float32 at
-    least.
-    """
+    """Add the gradients of a chunk to their sums, in float32 at least; those of a single chunk stay as they are."""
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
     for total, gradient in zip(sums, gradients, strict=True):

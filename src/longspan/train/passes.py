@@ -46,13 +46,13 @@ class Term:
     """What one feature adds to a step; each method is neutral, and a term overrides those that it needs.
 
     `terms/step_terms.py` makes the terms of a step once and checks them. All ranks have the same terms and call them in
-    one order: `read` (or `read_portion`), `extend`, `around` with `ahead` inside, `raise_error`, `sums`, `results`.
-    `depths` is how many depths of multi-token prediction the term runs.
+    one order: `read` (or `read_portion`), `extend_passes`, `passes_context` with `prepare_passes` inside,
+    `raise_error`, `sums`, `results`. `depths` is how many depths of multi-token prediction the term runs.
     """
 
     depths = 0
 
-    def check(self, inputs: StepInputs) -> None:
+    def check_inputs(self, inputs: StepInputs) -> None:
         """Raise where the term and the step do not belong together; entered by all ranks."""
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
@@ -61,15 +61,15 @@ class Term:
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Read what the term needs of some micro-batches of an evaluation, without the other ranks."""
 
-    def extend(self, passes: "Passes") -> "Passes":
-        """The passes with what the term adds: another measure of the loss, say."""
+    def extend_passes(self, passes: "Passes") -> "Passes":
+        """Return the passes with what the term adds: another measure of the loss, say."""
         return passes
 
-    def around(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
-        """A context around all passes over these batches."""
+    def passes_context(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
+        """Return a context around all passes over these batches."""
         return nullcontext()
 
-    def ahead(self, passes: "Passes", batches: Sequence[LocalBatch]) -> float:
+    def prepare_passes(self, passes: "Passes", batches: Sequence[LocalBatch]) -> float:
         """Run what comes before the passes; returns this rank's part of the loss that is known then."""
         return 0.0
 
@@ -77,15 +77,15 @@ class Term:
         """Raise, on every rank, an error that was kept until the passes were over."""
 
     def sums(self) -> list[float]:
-        """Numbers of this rank's slot, which are summed over all slots with the loss."""
+        """Return numbers of this rank's slot, which are summed over all slots with the loss."""
         return []
 
     def not_finite(self) -> list[str]:
-        """Names of inputs of this rank that are not finite, for an error."""
+        """Return names of inputs of this rank that are not finite, for an error."""
         return []
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Fields of the StepResult, from `sums()` summed over all slots; entered by all ranks."""
+        """Return fields of the StepResult, from `sums()` summed over all slots; entered by all ranks."""
         return {}
 
 
@@ -114,7 +114,10 @@ class Passes:
 
     @classmethod
     def of(cls, inputs: StepInputs, terms: Sequence[Term], measure: Measure, **settings: Any) -> "Passes":
-        """The passes of a step with what its terms add; `settings` are the fields that the inputs do not have."""
+        """Make the passes of a step with what its terms add.
+
+        `settings` are the fields that the inputs do not have.
+        """
         passes = cls(
             model=inputs.language_model,
             plan=inputs.plan,
@@ -124,23 +127,23 @@ class Passes:
             **settings,
         )
         for term in terms:
-            passes = term.extend(passes)
+            passes = term.extend_passes(passes)
         return replace(passes, terms=tuple(terms))
 
     def mean(self, loss_sum: Tensor) -> Tensor:
-        """A sum over rows as its part of the step's loss."""
+        """Return a sum over rows as its part of the step's loss."""
         return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
-        """The loss that a prepared model makes of its last hidden states (T, D) and its head, and of its depths'."""
+        """Return the loss that a prepared model makes of its last hidden states (T, D), its head and its depths'."""
         return lambda hidden, head, *deeper: self.measure(batch, hidden, self.head(head), *deeper)
 
     def head(self, head: Head) -> Head:
-        """A head whose logits are those that losses see."""
+        """Return a head whose logits are those that losses see."""
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
-        """Keyword arguments of one more call of the model: with experts, what collects their routers' statistics."""
+        """Return keyword arguments of one more call of the model: with experts, what collects routers' statistics."""
         router = {} if self.routing is None else {"router": self.routing.add_sums(counting=counting)}
         return {**self.keywords, **router}
 
@@ -156,7 +159,7 @@ class Passes:
 
 
 def default_divisor(plan: Plan) -> float:
-    """The number that the sum of a step's losses is divided by unless the caller gives another: the plan's targets."""
+    """Return what the sum of a step's losses is divided by unless the caller gives another: the plan's targets."""
     return float(max(plan.targets, 1))
 
 
@@ -178,8 +181,8 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
     """
     with ExitStack() as stack:
         for term in passes.terms:
-            stack.enter_context(term.around(batches))
-        ahead = sum(term.ahead(passes, batches) for term in passes.terms)
+            stack.enter_context(term.passes_context(batches))
+        ahead = sum(term.prepare_passes(passes, batches) for term in passes.terms)
         return ahead + _run_batches(passes, batches)
 
 
@@ -207,12 +210,12 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     with parameters_gathered(model) if free else nullcontext():
         if passes.counts_loads:
-            _forward_only(passes, batches[0 if free else 1 :], counting=True)
+            _run_forward(passes, batches[0 if free else 1 :], counting=True)
         if free:
             passes.fix_loads()
         with sum_replicas_at_last(model) as sum_replicas:
             for i, batch in enumerate(batches):
-                loss = _loss_of_batch(passes, batch)
+                loss = _batch_loss(passes, batch)
                 if i == 0 and not free:
                     passes.fix_loads()
                 if i == len(batches) - 1:
@@ -222,13 +225,13 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
                 total += loss.detach()
     if passes.backward and free and (fsdp_modules(model) or not batches):
         # Over sharded parameters this pass sums the gradients of all slots, which all enter it.
-        _loss_of_batch(passes, padding_batch(passes.plan, passes.world, passes.depths)).backward()
+        _batch_loss(passes, padding_batch(passes.plan, passes.world, passes.depths)).backward()
     return total
 
 
-def _loss_of_batch(passes: Passes, batch: LocalBatch) -> Tensor:
-    """The sum of the losses of the local rows; a model of the caller's own returns logits (1, T, V)."""
-    inputs = _inputs(batch) | passes.arguments() | _future_ids(passes, batch)
+def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
+    """Return the sum of the losses of the local rows; a model of the caller's own returns logits (1, T, V)."""
+    inputs = _call_inputs(batch) | passes.arguments() | _future_ids(passes, batch)
     if is_prepared(passes.model):
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
     out = passes.model(**inputs)
@@ -237,28 +240,28 @@ def _loss_of_batch(passes: Passes, batch: LocalBatch) -> Tensor:
 
 
 @torch.no_grad()
-def _forward_only(passes: Passes, batches: Sequence[LocalBatch], *, counting: bool = False) -> None:
+def _run_forward(passes: Passes, batches: Sequence[LocalBatch], *, counting: bool = False) -> None:
     """Run forward passes without a loss; with `counting` for the loads of experts, which backward passes need."""
     for batch in batches:
         arguments = passes.arguments(counting=True) if counting else passes.keywords
-        passes.model(**_inputs(batch), **arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
+        passes.model(**_call_inputs(batch), **arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
 
 
-def _inputs(batch: LocalBatch) -> dict[str, Any]:
+def _call_inputs(batch: LocalBatch) -> dict[str, Any]:
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
     return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _batch_positions(batch)
 
 
 def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
-    """Positions (n, 1, T) that documents bring in several parts; none if they are the shard's."""
+    """Return positions (n, 1, T) that documents bring in several parts; none if they are the shard's."""
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
 def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
-    """The ids (depths, T) that depths of multi-token prediction read; none if no depth runs."""
+    """Return the ids (depths, T) that depths of multi-token prediction read; none if no depth runs."""
     if not passes.depths:
         return {}
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}

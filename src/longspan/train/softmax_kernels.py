@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, COLUMNS: tl.constexpr):
-    """Triton kernel: the log of the sum of exponentials of one row, and the log-probability of its token.
+    """Compute the log of the sum of exponentials of one row, and the log-probability of its token.
 
     Each of COLUMNS lanes keeps the largest logit that it saw and the sum of exponentials relative to it; they are
     joined at the end.
@@ -34,7 +34,7 @@ def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, 
 
 @triton.jit
 def logit_gradient_kernel(logits, ids, slopes, log_total, gradient, vocabulary, logits_row, COLUMNS: tl.constexpr):
-    """Triton kernel: slope · (onehot − softmax) of one row, COLUMNS columns in each program."""
+    """Compute slope · (onehot − softmax) of one row, COLUMNS columns in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < vocabulary

@@ -24,7 +24,7 @@ from longspan.errors import LossError, PlanError
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan
-from longspan.train.gradients import check_finite, clip_gradients, square_sum_of_modules
+from longspan.train.gradients import check_finite, clip_gradients, model_square_sum
 from longspan.train.loss import CrossEntropy
 from longspan.train.passes import Passes, default_divisor, read_batches, run_passes
 from longspan.train.reading.read_rows import LocalBatch
@@ -184,7 +184,7 @@ class _Sums(NamedTuple):
 def _sum_over_ranks(model: nn.Module, passes: Passes, batches: Sequence[LocalBatch], loss_sum: float) -> _Sums:
     """Sum a step over all ranks, in one message. Raises PlanError where targets are missing."""
     part, plan, world = passes.model, passes.plan, passes.world
-    squares = square_sum_of_modules(model, world) if passes.backward else 0.0
+    squares = model_square_sum(model, world) if passes.backward else 0.0
     makes_loss = not isinstance(part, PipelineModel) or any(stage.last for stage in part.stages)
     targets = sum((batch.labels != NO_TARGET).sum() for batch in batches) if makes_loss else 0
     of_terms = [term.sums() for term in passes.terms]
@@ -212,7 +212,7 @@ def token_log_probs(
     also: Sequence[str] = (),
     temperature: float = 1.0,
 ) -> TokenLogProbs:
-    """The log-probability of each token of a plan's documents that has a label, without gradients, on every rank.
+    """Compute the log-probability of each token of a plan's documents that has a label, on every rank; no gradient.
 
     >>> before = token_log_probs(model, plan_fixed(lengths, world.home, cp=4), documents, world)
     >>> before.of(3), before.sums[3]

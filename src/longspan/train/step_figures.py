@@ -12,15 +12,15 @@ from torch import nn
 from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
-from longspan.model.adapters import adapter_of
-from longspan.model.execution import execution_of
+from longspan.model.adapters import model_adapter
+from longspan.model.execution import model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.vision.join import find_trained_part
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.train.terms.encoder_times import EncoderTimes
 
 
@@ -46,8 +46,10 @@ class StepFigures:
     def step_figures(
         self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: EncoderTimes | None = None
     ) -> dict[str, float]:
-        """The figures of a step that took so many seconds: `tflops` of a device, its share `mfu` of the peak,
-        `predicted_seconds` and `bound_share`, the plan's lower bound over the seconds.
+        """Return the figures of a step that took so many seconds.
+
+        They are `tflops` of a device, its share `mfu` of the peak, `predicted_seconds` and `bound_share`, the plan's
+        lower bound over the seconds.
 
         >>> figures.step_figures(plan, 2.5)  # doctest: +SKIP
         {'tflops': 412.0, 'mfu': 0.416582, 'predicted_seconds': 2.3, 'bound_share': 0.91}
@@ -89,7 +91,7 @@ class StepFigures:
 
 
 def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
-    """The figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
+    """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
     device, shape, images, uncounted = device_name(world), None, None, ""
     encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None
     try:
@@ -101,9 +103,9 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         shape=shape,
         images=images,
         trained=find_trained_part(encoder) if encoder is not None else "all",
-        frozen=adapter_of(model) is not None,
+        frozen=model_adapter(model) is not None,
         devices=len(world.home.ranks),
-        peak=peak_tflops(device, _product_dtype(execution_of(model).compute_dtype)),
+        peak=peak_tflops(device, _product_dtype(model_execution(model).compute_dtype)),
         priced_here=bool(config.run.machine or config.context.cost_model)
         or (cost.source == Machine.known("H200").source and "H200" in device),
         uncounted=uncounted,
@@ -111,12 +113,12 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
 
 
 def device_name(world: World) -> str:
-    """The name of this rank's device: "NVIDIA H200", or "CPU"."""
+    """Return the name of this rank's device: "NVIDIA H200", or "CPU"."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
 
 
 def _product_dtype(dtype: torch.dtype) -> str:
-    """The type in which matrices of a dtype are multiplied: torch may be allowed a shorter one for float32."""
+    """Return the type in which matrices of a dtype are multiplied: torch may be allowed a shorter one for float32."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tensorfloat32"
     return str(dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
 from longspan.config.defaults import compute_dtype, encoder_default
-from longspan.config.memory_keys import checkpointing_by_hand
+from longspan.config.memory_keys import key_checkpointing
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, plural
@@ -28,16 +28,16 @@ from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_con
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
-from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
+from longspan.model.multimodal.multimodal_model import MultimodalModel, find_language_model
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepare_model import compile_layers
 from longspan.model.take_apart import freeze_images
-from longspan.model.weights.fill import leave_to_checkpoint
+from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, MemoryPlan, Plan
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.optim.offload_states import offload_states
-from longspan.train.optim.on_shards import check_on_shards
+from longspan.train.optim.on_shards import check_sharded_update
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, parameter_groups
 from longspan.train.optim.schedule import Schedule
 from longspan.train.optim.stochastic_rounding import StochasticRounding
@@ -50,7 +50,7 @@ AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
 def model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
-    """The architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
+    """Read the architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
 
     Raises ModelError for a folder or config.json that is missing or damaged.
     """
@@ -62,7 +62,7 @@ def model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
 def load_run_model(
     config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None, *, images: bool = False
 ) -> PreTrainedModel:
-    """The model that [model] names, of this configuration or its own; not yet prepared.
+    """Load the model that [model] names, of this configuration or its own; not yet prepared.
 
     Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here. It has the depths
     of [mtp], and with `images` its towers.
@@ -78,15 +78,18 @@ def load_run_model(
 
 
 def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
-    """A model of this configuration whose weights come from a checkpoint once it is prepared: none is read or drawn."""
+    """Make a model of this configuration whose weights come from a checkpoint once it is prepared."""
     model = load_model(config=configuration, dtype=config.model.dtype, sharded=True, images=images)
     add_configured_depths(config, model, read=False)
-    leave_to_checkpoint(model)
+    defer_to_checkpoint(model)
     return model
 
 
 def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
-    """The model with the new adapter that [lora] describes, as a PeftModel. Raises ModelError as `add_lora` does."""
+    """Add the new adapter that [lora] describes to the model, which becomes a PeftModel.
+
+    Raises ModelError as `add_lora` does.
+    """
     lora, folder = config.lora, config.model.path
     adapter = NewAdapter(
         rank=lora.rank,
@@ -144,17 +147,17 @@ def prepare_run_model(
         compute_dtype=computes_in,
     )
     if config.train.compiled:
-        compile_layers(language_model_of(prepared))  # pyright: ignore[reportArgumentType]
+        compile_layers(find_language_model(prepared))  # pyright: ignore[reportArgumentType]
     return prepared
 
 
 def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
-    """What the layers keep, and how often parameters are gathered: as a plan of memory chose, or by the keys."""
+    """Return what the layers keep, and how often parameters are gathered: as a plan of memory chose, or by the keys."""
     if memory is not None:
         measures = {"measures": memory.measures, "host_bytes": memory.host.kept}
         return measures | {"reshard_after_forward": not memory.gathered_once}
     options = {"reshard_after_forward": config.parallel.reshard_after_forward}
-    checkpointing = checkpointing_by_hand(config.train) or "none"
+    checkpointing = key_checkpointing(config.train) or "none"
     if training and checkpointing != "none":
         options |= {"recompute_layers": config.train.recompute_layers}
         options |= {"offload_activations": config.train.offload_activations}
@@ -167,7 +170,7 @@ def _freeze_encoder(config: RunConfig, model: PreTrainedModel) -> None:
 
 
 def _encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
-    """The home of a model's tower and projector."""
+    """Return the home of a model's tower and projector."""
     encoder = config.encoder
     return EncoderHome(
         home=Layout(world.home.ranks, tp=encoder.tp),
@@ -178,7 +181,7 @@ def _encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
 
 
 def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: MemoryPlan | None = None) -> Optimizer:
-    """The configuration's optimizer over the parameters of a prepared model; entered by all ranks.
+    """Make the configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
     Its states wait on the host by the key, or if a plan of `memory` chose so. Each group has its `initial_lr`, as
     torch's schedulers name it, from which a step's rate is made. Raises ConfigError for a class that does not update
@@ -186,7 +189,7 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: 
     """
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:
-        check_on_shards(choice, model, world)
+        check_sharded_update(choice, model, world)
     rates = _encoder_rates(config, model)
     if config.train.stochastic_rounding:
         optimizer = StochasticRounding(choice, model, world, rates)
@@ -199,7 +202,7 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: 
 
 
 def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:
-    """The learning rates of modules by name if the encoder has a rate of its own; None: one for all."""
+    """Return the learning rates of modules by name if the encoder has a rate of its own; None: one for all."""
     if not isinstance(model, MultimodalModel) or not config.encoder.lr:
         return None
     return {"encoders": config.encoder.lr, "language_model": config.train.lr}
@@ -234,7 +237,7 @@ class Training:
         return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
 
     def choice_of(self, entry: EvalConfig) -> PlanChoice:
-        """How evaluations of a set are planned."""
+        """Return how evaluations of a set are planned."""
         return PlanChoice.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
 
     @property
@@ -255,7 +258,7 @@ class Training:
         return model_figures(self.config, self.model, self.world, self.cost)
 
     def take_step(self, plan: Plan, documents: Any, step: int) -> StepResult:
-        """One optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
+        """Take one optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
         config = self.config.train
         self.world.prepare(plan)
         if self.config.lora.dropout:  # masks of a step, whatever ran before it in this process

@@ -20,10 +20,10 @@ from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.processor import load_processor
 from longspan.doctor.stock import whole_float64
 from longspan.errors import DataError
-from longspan.model.exactness.small_copies import tiny_model
-from longspan.model.layers import base_of
+from longspan.model.exactness.small_copies import make_tiny_model
+from longspan.model.layers import base_model
 from longspan.model.vision.image_arguments import image_parameters
-from longspan.model.vision.image_encoder import rows_of_images
+from longspan.model.vision.image_encoder import encode_images
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from tests.corpus.images.families import FAMILIES, family_config, family_folder, image_processor
@@ -85,7 +85,7 @@ def _opened(content: Any) -> Any:
 def stock_answer(documents: ImageDocuments, config: Any, made: list[Mapping[str, Tensor]]) -> Answer:
     """Loss and gradients of the stock model, conversation by conversation, of what the stock processor makes."""
     with whole_float64():
-        model = tiny_model(config, torch.float64, images=True).train()
+        model = make_tiny_model(config, torch.float64, images=True).train()
         losses = list[Tensor]()
         for document, inputs in zip(documents, made, strict=True):
             known = signature(model.forward).parameters
@@ -111,7 +111,7 @@ def errors_of(rank: int, name: str, folder: Path) -> dict[str, float]:
     answer, errors = stock_answer(documents, config, made), dict[str, float]()
     with whole_float64(), World(Layout(2), timeout=60) as world:
         for cp in (1, 2):
-            model = prepare(tiny_model(config, torch.float64, images=True), world, encoder=Layout(2), probe=False)
+            model = prepare(make_tiny_model(config, torch.float64, images=True), world, encoder=Layout(2), probe=False)
             longest = -(-max(documents.lengths) // cp)
             plan = plan_fixed(
                 documents.lengths, world.home, cp=cp, targets=documents.targets, max_tokens_per_slot=longest
@@ -126,7 +126,7 @@ def errors_of(rank: int, name: str, folder: Path) -> dict[str, float]:
 def test_ids_and_rows_are_those_of_the_stock_processor(name: str, tmp_path: Path) -> None:
     documents, config, made = family_documents(name, tmp_path)
     with whole_float64():
-        base: Any = base_of(tiny_model(config, torch.float64, images=True))
+        base: Any = base_model(make_tiny_model(config, torch.float64, images=True))
     for number, (document, inputs) in enumerate(zip(documents, made, strict=True)):
         assert ids_of(document) == inputs["input_ids"][0].tolist()
         images = [documents.read(i) for i, item in enumerate(documents.items) if item.document == number]
@@ -135,7 +135,7 @@ def test_ids_and_rows_are_those_of_the_stock_processor(name: str, tmp_path: Path
             with torch.no_grad():
                 rows = base.get_image_features(**taken, return_dict=True).pooler_output
                 rows = rows if isinstance(rows, Tensor) else torch.cat([*rows])
-                torch.testing.assert_close(rows_of_images(base, images)[0], rows.flatten(0, -2), rtol=0, atol=BOUND)
+                torch.testing.assert_close(encode_images(base, images)[0], rows.flatten(0, -2), rtol=0, atol=BOUND)
 
 
 @pytest.mark.whole

@@ -49,8 +49,8 @@ def config_of(name: str, folder: Path) -> RunConfig:
 def test_losses_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
     config = config_of(name, tmp_path)
     run_ranks(train_rank, 2, config, 2, timeout=300)
-    context = replace(config.context, context_parallel_size=1).with_evaluation(context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=LONGEST).with_evaluation(max_tokens_per_slot=LONGEST)
+    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=LONGEST).set_evaluation(max_tokens_per_slot=LONGEST)
     alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "alone")))
     run_ranks(train_rank, 1, alone, 1, timeout=300)
     wanted, found = losses_of(alone), losses_of(config)

@@ -23,7 +23,7 @@ from longspan.report import write_report
 from longspan.run.evaluations import _encode_picture
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans.order import step_order_of
+from longspan.train.plans.order import make_step_order
 from tests.corpus.images.folders import qwen_folder, write_images, write_rows
 from tests.run.runs.homes import farthest
 from tests.train.small import train_rank
@@ -120,8 +120,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[R
 
 def test_losses_are_those_of_one_rank(trained: tuple[RunConfig, Any], tmp_path: Path) -> None:
     config, _ = trained
-    context = replace(config.context, context_parallel_size=1).with_evaluation(context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=192).with_evaluation(max_tokens_per_slot=192)
+    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=192).set_evaluation(max_tokens_per_slot=192)
     alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "run")))
     run_ranks(train_rank, 1, alone, 1, timeout=200)
     wanted, found = losses_of(alone), losses_of(config)
@@ -133,7 +133,7 @@ def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[
     """By one rank, or where another has no image of a wave by that too; the first opens those of samples."""
     config, (first, second) = trained
     corpus = Corpus(Path(config.run.dir) / "corpus")
-    order, images = step_order_of(config, corpus), corpus.images
+    order, images = make_step_order(config, corpus), corpus.images
     assert images is not None and isinstance(order, StepOrder)
     steps = sum(len(images.document_images(d)) for step in range(4) for d in order.documents_of_step(step))
     held_out = sum(len(images.document_images(d)) for d in order.evaluation)
@@ -180,8 +180,8 @@ def test_a_run_with_videos_at_any_degree(tmp_path: Path) -> None:
         text = "<video>" * bool("videos" in shown) + "<image>" * bool("images" in shown) + "so?" * (1 + i % 4)
         rows.append({"messages": [{"role": "user", "content": text}, answer]} | shown)
     write_rows(tmp_path / "data" / "rows.jsonl", rows)
-    context = replace(config.context, context_parallel_size=1).with_evaluation(context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=192).with_evaluation(max_tokens_per_slot=192)
+    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=192).set_evaluation(max_tokens_per_slot=192)
     alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "alone")))
     run_ranks(train_rank, 2, config, 2, timeout=200)
     run_ranks(train_rank, 1, alone, 1, timeout=200)

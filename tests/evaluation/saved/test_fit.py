@@ -93,14 +93,14 @@ def test_what_a_flag_gave_stays() -> None:
 
 def test_a_degree_of_0_is_that_of_training() -> None:
     config = load_config(None, BASE | {"context.context_parallel_size": 2})
-    flagged = replace(config, context=config.context.with_evaluation(context_parallel_size=0))
+    flagged = replace(config, context=config.context.set_evaluation(context_parallel_size=0))
     assert find_set(flagged, "", {"context.eval_context_parallel_size"}).context_parallel_size == 2
 
 
 def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given() -> None:
     config = load_config(None, BASE | {"context.eval_cp_comm_type": "a2a"})
     config, degree = (
-        replace(config, context=config.context.with_evaluation(context_parallel_size="auto")),
+        replace(config, context=config.context.set_evaluation(context_parallel_size="auto")),
         "context.eval_context_parallel_size",
     )
     entry = find_set(config, "", {degree})
@@ -132,7 +132,7 @@ def test_dynamic_degrees_of_evaluation_are_its_own() -> None:
 
 def test_rows_that_nobody_named_hold_the_longest_document() -> None:
     config = load_config(None, BASE | {"context.eval_max_tokens_per_slot": "auto"})
-    config = replace(config, context=config.context.with_evaluation(max_tokens_per_slot="auto"))
+    config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot="auto"))
     assert entry_at(config, 1, longest=100)[0].max_tokens_per_slot == 8192
     assert entry_at(config, 1, longest=10000) == (
         replace(held_out_set(config), context_parallel_size=1, max_tokens_per_slot=10000),

@@ -12,7 +12,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare, without_adapter
-from longspan.model.adapters import adapter_in, model_inside
+from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.exactness.adapter_rules import check_adapter
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
 from longspan.plan import plan_fixed
@@ -80,9 +80,9 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_not_exact_is_refused(case: str) -> None:
     make, layout, message = CASES[case]
-    model, world = model_inside(make()), SimpleNamespace(home=layout)
+    model, world = unwrap_model(make()), SimpleNamespace(home=layout)
     with pytest.raises(ModelError, match=message):
-        adapter = adapter_in(model)
+        adapter = find_adapter(model)
         assert adapter is not None
         check_adapter(model, adapter, world)  # pyright: ignore[reportArgumentType]
         refuse_tensor_parallel(model, world, sequence_parallel=False)  # pyright: ignore[reportArgumentType]

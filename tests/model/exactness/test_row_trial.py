@@ -16,7 +16,7 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.exactness.row_trial import try_rows
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.presets import PRESETS
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -366,7 +366,7 @@ def test_every_class_of_the_census_passes_or_is_refused_for_another_reason(name:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for backward in (True, False):
             try:
-                try_rows(_prepared(world, tiny_model(config, dtype)), world, backward=backward)
+                try_rows(_prepared(world, make_tiny_model(config, dtype)), world, backward=backward)
             except ModelError as error:
                 assert "without attention" not in str(error), error
 

@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longspan.errors import ModelError
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from tests.versions import transformers_before
 
 LONGEST = 96  # tokens of the longest document of a proof
@@ -87,7 +87,7 @@ def _config(name: str) -> PreTrainedConfig:
 
 def _runs(config: PreTrainedConfig) -> torch.Tensor:
     """The loss of one document, of which every parameter of the text model gets a gradient."""
-    model = tiny_model(config, torch.float32)
+    model = make_tiny_model(config, torch.float32)
     ids = torch.arange(LONGEST)[None] % 61
     logits = model(input_ids=ids, use_cache=False).logits[0]
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:])
@@ -149,7 +149,7 @@ def test_true_heads_are_those_of_the_model_in_every_layer() -> None:
     phi3 = shrink_configuration(CONFIG_MAPPING["phi3"](), true_heads=True)  # has no head_dim
     assert phi3.hidden_size // phi3.num_attention_heads == 96
     gemma4 = pytest.importorskip("transformers.models.gemma4").Gemma4TextConfig()
-    model = tiny_model(shrink_configuration(gemma4, true_heads=True), torch.float32)
+    model = make_tiny_model(shrink_configuration(gemma4, true_heads=True), torch.float32)
     assert [layer.self_attn.head_dim for layer in model.model.layers] == [256, 512]
     zamba2 = shrink_configuration(
         CONFIG_MAPPING["zamba2"](), true_heads=True
@@ -170,9 +170,9 @@ def test_scales_of_scores_leave_no_softmax_of_one_key() -> None:
 def test_weights_depend_on_the_seed_alone_and_no_parameter_is_constant() -> None:
     small = shrink_configuration(_config("deepseek-v3"))
     torch.manual_seed(1)
-    first = tiny_model(small, torch.float64)
+    first = make_tiny_model(small, torch.float64)
     torch.manual_seed(2)
-    second, other = tiny_model(small, torch.float64), tiny_model(small, torch.float64, seed=1)
+    second, other = make_tiny_model(small, torch.float64), make_tiny_model(small, torch.float64, seed=1)
     for (name, a), b, c in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b) and not torch.equal(a, c) and a.std() > 0.01, name
     bias = dict(first.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"]

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 
 _ALL = (
     "qwen3_moe gpt_oss mixtral olmoe deepseek_v3 glm4_moe glm4_moe_lite minimax_m2 ernie4_5_moe deepseek_v2 dots1 "
@@ -29,4 +29,4 @@ def family_config(family: str) -> PreTrainedConfig:
 
 def family_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A small model whose weights depend on nothing but the family."""
-    return tiny_model(family_config(family), dtype)
+    return make_tiny_model(family_config(family), dtype)

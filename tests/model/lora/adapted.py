@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.presets import preset_config
 from tests.model.deep import deep
 from tests.model.experts.moe_models import moe_model
@@ -76,7 +76,7 @@ def _hybrid(family: str) -> PreTrainedModel:
     if family in OTHER_HYBRIDS:
         config = small_config(family)
         config.vocab_size = EVEN
-        return tiny_model(config, torch.float64)
+        return make_tiny_model(config, torch.float64)
     if family == "qwen3.5":  # without experts, which peft would adapt with every linear
         config: Any = shrink_configuration(CONFIG_MAPPING["qwen3_5_text"]())
     else:

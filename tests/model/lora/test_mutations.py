@@ -22,7 +22,7 @@ MUTATIONS = {
     "nothing": (None, set[str]()),
     "no sum of A's gradient, column-wise": ((SPLIT, f"{FIRST}{SUMMED}", f"{FIRST}pass"), {"lora_A"}),
     "no sum of B's gradient, row-wise": ((SPLIT, f"{SECOND}{SUMMED}", f"{SECOND}pass"), {"lora_B"}),
-    "bias on every rank": (("model.tensor_parallel.styles", '"bias": leave_out', '"bias": local_tensor'), {"loss"}),
+    "bias on every rank": (("model.tensor_parallel.styles", '"bias": return_none', '"bias": local_tensor'), {"loss"}),
     SCALING: (None, {"loss", "lora_A", "lora_B"}),
     "adapter not left out": ((DISABLED, "module._disable_adapters = True", "pass"), {"base"}),
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from longspan.model.layers import base_of, decoder_layers, decoder_of, layer_list
+from longspan.model.layers import base_model, decoder_layers, decoder_model, layer_list
 from longspan.model.mtp.depths import MtpBlocks
 from tests.model.mtp.dense import WEIGHT, Answer
 from tests.model.stock import gradients_of
@@ -60,7 +60,7 @@ def _base(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Call]:
     layer = [*decoder_layers(model).values()][_copied(model)]
     note = lambda _, args, kwargs: calls.append((args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}))  # noqa: E731
     handle = layer.register_forward_pre_hook(note, with_kwargs=True)
-    hidden = base_of(model)(input_ids=ids[None], use_cache=False)[0]
+    hidden = base_model(model)(input_ids=ids[None], use_cache=False)[0]
     handle.remove()
     return hidden, calls[0]
 
@@ -100,7 +100,7 @@ def _zamba2(model: Any, call: Call, later: Tensor, ids: Tensor) -> Call:
 
 
 def _gemma4(model: Any, call: Call, later: Tensor, ids: Tensor) -> Call:
-    text, kwargs = decoder_of(model), call[1] | {"shared_kv_states": {}}
+    text, kwargs = decoder_model(model), call[1] | {"shared_kv_states": {}}
     if not text.hidden_size_per_layer_input:
         return call[0], kwargs
     inputs = text.project_per_layer_inputs(later, text.get_per_layer_inputs(ids[None], later))

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import Layout, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
 from longspan.doctor.stock import whole_float64
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.testing import run_ranks
 from tests.model.mtp.as_called import dense_as_called
 from tests.model.mtp.dense import WEIGHT, Answer
@@ -38,7 +38,7 @@ LENGTHS = (13, 1, 5, 2)
 
 
 def _model(name: str) -> Any:
-    model = add_mtp(tiny_model(shrink_configuration(default_config(name)), torch.float64, attention="eager"), 2)
+    model = add_mtp(make_tiny_model(shrink_configuration(default_config(name)), torch.float64, attention="eager"), 2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         for parameter_name, parameter in model.named_parameters():

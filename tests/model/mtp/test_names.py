@@ -16,7 +16,7 @@ from longspan import Layout, World, add_mtp, load_model, prepare
 from longspan.errors import ModelError
 from longspan.model import preset_config
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.model.mtp.names import count_depths, to_our_name, to_published_names
+from longspan.model.mtp.names import count_depths, publication_names, translate_name
 from tests.model.stock import at_random, config_of, weights_of
 
 NORMS = {
@@ -155,11 +155,11 @@ def test_a_depth_of_several_layers_is_read_as_it_is_published(tmp_path: Path) ->
     for name in ("enorm", "hnorm", "eh_proj"):
         assert torch.equal(read[f"mtp.layers.0.{name}.weight"], own[f"mtp.layers.0.{name}.weight"].double())
     assert (read["mtp.layers.0.post_norm.weight"] == 4).all()
-    written = to_published_names("nemotron_h", 3, 1, 2)
+    written = publication_names("nemotron_h", 3, 1, 2)
     assert written is not None and {written(name) for name in read if name.startswith("mtp.")} >= own.keys()
     assert (
-        all(to_our_name(written(name), 3, 2) == name for name in read)
-        and to_published_names("nemotron_h", 3, 2, 2) is None
+        all(translate_name(written(name), 3, 2) == name for name in read)
+        and publication_names("nemotron_h", 3, 2, 2) is None
     )
 
 
@@ -175,11 +175,11 @@ def test_a_depth_has_the_layers_that_its_configuration_names() -> None:
 def test_published_names_are_those_that_are_read(model_type: str, depths: int) -> None:
     inside = ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block.mlp.up_proj", "mtp_block.self_attn.q_proj")
     names = [f"mtp.layers.{depth}.{name}.weight" for depth in range(depths) for name in inside]
-    written = to_published_names(model_type, 4, depths)
+    written = publication_names(model_type, 4, depths)
     assert written is not None and not {*map(written, names)} & {*names}
-    assert [to_our_name(written(name), layers=4) for name in names] == names
+    assert [translate_name(written(name), layers=4) for name in names] == names
     assert written("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.up_proj.weight"
-    assert to_published_names("qwen3_next", 4, 2) is None and to_published_names("llama", 4, 1) is None
+    assert publication_names("qwen3_next", 4, 2) is None and publication_names("llama", 4, 1) is None
 
 
 def test_stock_transformers_reads_what_is_published(tmp_path: Path) -> None:

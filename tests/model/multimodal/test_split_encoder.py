@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
-from longspan.model.multimodal.tp_plan import parts_to_split
+from longspan.model.multimodal.tp_plan import find_split_parts
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend, run_ranks
 from tests.model.multimodal.encoders import HEADS, HIDDEN, WIDTH, Attention, OwnViT, Renamed, encoder, items_of
@@ -137,7 +137,7 @@ def test_a_first_call_refuses_a_split_that_is_not_the_unsplit_block() -> None:
 
 def test_what_cannot_be_split_is_refused_by_name_and_number() -> None:
     def parts(module: nn.Module, tp: int, plan: dict[str, str] | None = None) -> object:
-        return parts_to_split(module, encoder_blocks(module), tp, plan)
+        return find_split_parts(module, encoder_blocks(module), tp, plan)
 
     with pytest.raises(ModelError, match=r"tp 3 does not divide 4 \(num_heads of tower.*use tp 1 or 2 or 4"):
         parts(encoder("clip", torch.float32), 3)
@@ -167,11 +167,11 @@ class FewerKeys(nn.Module):
 def test_heads_of_keys_may_be_fewer_and_linears_around_a_convolution_stay_whole() -> None:
     module = nn.Module()
     module.blocks = nn.ModuleList([FewerKeys()])
-    (part,) = parts_to_split(module, encoder_blocks(module), 2)
+    (part,) = find_split_parts(module, encoder_blocks(module), 2)
     assert part.name == "blocks.0" and part.widths == (16, 8, 8) and {*part.styles} == {"qkv", "proj"}
     with pytest.raises(ModelError, match=r"tp 4 does not divide 2 \(num_key_value_heads of blocks.0"):
-        parts_to_split(module, encoder_blocks(module), 4)
+        find_split_parts(module, encoder_blocks(module), 4)
     attention: Any = module.blocks[0]
     del attention.num_key_value_heads
     with pytest.raises(ModelError, match="has 32 outputs, which are not queries, keys and values of one size or of"):
-        parts_to_split(module, encoder_blocks(module), 2)
+        find_split_parts(module, encoder_blocks(module), 2)

@@ -15,8 +15,8 @@ from longspan.comm.watch import Watch
 from longspan.errors import CommError, LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
-from longspan.model.layers import layers_of_stages
-from longspan.model.parts import parts_of
+from longspan.model.layers import stage_layers
+from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.pipeline import PipelineModel, _original_error, _run_watched
 from longspan.model.pipeline.schedules import ScheduledStage
@@ -44,14 +44,14 @@ BALANCED = [
 
 @pytest.mark.parametrize(("layers", "stages", "counts"), BALANCED)
 def test_layers_are_balanced_with_embedding_and_head(layers: int, stages: int, counts: tuple[int, ...]) -> None:
-    parts = layers_of_stages(layers, stages)
+    parts = stage_layers(layers, stages)
     assert tuple(len(part) for part in parts) == counts
     assert [layer for part in parts for layer in part] == list(range(layers))
 
 
 def test_more_stages_than_layers() -> None:
     with pytest.raises(ModelError, match=r"6 pipeline stages .* for 4 layers.*use at most 4 stages"):
-        layers_of_stages(4, 6)
+        stage_layers(4, 6)
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
@@ -122,9 +122,9 @@ def test_stages_one_after_another_are_the_model(family: str, count: int) -> None
 
 def _stages(family: str, count: int, *mine: int) -> tuple[Stage, ...]:
     model = deep(family, torch.float64)
-    parts = parts_of(model)
+    parts = find_parts(model)
     refuse_inexact(model, parts)
-    stages = cut_model(model, parts, layers_of_stages(4, count), mine)
+    stages = cut_model(model, parts, stage_layers(4, count), mine)
     numbers = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) <= numbers  # the rest is freed
     return stages
@@ -157,8 +157,8 @@ def test_the_first_stage_alone_scales_embeddings(count: int) -> None:
     x, shard = ids, cast(Any, _Positions())
     for index in range(count):
         model = _scaled()
-        refuse_inexact(model, parts_of(model))
-        (stage,) = cut_model(model, parts_of(model), layers_of_stages(4, count), [index])
+        refuse_inexact(model, find_parts(model))
+        (stage,) = cut_model(model, find_parts(model), stage_layers(4, count), [index])
         logits = lambda model, arguments: model(**_without_shard(arguments)).logits  # noqa: E731
         x = stage(x, stage_input=StageInput(shard, ids, logits))
     assert torch.equal(x, expected)
@@ -222,9 +222,9 @@ def test_parts_that_stages_do_not_reproduce_are_refused(case: str) -> None:
     model, (forward, says) = deep("llama", torch.float32), PARTS[case]
     model.model.__class__ = type("Base", (_Base,), {"first": forward})
     with pytest.raises(ModelError, match=f"LlamaForCausalLM {says}"):
-        refuse_inexact(model, parts_of(model))
+        refuse_inexact(model, find_parts(model))
     model.model.__class__ = type("Base", (_Base,), {"first": lambda base, x: base.norm(base.run(x, 0, 1, 2, 3))})
-    refuse_inexact(model, parts_of(model))
+    refuse_inexact(model, find_parts(model))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -233,7 +233,7 @@ def test_nanochat_norms_before_and_after_its_layers(device: str) -> None:
         model = AutoModelForCausalLM.from_config(NanoChatConfig(**SIZES))
     model.set_attn_implementation(IMPLEMENTATION)
     with pytest.raises(ModelError, match="NanoChatForCausalLM calls norm 2 times"):
-        refuse_inexact(model, parts_of(model))
+        refuse_inexact(model, find_parts(model))
 
 
 def _one_norm(layers: Any, norm: Any) -> None:
@@ -264,7 +264,7 @@ SHARED: dict[
 def test_parameters_that_stages_share_are_found_and_copied(case: str) -> None:
     (change, expected), model = SHARED[case], deep("llama", torch.float32)
     change(model.model.layers, model.model.norm)
-    stages = cut_model(model, parts_of(model), layers_of_stages(4, 4), (0, 2, 3))
+    stages = cut_model(model, find_parts(model), stage_layers(4, 4), (0, 2, 3))
     assert {entry.names[0]: entry.stages for entry in stages[0].shared} == {
         f"model.{name}": holders for name, holders in expected.items()
     }
@@ -278,13 +278,13 @@ def test_parameters_that_stages_share_are_found_and_copied(case: str) -> None:
 def test_modules_that_stages_share_in_part_are_refused() -> None:
     config = LlamaConfig(**SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=False, mlp_bias=True)
     model = AutoModelForCausalLM.from_config(config)
-    layers, parts = model.model.layers, parts_of(model)
+    layers, parts = model.model.layers, find_parts(model)
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    assert len(cut_model(model, parts, layers_of_stages(4, 2), (0, 1))) == 2
+    assert len(cut_model(model, parts, stage_layers(4, 2), (0, 1))) == 2
     layers[3].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     says = r"layers.3.mlp.up_proj.weight is model.layers.0.* of another .*, and model.layers.3.mlp.up_proj.bias is a"
     with pytest.raises(ModelError, match=says):
-        cut_model(model, parts, layers_of_stages(4, 2), (1,))
+        cut_model(model, parts, stage_layers(4, 2), (1,))
 
 
 # ---- with ranks
@@ -403,7 +403,7 @@ def test_hidden_states_of_another_type_are_refused_before_they_are_sent(monkeypa
     stage: Any = object.__new__(ScheduledStage)
     stage.stage_index, stage.num_stages, stage.inputs = 0, 2, [SimpleNamespace(ids=None)]
     stage._row, made = torch.zeros(1, 1, 8), [torch.zeros(1, 3, 8), torch.zeros(1, 3, 8, dtype=torch.float64)]
-    monkeypatch.setattr(ScheduledStage, "_rows_of", lambda *_: 3)
+    monkeypatch.setattr(ScheduledStage, "_count_rows", lambda *_: 3)
     monkeypatch.setattr(PipelineStage, "forward_one_chunk", lambda *_, **__: made.pop(0))
     assert stage.forward_one_chunk(0, ()).dtype == torch.float32
     with pytest.raises(

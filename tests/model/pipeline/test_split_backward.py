@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from longspan.model.pipeline.split_backward import backward_to_input, backward_to_weights
+from longspan.model.pipeline.split_backward import compute_input_gradient, compute_weight_gradients
 
 SIZE = 3
 
@@ -66,9 +66,9 @@ def test_equals_a_backward_pass_in_one_part(ops: list[tuple[int, int, int]], los
         output = last.square().sum() if loss else last
         gradient = None if loss else torch.full_like(last, 0.5)
         if split:
-            of_input, pending = backward_to_input(output, gradient, x, weights)
+            of_input, pending = compute_input_gradient(output, gradient, x, weights)
             assert all(weight.grad is None for weight in weights)
-            backward_to_weights(pending)
+            compute_weight_gradients(pending)
             assert not pending.groups and not pending.gradients
         else:
             torch.autograd.backward([output], [gradient])
@@ -92,9 +92,9 @@ def test_gradients_are_added_and_the_graph_is_freed() -> None:
         alive = weakref.ref(hidden)
         out = layers[2](hidden.tanh()).sum()
         del hidden
-        of_input, pending = backward_to_input(out, None, x, layers.parameters())
+        of_input, pending = compute_input_gradient(out, None, x, layers.parameters())
         of_inputs += of_input
-        backward_to_weights(pending)
+        compute_weight_gradients(pending)
         del pending, out
         gc.collect()
         assert alive() is None
@@ -119,9 +119,9 @@ def test_the_second_part_does_not_walk_the_way_of_the_inputs() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     x = torch.randn(2, 3, requires_grad=True)
     out = second(Mark.apply(first(x))).sum()  # pyright: ignore[reportAttributeAccessIssue]
-    _, pending = backward_to_input(out, None, x, [*first.parameters(), *second.parameters()])
+    _, pending = compute_input_gradient(out, None, x, [*first.parameters(), *second.parameters()])
     assert passed == ["between"] and first.weight.grad is None
-    backward_to_weights(pending)
+    compute_weight_gradients(pending)
     assert passed == ["between"] and first.weight.grad is not None and second.bias.grad is not None
 
 
@@ -142,8 +142,8 @@ def test_an_error_in_the_first_part_leaves_no_hook_behind(seen: bool) -> None:
     out = layer(Breaks.apply(x)).sum()  # pyright: ignore[reportArgumentType]
     if seen:
         with pytest.raises(ValueError, match="broken"):
-            backward_to_input(out, None, x, layer.parameters())
+            compute_input_gradient(out, None, x, layer.parameters())
     else:
-        _, pending = backward_to_input(out, None, x, layer.parameters())
-        backward_to_weights(pending)
+        _, pending = compute_input_gradient(out, None, x, layer.parameters())
+        compute_weight_gradients(pending)
     assert layer.weight.grad is None if seen else layer.weight.grad is not None

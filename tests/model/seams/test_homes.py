@@ -10,7 +10,7 @@ from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.parts import parts_of
+from longspan.model.parts import find_parts
 from longspan.model.pipeline.stages import refuse_dependent_layers
 from longspan.model.seams.attention_calls import IMPLEMENTATION
 from longspan.model.seams.layer_arguments import keep_layer_arguments
@@ -102,7 +102,7 @@ def test_layers_that_need_more_of_earlier_ones_than_their_hidden_states() -> Non
     model, kept = tiny("nemotron"), dict[str, int]()
     model.set_attn_implementation(IMPLEMENTATION)
     keep_layer_arguments(model)
-    stages, parts = (range(1), range(1, 2)), parts_of(model)
+    stages, parts = (range(1), range(1, 2)), find_parts(model)
     refuse_dependent_layers(model, parts, stages)
     first, second = model.model.layers
     model.model.register_forward_pre_hook(lambda *_: kept.clear())

@@ -24,14 +24,14 @@ def _used(rank: int) -> dict[str, tuple[set[str], Any]]:
     """By name: the kernels that layers chose, and the logits."""
     packing: Any = import_module("longspan.attention.arguments")
     chosen: set[str] = set()
-    choose = packing.choose
+    choose = packing.choose_kernel
 
     def noted(call: Any, name: str | None = None) -> Any:
         kernel = choose(call, name)
         chosen.add(kernel.name)
         return kernel
 
-    packing.choose = noted  # in this process only
+    packing.choose_kernel = noted  # in this process only
     by_way: dict[str, tuple[set[str], Any]] = {}
     with World(Layout(ranks=1), backend=backend()) as world:
         batch = plan_fixed((9, 4), world.home, cp=1).micro_batches[0]

@@ -11,7 +11,7 @@ from transformers.models.llama4 import modeling_llama4
 from longspan import Layout, World, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model.exactness.declared_rules import refuse_unsupported
-from longspan.model.execution import execution_of
+from longspan.model.execution import model_execution
 from longspan.model.seams.attention_record import RecordedCall, check_calls
 from longspan.plan import Plan
 from longspan.testing import run_ranks
@@ -131,7 +131,7 @@ def test_chunks_and_temperature_by_other_numbers_are_noticed() -> None:
 
 def test_a_prepared_model_says_its_chunks() -> None:
     with World(Layout(ranks=1)) as world:
-        calls = execution_of(prepare(_model("dense"), world)).calls
+        calls = model_execution(prepare(_model("dense"), world)).calls
     assert [call.mask.chunk for call in calls] == [CHUNK, None]
 
 

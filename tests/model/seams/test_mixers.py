@@ -20,7 +20,7 @@ from longspan.doctor.outcomes import Outcome
 from longspan.doctor.proof import Ranks, prove, run_proof
 from longspan.errors import ModelError
 from longspan.model.exactness.declared_rules import refuse_unsupported
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.seams.mixers import find_mixers, is_mixer
 from tests.mutation import mutated
 
@@ -133,7 +133,7 @@ def test_what_is_dropped_is_noticed() -> None:
 
 
 def _stock(family: str) -> PreTrainedModel:
-    return tiny_model(small_config(family), torch.float32)
+    return make_tiny_model(small_config(family), torch.float32)
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba"])

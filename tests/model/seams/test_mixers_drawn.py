@@ -16,17 +16,17 @@ from torch import Tensor
 from longspan.comm import World, bind, run_local
 from longspan.doctor.stock import (
     Answer,
-    documents_for,
+    collect_gradients,
+    compute_stock_answer,
+    draw_documents,
     gradient_errors,
-    gradients_of,
     loss_error,
     missing_errors,
-    precision,
-    stock_answer,
+    precision_mode,
 )
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness.small_copies import tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.train import run_step
 from tests.model.seams.test_mixers import FAMILIES, here, small_config
@@ -80,12 +80,12 @@ def _errors(rank: int, ranks: int, config: Any, cases: list[tuple[Draw, list[np.
     """The largest error of each draw, and the parameter that has it."""
     found = list[Any]()
     for case, documents, answer in cases:
-        with World(Layout(ranks, dp_replicate=case.copies)) as world, precision(torch.float64, whole=True):
+        with World(Layout(ranks, dp_replicate=case.copies)) as world, precision_mode(torch.float64, whole=True):
             recompute: Any = case.recompute
-            model = prepare(tiny_model(config, torch.float64), world, activation_checkpointing=recompute)
+            model = prepare(make_tiny_model(config, torch.float64), world, activation_checkpointing=recompute)
             world.prepare(case.plan)
             result = run_step(model, case.plan, documents, world)
-            errors = gradient_errors(gradients_of(model), answer)
+            errors = gradient_errors(collect_gradients(model), answer)
             errors |= missing_errors(set(errors), answer) | {"loss": loss_error(result.loss, answer.loss)}
             found.append(max((error, name) for name, error in errors.items()))
     return found
@@ -99,9 +99,9 @@ def test_random_documents_and_plans_are_exact(family: str, ranks: int) -> None:
     first = 1000 * list(FAMILIES).index(family) + 100 * ranks
     for seed in range(first, first + DRAWS):
         drawn = draw(seed, ranks)
-        documents = documents_for(config, drawn.plan.lengths, seed)
-        with precision(torch.float64, whole=True):
-            cases.append((drawn, documents, stock_answer(config, documents, torch.float64)))
+        documents = draw_documents(config, drawn.plan.lengths, seed)
+        with precision_mode(torch.float64, whole=True):
+            cases.append((drawn, documents, compute_stock_answer(config, documents, torch.float64)))
         print(f"seed {seed}: {drawn}")
     for errors in run_local(_errors, ranks, (ranks, config, cases), timeout=60 * DRAWS):
         assert all(error <= EXACT for error, _ in errors), dict(enumerate(errors, first))
@@ -112,8 +112,8 @@ def test_random_documents_and_plans_are_exact(family: str, ranks: int) -> None:
 
 def _logits(rank: int, config: Any, plan: Plan, texts: list[list[np.ndarray]]) -> bool:
     """Whether logits of other documents keep their bits where document 1 changes, and those of its rows do not."""
-    with World(Layout(plan.slots)) as world, precision(torch.float64, whole=True), torch.no_grad():
-        model: Any = prepare(tiny_model(config, torch.float64), world)
+    with World(Layout(plan.slots)) as world, precision_mode(torch.float64, whole=True), torch.no_grad():
+        model: Any = prepare(make_tiny_model(config, torch.float64), world)
         same = True
         for batch in plan.micro_batches:
             shard = bind(batch, world).with_padding()
@@ -143,7 +143,7 @@ def test_logits_of_other_documents_keep_their_bits(family: str, partition: Any) 
     groups = (Group(everyone, (0, 1, 2), lengths[:3], partition=partition), Group((2, 0), (3, 4), lengths[3:]))
     plan = Plan(3, lengths, (MicroBatch(groups),), targets=80)
     config = small_config(family)
-    texts = documents_for(config, lengths)
+    texts = draw_documents(config, lengths)
     others = [*texts]
-    others[1] = documents_for(config, lengths, seed=1)[1]
+    others[1] = draw_documents(config, lengths, seed=1)[1]
     assert all(run_local(_logits, 3, (config, plan, [texts, others]), timeout=120))

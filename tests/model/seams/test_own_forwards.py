@@ -17,7 +17,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import add_mtp, prepare
-from longspan.model.parts import parts_of
+from longspan.model.parts import find_parts
 from longspan.model.pipeline.stages import refuse_inexact
 from longspan.model.presets import preset_config
 from longspan.model.seams.forwards.norms import fuse_norms
@@ -282,9 +282,9 @@ def test_stages_refuse_a_base_model_with_a_forward_of_its_own() -> None:
     inner = model.model.forward
     model.model.forward = lambda *args, **kwargs: inner(*args, use_cache=False, **kwargs)
     with pytest.raises(ModelError, match=r"model \(LlamaModel\) has a forward set on the instance .*stages"):
-        refuse_inexact(model, parts_of(model))
+        refuse_inexact(model, find_parts(model))
     del model.model.forward
-    refuse_inexact(model, parts_of(model))
+    refuse_inexact(model, find_parts(model))
 
 
 def test_depths_refuse_a_layer_whose_forward_they_would_share() -> None:

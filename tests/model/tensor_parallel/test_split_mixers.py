@@ -18,9 +18,9 @@ from longspan.doctor.proof import Ranks, prove, run_proof
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model
-from longspan.model.exactness.small_copies import tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.tensor_parallel.mixer_parts import Even, Fused, OfGroups
+from longspan.model.tensor_parallel.mixer_parts import EvenRows, FusedRows, GroupRows
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
@@ -91,16 +91,16 @@ def test_other_parts(name: str) -> None:
 )
 def test_every_head_has_its_group(heads: int, groups: int, tp: int) -> None:
     """A rank's groups, repeated as Mamba 2 repeats them, are those of its heads; x keeps its order beside them."""
-    states = OfGroups(groups, width=3, heads=heads)
-    rows = Fused((Even(2 * heads), states))
+    states = GroupRows(groups, width=3, heads=heads)
+    rows = FusedRows((EvenRows(2 * heads), states))
     for rank in range(tp):
         runs = rows.runs(tp, rank)
         local = heads // tp
         assert runs[0] == range(2 * local * rank, 2 * local * (rank + 1))
-        count = states.count(tp)
+        count = states.count_groups(tp)
         of_heads = [(runs[1 + head // (local // count)].start - 2 * heads) // 3 for head in range(local)]
         assert of_heads == [(rank * local + head) // (heads // groups) for head in range(local)]
-        sizes, order = rows.pieces(tp, rank)
+        sizes, order = rows.cut_pieces(tp, rank)
         pieces = torch.arange(rows.size).split(sizes)
         assert torch.cat([pieces[i] for i in order]).tolist() == [row for run in runs for row in run]
 
@@ -113,8 +113,8 @@ def _look(rank: int) -> list[tuple[float, dict[str, tuple[int, ...]]]]:
     found = []
     with World(Layout(ranks=2, tp=2), backend=backend()) as world:
         for family in ("bamba", "lfm2"):
-            model = prepare(tiny_model(_config(family, {}), torch.float64), world, shard_parameters=False)
-            stock = tiny_model(_config(family, {}), torch.float64)
+            model = prepare(make_tiny_model(_config(family, {}), torch.float64), world, shard_parameters=False)
+            stock = make_tiny_model(_config(family, {}), torch.float64)
             mixer = next(iter(find_mixers(model).values()))
             lie = {n: tuple(p.to_local().shape) for n, p in mixer.named_parameters() if isinstance(p, DTensor)}
             assert all(p.placements[0] in (Shard(0), Shard(1)) for p in mixer.parameters() if isinstance(p, DTensor))
@@ -124,7 +124,7 @@ def _look(rank: int) -> list[tuple[float, dict[str, tuple[int, ...]]]]:
 
 
 def test_parameters_lie_as_in_checkpoints() -> None:
-    stock = next(iter(find_mixers(tiny_model(_config("bamba", {}), torch.float64)).values()))
+    stock = next(iter(find_mixers(make_tiny_model(_config("bamba", {}), torch.float64)).values()))
     whole = {name: tuple(p.shape) for name, p in stock.named_parameters()}
     rows = {name: (shape[0] // 2, *shape[1:]) for name, shape in whole.items()}
     columns = {"out_proj.weight": (whole["out_proj.weight"][0], whole["out_proj.weight"][1] // 2)}
@@ -136,7 +136,7 @@ def test_parameters_lie_as_in_checkpoints() -> None:
 def _continue(rank: int, family: str, folder: str) -> list[float]:
     """A folder read a part at a time at tp 2, two steps, a checkpoint read at tp 1, and the folder that is saved."""
     path, lengths = Path(folder), (13, 1, 30, 7)
-    stock = tiny_model(small_config(family), torch.float64)
+    stock = make_tiny_model(small_config(family), torch.float64)
     with World(Layout(ranks=4, tp=2), backend=backend()) as world:
         if rank == 0:
             stock.save_pretrained(path / "stock")
@@ -150,7 +150,7 @@ def _continue(rank: int, family: str, folder: str) -> list[float]:
         save_model(model, path / "saved", world)
         weights = weights_of(model)
     with World(Layout(ranks=4), backend=backend()) as world:
-        model = prepare(tiny_model(small_config(family), torch.float64, seed=1), world)
+        model = prepare(make_tiny_model(small_config(family), torch.float64, seed=1), world)
         load_checkpoint(checkpoint, model, build_optimizer(model, "adamw", lr=1e-2), world)
         errors.append(worst(weights_of(model), weights))
     return [*errors, worst(weights_of(load_model(path / "saved", dtype="float64")), weights)]
@@ -194,7 +194,7 @@ def _refusals(rank: int) -> list[str]:
     refusals: list[str] = []
     with World(Layout(ranks=2, tp=2), backend=backend()) as world:
         for family, changes, change, _ in REFUSED:
-            model = tiny_model(_config(family, changes), torch.float32)
+            model = make_tiny_model(_config(family, changes), torch.float32)
             change(next(iter(find_mixers(model).values())))
             with pytest.raises(ModelError) as caught:
                 prepare(model, world)
@@ -218,8 +218,8 @@ MUTANTS = {
     "the gradient of that sum": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "tp_sum(sums, key)"),
     "the order of a fused projection": (
         f"{ROOM}.mixer_parts",
-        "Fused((inner, inner, states, states, heads))",
-        "Fused((heads, inner, inner, states, states))",
+        "FusedRows((inner, inner, states, states, heads))",
+        "FusedRows((heads, inner, inner, states, states))",
     ),
     "gradients of rows on other ranks, B's and C's among them": (
         "comm.moves.tp_collectives",

@@ -78,4 +78,4 @@ def own_names(model: MultimodalModel, tensors: Mapping[str, Tensor], world: Worl
     parts = world.control.gather_objects(dict(tensors)) if world.home.pp > 1 else [tensors]
     everything = {name: x for part in parts for name, x in part.items()}
     names = {*everything, *dict(model.named_parameters())}  # the encoder's too, where it has no gradient
-    return {own: everything[name] for own, name in join.names_by_stock_name(names).items() if name in everything}
+    return {own: everything[name] for own, name in join.map_stock_names(names).items() if name in everything}

@@ -8,7 +8,7 @@ import transformers
 
 from longspan.errors import DataError
 from longspan.model.vision.image_arguments import encoding_order, image_arguments
-from longspan.model.vision.image_encoder import rows_of_images
+from longspan.model.vision.image_encoder import encode_images
 from longspan.model.vision.image_tokens import ImageInput
 from tests.model.vision.models import IMAGE, TEXT, VIT
 
@@ -86,7 +86,7 @@ def test_an_image_of_one_row_is_encoded_alone_as_among_others(kind: str) -> None
     rows, gradients = [], []
     for inputs in ([small], [small, large]):
         base.zero_grad()
-        (of_images,) = rows_of_images(base, inputs)
+        (of_images,) = encode_images(base, inputs)
         of_images[0].square().sum().backward()
         rows.append(of_images[0])
         gradients.append([p.grad.clone() for p in base.parameters() if p.grad is not None and p.grad.any()])
@@ -111,5 +111,5 @@ def test_images_alone_in_their_documents_come_first(counts: tuple[int, ...], doc
     model, inputs = Model(), [among(count, float(value)) for value, count in enumerate(counts)]
     model.weight = torch.nn.Parameter(LIKE)
     order = encoding_order(inputs)
-    (rows,) = rows_of_images(model, inputs)
+    (rows,) = encode_images(model, inputs)
     assert rows[:, 0].tolist() == [float(i) for i in range(len(counts)) for _ in range(order.index(i) + 1)]

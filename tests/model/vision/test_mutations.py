@@ -42,7 +42,7 @@ SPANS: dict[str, tuple[str, str, str]] = {
         "span_tiles(queries, keys, self.spans)",
         "(span_tiles(queries, keys, self.spans) if [*queries.start] == [*keys.start] else ())",
     ),
-    "spans end with a member's rows under a window": (MEMBERS, "self.spans.ends(runs)", "runs.stop"),
+    "spans end with a member's rows under a window": (MEMBERS, "self.spans.run_ends(runs)", "runs.stop"),
     "rows of an image are scaled": ("bridge.splice", "rows.to(embeddings.dtype)", "2 * rows.to(embeddings.dtype)"),
 }
 PREFIX_CASE = Case("paligemma2", Layout(2), Layout(2), cp=2)

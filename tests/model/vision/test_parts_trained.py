@@ -56,7 +56,7 @@ def _errors(rank: int, make: Any, answer: Answer, folder: Path | None) -> dict[s
         result, gradients = run_step(model, plan, documents, world), gradients_of(model)
         if folder is not None:
             save_model(model, folder, world)
-        names = {own.removeprefix("language_model."): name for own, name in join.names_by_stock_name(gradients).items()}
+        names = {own.removeprefix("language_model."): name for own, name in join.map_stock_names(gradients).items()}
         return answer.errors(result.loss, {own: gradients[name] for own, name in names.items()})
 
 

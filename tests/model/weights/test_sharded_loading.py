@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig, Pre
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model import load_model
-from longspan.model.weights.fill import empty_model, is_empty, leave_to_checkpoint
+from longspan.model.weights.fill import defer_to_checkpoint, empty_model, is_empty
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
 from longspan.model.weights.random import RandomWeights
@@ -183,7 +183,7 @@ def test_weights_that_an_architecture_scales_by_depth_are_scaled() -> None:
 def _left(rank: int, axes: dict[str, int]) -> tuple[bool, bool]:
     with World(Layout(ranks=2, **axes)) as world:
         model = load_model(config=_config("4 experts"), sharded=True)
-        leave_to_checkpoint(model)
+        defer_to_checkpoint(model)
         prepared = prepare(model, world)
         weights = [local_tensor(x.detach()) for x in prepared.parameters()]
         return all(bool(x.isnan().all()) for x in weights), any(bool(x.isnan().any()) for x in prepared.buffers())

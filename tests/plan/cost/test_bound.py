@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from longspan.errors import PlanError
 from longspan.plan import Cost, Machine, MicroBatch, Mode, Plan, lower_bound_seconds
 from longspan.plan.cost.state_cost import StateCost
-from longspan.plan.hierarchy import levels_at
+from longspan.plan.hierarchy import level_sizes
 from tests.plan.cases import bounded, plans
-from tests.plan.cost.test_model_shape import QWEN3_8B
+from tests.plan.shape.test_model_shape import QWEN3_8B
 
 CASES = [  # lengths, slots, cap, area, longest; crossing: each step of a long document at the fewest slots waits
     ([5295, 682, 3599, 1484, 2912], 6, 1024, 0.3167267261226666, 0.125821913712, 0.00522421875),
@@ -70,7 +70,7 @@ def retype(plan: Plan, kind: str, inner: int) -> Plan:
     batches = [
         MicroBatch(
             tuple(
-                replace(g, cp_comm_type=kind, hierarchical_context_parallel_sizes=levels_at(inner, g.degree))
+                replace(g, cp_comm_type=kind, hierarchical_context_parallel_sizes=level_sizes(inner, g.degree))
                 for g in batch.groups
             )
         )

@@ -45,7 +45,7 @@ def plans() -> tuple[Plan, ...]:
 
 
 def seconds_of(plan: Plan, correction: Correction) -> float:
-    return plan.timeline(correction.apply(COST)).step_seconds
+    return plan.timeline(correction.correct_cost(COST)).step_seconds
 
 
 @cache
@@ -110,11 +110,11 @@ def test_steps_that_are_alike_give_the_common_ratio_and_bounds_hold_around_it() 
 def test_every_constant_of_a_cost_belongs_to_one_part() -> None:
     """All factors together are a machine on which everything takes so much longer."""
     for cost in (COST, Cost(), replace(COST, launch_seconds=0.1, closing_seconds=0.2)):
-        found = Correction.of([2.0] * len(PARTS)).apply(cost)
+        found = Correction.of([2.0] * len(PARTS)).correct_cost(cost)
         assert found == scale_times(cost, 2.0, found.source or "")
         assert found.source == f"{cost.source}, refined by measured steps"
-    assert NO_CORRECTION.apply(COST) is COST
-    assert Correction(linear=2.0).apply(replace(COST, source="")).source == "", "no machine stays none"
+    assert NO_CORRECTION.correct_cost(COST) is COST
+    assert Correction(linear=2.0).correct_cost(replace(COST, source="")).source == "", "no machine stays none"
 
 
 def test_json_and_what_is_refused() -> None:

@@ -15,7 +15,7 @@ from longspan.errors import ConfigError
 from longspan.plan import Cost, Machine
 from longspan.plan.cost import model_cost as cost_file
 from longspan.plan.cost.links import Link, Wire
-from longspan.train.plans import cost_of
+from longspan.train.plans import read_cost
 
 BAD = [  # what is in the place of the file, what is said of it
     (None, "holds no cost: No such file or directory"),
@@ -39,7 +39,7 @@ def test_a_file_without_a_cost_is_an_error(
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     advice = "; give the file that `longspan bench calibrate --out FILE.json` writes for this machine"
     with pytest.raises(ConfigError, match=rf"run\.machine {path} {re.escape(complaint)}.*{advice}$"):
-        cost_of(RunConfig(run=RunSection(machine=str(path))))
+        read_cost(RunConfig(run=RunSection(machine=str(path))))
     for verb in (["plan"], ["simulate"], ["bench", "step", "--world", "2"]):
         slots, key = ([], "run.machine") if verb[0] == "bench" else (["--slots", "2"], "--machine")
         assert main([*verb, *slots, "--same", "2x8", f"--{key.removeprefix('--')}", str(path)]) == 2
@@ -83,7 +83,9 @@ def test_a_machine_is_read_back_by_file_and_by_name(tmp_path: Path) -> None:
 )
 def test_a_machine_is_of_its_device_and_hosts(device: str, ranks: int, hosts: int, answer: str) -> None:
     machine = Machine(device="NVIDIA H200", world=4, node_size=4, assumed_parts=("across",), source="m.json")
-    check = partial(cost_file.check_measured_here, key="run.machine", device=device, ranks_of_host=ranks, hosts=hosts)
+    check = partial(
+        cost_file.check_measured_machine, key="run.machine", device=device, ranks_of_host=ranks, hosts=hosts
+    )
     if "measure again" in answer:
         with pytest.raises(ConfigError, match=f"^run.machine {answer} with longspan bench calibrate$"):
             check(machine)

@@ -12,9 +12,9 @@ from longspan.errors import PlanError
 from longspan.plan import AttentionCall, Cost, CostSettings, Machine
 from longspan.plan.cost import attention_price
 from longspan.plan.cost.links import KINDS
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.simulate import simulate
-from tests.plan.cost.test_model_shape import QWEN3_8B as CONFIG
+from tests.plan.shape.test_model_shape import QWEN3_8B as CONFIG
 
 QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_dim=128)
 H200 = Machine.known("H200")
@@ -68,7 +68,7 @@ def test_slices_hide_messages_of_two_levels() -> None:
         price = SOCKETS.attention_seconds(members, call, node_size=size)["a2a+p2p"]
         wire = price.bytes_by_level["across"] / (2 * size) / (0.7 * 2.65e9)  # each member's, all of a host at once
         computed, split = price.seconds - price.exposed, HeadSplit(heads, kv_heads, size)
-        assert split.slices(2) // split.slices_per_kv_head(split.slices(2)) == rings
+        assert split.slice_count(2) // split.slices_per_kv_head(split.slice_count(2)) == rings
         # In one ring half of the work is on the own block, in which nothing arrives; in two the first and last piece.
         least = wire - computed * (1 / 2 if rings == 1 else 2 / 7 * 3 / 4 + 5 / 7)
         assert least <= price.exposed <= least + 0.01, (size, heads, price)

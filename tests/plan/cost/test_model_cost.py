@@ -12,7 +12,7 @@ from longspan.plan import Cost
 from longspan.plan.cost.cost_changes import with_recomputation
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_cost import cost_on_h200
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 
 CONFIG = Qwen3Config(
     hidden_size=64,

@@ -4,7 +4,7 @@ import pytest
 
 from longspan.model import preset_config
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 
 DENSE = {
     "hidden_size": 64,

@@ -13,7 +13,7 @@ from longspan.plan import Cost, plan_dynamic
 from longspan.plan.cost.cost_changes import with_spans
 from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_flops import later_pairs, model_flops
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from tests.model.vision.models import config_of
 
 RATES = {"tflops": 400.0, "attention_tflops": 500.0, "micro_batch_seconds": 0.0}

@@ -17,7 +17,7 @@ from longspan.plan.cost.model_cost import cost_on_cpus
 from longspan.plan.cost.state_cost import StateCost
 from longspan.ssm import state_bytes
 from longspan.ssm.chains import Chains
-from longspan.ssm.conv import halo_of
+from longspan.ssm.conv import find_halo
 from tests.plan.cases import bounded
 
 HEADS, KEY, VALUE = 3, 4, 5
@@ -71,7 +71,7 @@ def test_rows_before_runs_are_those_of_the_exchange(degree: int, width: int, dat
             members, ids = tuple(range(degree)), tuple(range(len(lengths)))
             group = Group(members, ids, tuple(lengths), partition=partition)
             parts = [ShardPart(group, member, member, 0, world_key=-1) for member in members]
-            read = sum(sum(halo_of(Chains(part, torch.device("cpu")), width - 1).receives) for part in parts)
+            read = sum(sum(find_halo(Chains(part, torch.device("cpu")), width - 1).receives) for part in parts)
             priced = float(rows.for_partition(partition).wire_bytes(len(lengths), sum(lengths), degree))
             exact = shortest > 1 and (partition == "zigzag" or len(lengths) == 1)
             assert read == priced if exact else read <= priced + (len(lengths) * width if shortest == 1 else 0)
@@ -104,9 +104,11 @@ def test_the_busiest_slot_of_a_contiguous_ring(lengths: list[int], degree: int) 
         runs = group.shares.segments(member)
         pairs.append(float((runs.stop.astype(float) ** 2 - runs.start.astype(float) ** 2).sum()))
     tokens, squares = float(sum(lengths)), float(sum(n * n for n in lengths))
-    priced = BYTES.for_partition("contiguous").busiest(np.array(tokens), np.array(squares), np.array(float(degree)))
+    priced = BYTES.for_partition("contiguous").busiest_ratio(
+        np.array(tokens), np.array(squares), np.array(float(degree))
+    )
     assert priced == pytest.approx(max(pairs) * degree / sum(pairs), rel=0.01)
-    assert BYTES.busiest(np.array(tokens), np.array(squares), np.array(4.0)) == 1.0
+    assert BYTES.busiest_ratio(np.array(tokens), np.array(squares), np.array(4.0)) == 1.0
 
 
 groups = st.tuples(st.integers(1, 100_000), st.integers(1, 30), st.integers(2, 64), st.booleans())

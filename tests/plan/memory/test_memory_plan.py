@@ -21,7 +21,7 @@ from longspan.plan import (
     Plan,
     plan_fixed,
 )
-from longspan.plan.memory.moments import moments_of
+from longspan.plan.memory.moments import step_moments
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 GIB = 2**30
@@ -149,7 +149,7 @@ def test_images_wait_unless_they_are_encoded_again() -> None:
 def test_states_on_the_host() -> None:
     here, there = planned(), planned(offload_states=True)
     assert there.host.states == here.device.states and there.device.states == 0
-    assert there.offload_states and "states on the host" in there.line()
+    assert there.offload_states and "states on the host" in there.summary_line()
 
 
 def test_an_update_has_two_buckets_of_the_states() -> None:
@@ -160,9 +160,9 @@ def test_an_update_has_two_buckets_of_the_states() -> None:
         plan = plan_fixed([8], home, cp=1)
         needs = MemoryNeeds.of(config, home, plan, MemorySettings(offload_states=True, shard_parameters=False))
         (place,) = needs.places
-        update = next(moments_of(place, needs.loads, needs.under("none").measures))
+        update = next(step_moments(place, needs.loads, needs.under("none").measures))
         assert update.gradients == update.weights
-        assert update.states == (states or needs.under("none").host.states) > place.resident.states == 0
+        assert update.states == (states or needs.under("none").host.states) > place.resident_bytes.states == 0
 
 
 def test_printed() -> None:
@@ -171,7 +171,7 @@ def test_printed() -> None:
     names = [line.split()[0] for line in table.splitlines()[1:]]
     assert names == [*memory.device.to_json()]
     assert f"{memory.device.total:,}" in table
-    line = memory.line(MemoryBudget(device=100 * GIB))
+    line = memory.summary_line(MemoryBudget(device=100 * GIB))
     assert line.startswith("memory: 12 of 36 layers selective, 24 keep all, weights gathered once; ")
     assert "of 100.0 GiB, 0.0 GiB on the host" in line
     values = json.loads(json.dumps(memory.to_json()))

@@ -44,7 +44,7 @@ def test_the_losses_of_the_example_are_those_of_one_rank(tmp_path: Path) -> None
     four = load_config(EXAMPLE, SMALLER | paths)
     assert (four.context.planner, four.mtp.depths, four.model.preset) == ("dynamic", 1, "qwen3-next-tiny")
     whole: dict[str, Any] = {"planner": "fixed", "context_parallel_size": 1, "max_tokens_per_slot": 0}
-    alone = replace(four.context, **whole).with_evaluation(context_parallel_size=1, max_tokens_per_slot=0)
+    alone = replace(four.context, **whole).set_evaluation(context_parallel_size=1, max_tokens_per_slot=0)
     wanted = _losses(replace(four, context=alone, run=replace(four.run, dir=str(tmp_path / "one"))), 1)
     found = _losses(four, 4)
     plans = [Plan.from_json(file.read_text()) for file in (tmp_path / "four" / "plans").glob("step-*.json")]

@@ -78,8 +78,8 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(trained: tuple[Run
 def test_a_run_goes_on_at_another_home(trained: tuple[RunConfig, list[float]], home: str, tmp_path: Path) -> None:
     config, losses = trained
     other = gone_on_from_the_first_checkpoint(config, tmp_path / "run", HOMES[home])
-    context = replace(config.context, context_parallel_size=1).with_evaluation(context_parallel_size=1)
-    other = replace(other, context=replace(context, max_tokens_per_slot=128).with_evaluation(max_tokens_per_slot=128))
+    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
+    other = replace(other, context=replace(context, max_tokens_per_slot=128).set_evaluation(max_tokens_per_slot=128))
     resumed = losses_of_run(other, 2)
     steps = len([row for row in read_metrics(Path(other.run.dir) / "metrics.jsonl") if "loss" in row])
     assert steps == 4 and farthest(resumed[:4], losses[:4]) <= 1e-9
@@ -232,7 +232,7 @@ def test_keys_that_do_not_fit(what: str) -> None:
 
 def test_a_target_that_the_model_has_not(tmp_path: Path) -> None:
     config = small_config(tmp_path, lora__rank=4, lora__targets=["q_prj"], context__context_parallel_size=1)
-    config = replace(config, context=config.context.with_evaluation(context_parallel_size=1))
+    config = replace(config, context=config.context.set_evaluation(context_parallel_size=1))
     with pytest.raises(ModelError, match=r"'q_prj', which is no linear of Qwen3ForCausalLM; did you mean 'q_proj'"):
         run_ranks(train_rank, 1, config, 1, timeout=60)
     assert not (tmp_path / "run").exists(), "it is said before anything is read or made"

@@ -124,7 +124,9 @@ def test_a_resumed_run_may_keep_less(tmp_path: Path) -> None:
     model = preset_config("qwen3-deep-tiny", vocab_size=300)
     limits = replace(config, train=replace(config.train, memory_bytes=ROOM))
     with pytest.raises(PlanError) as refusal:
-        RunMemory(config=limits, model=model, ahead=ahead, gpu=False).choose(MemoryBudget(device=1 << 10, host=ROOM))
+        RunMemory(config=limits, model=model, ahead=ahead, gpu=False).choose_memory(
+            MemoryBudget(device=1 << 10, host=ROOM)
+        )
     (straight, resumed, log), _ = run_ranks(_resume_with_less, 2, config, _least_bytes(refusal.value))
     assert set(straight.memory["measures"]) == {"none"} != set(resumed.memory["measures"])
     assert resumed.steps == [pytest.approx(step, rel=1e-12) for step in straight.steps]

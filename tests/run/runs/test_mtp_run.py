@@ -55,8 +55,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Losses
 
 def alone(config: RunConfig, folder: Path) -> RunConfig:
     """The run on one rank, in a folder of its own."""
-    context = replace(config.context, context_parallel_size=1).with_evaluation(context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=128).with_evaluation(max_tokens_per_slot=128)
+    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=128).set_evaluation(max_tokens_per_slot=128)
     return replace(config, context=context, run=replace(config.run, dir=str(folder)))
 
 

@@ -117,5 +117,5 @@ def test_pure_bfloat16_says_what_it_loses_and_rounds_by_chance_on_request(tmp_pa
 
 def _on_one(config: RunConfig) -> RunConfig:
     return replace(
-        config, context=replace(config.context, context_parallel_size=1).with_evaluation(context_parallel_size=1)
+        config, context=replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
     )

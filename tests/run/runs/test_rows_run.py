@@ -14,7 +14,7 @@ from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.run.metrics_log import read_metrics
-from longspan.train.plans.order import count_held_out, step_order_of, with_steps_of_epochs
+from longspan.train.plans.order import count_held_out, make_step_order, set_epoch_steps
 from tests.corpus.test_formats import rows_as
 from tests.run.runs.homes import losses_of_run
 from tests.run.runs.test_lora_run import write_base
@@ -59,7 +59,7 @@ def test_a_run_on_chats_counts_what_the_assistant_says(tmp_path: Path, base: Pat
     config = config_of(tmp_path / "cached", base, path, data__cache=str(tmp_path / "cache"))
     losses = losses_of_run(config, 2)
     corpus = Corpus(Path(config.run.dir) / "corpus")
-    order = step_order_of(config, corpus)
+    order = make_step_order(config, corpus)
     assert isinstance(order, StepOrder)
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     steps, evaluations = ([row for row in metrics if key in row] for key in ("loss", "eval_loss"))
@@ -117,9 +117,7 @@ FEW = [  # tokens a step -> what is logged, where two epochs have 3,800 tokens i
 def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_per_step: int, words: str) -> None:
     config = small_config(tmp_path, train__epochs=2.0, train__tokens_per_step=tokens_per_step, train__warmup_steps=0)
     lengths, lines = np.full(40, 50), list[str]()
-    with_steps_of_epochs(
-        config, StepOrder(lengths, tokens_per_step=tokens_per_step, seed=0, eval_documents=2), lines.append
-    )
+    set_epoch_steps(config, StepOrder(lengths, tokens_per_step=tokens_per_step, seed=0, eval_documents=2), lines.append)
     assert len(lines) == 1 + bool(words) and re.match(words, lines[-1] if words else ""), lines
 
 

@@ -11,7 +11,7 @@ from longspan.config.sections import RunConfig, SourceConfig
 from longspan.data.documents import Corpus
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans.order import source_lines, step_order_of
+from longspan.train.plans.order import make_step_order, source_lines
 from tests.train.small import small_config, train_rank, write_texts
 
 
@@ -32,7 +32,7 @@ def test_tokens_of_sources_stand_by_their_weights(tmp_path: Path, changes: dict[
     totals = tokens.sum(axis=0)
     corpus = Corpus(Path(config.run.dir) / "corpus")
     assert abs(totals[0] / 3 - totals[1]) <= corpus.lengths.max()
-    order = step_order_of(config, corpus)
+    order = make_step_order(config, corpus)
     assert tokens.tolist() == [order.source_tokens(step) for step in range(8)]
     first, second = source_lines(config, order)
     assert "weight 3, 0.75 of the tokens of steps; it has" in first and "weight 1, 0.25 of" in second

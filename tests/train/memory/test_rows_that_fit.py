@@ -30,13 +30,13 @@ from longspan.train.memory.row_probe import (
     read_measurement,
     read_too_many_rows,
 )
-from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, activation_budget, fit_rows, measure
+from longspan.train.memory.rows_that_fit import FILE, RowsThatFit, activation_budget, fit_by_probes, fit_rows
 from longspan.train.optim.offload_states import OffloadedStates
 from tests.train.small import small_config, train_rank
 
 
 def world_of_one_process(home: Layout, gather_objects: Callable[..., list[float]]) -> Any:
-    """What `measure` asks of a world, with what all ranks would answer."""
+    """What `fit_by_probes` asks of a world, with what all ranks would answer."""
     control = SimpleNamespace(gather_objects=gather_objects)
     return SimpleNamespace(device=torch.device("cpu"), home=home, control=control)
 
@@ -91,7 +91,7 @@ def test_probes_suit_rows_that_are_split_over_tp(tmp_path: Path, monkeypatch: py
 
         monkeypatch.setattr(rows_that_fit, "measure_step_bytes", bytes_of)
         world = world_of_one_process(home, lambda value, what="": [value])
-        assert measure(config, *nothing_trained(), world).rows == 2010
+        assert fit_by_probes(config, *nothing_trained(), world).rows == 2010
         assert len(probed) == 4 and probed[-1] > 1000 and not any(rows % tp for rows in probed)
 
 
@@ -132,7 +132,7 @@ def test_probes_go_no_further_than_those_before_allow(
     monkeypatch.setattr(rows_that_fit, "measure_step_bytes", bytes_of)
     config = small_config(tmp_path, train__memory_bytes=machine.budgets[0])
     world = world_of_one_process(Layout(ranks=2), gather_objects)
-    fit = measure(config, *nothing_trained(), world, below=machine.below)
+    fit = fit_by_probes(config, *nothing_trained(), world, below=machine.below)
     assert (probed, fit.rows) == ([sizes[0], *sizes], rows)
     assert all(machine.fixed + machine.row_bytes * n <= min(machine.budgets) for n in sizes[1:] if n > sizes[0])
 
@@ -158,7 +158,7 @@ def test_one_probe_corrects_a_first_guess(
     monkeypatch.setattr(rows_that_fit, "measure_step_bytes", bytes_of)
     world = world_of_one_process(Layout(ranks=1), lambda value, what="": [value])
     config = small_config(tmp_path, train__memory_bytes=10**7)
-    fit = measure(config, *nothing_trained(), world, below=below, first_guess=guess)
+    fit = fit_by_probes(config, *nothing_trained(), world, below=below, first_guess=guess)
     assert (probed, fit.rows) == (sizes, rows)
 
 
@@ -178,7 +178,7 @@ def test_weights_and_moments_are_part_of_what_a_run_may_fill(tmp_path: Path) -> 
 def test_too_few_rows_for_probes_are_named(tmp_path: Path) -> None:
     world = world_of_one_process(Layout(ranks=1), lambda value: [value])
     with pytest.raises(ConfigError, match="7 rows of a slot did not fit when this run was started before"):
-        measure(small_config(tmp_path, train__memory_bytes=1000), *nothing_trained(), world, below=7)
+        fit_by_probes(small_config(tmp_path, train__memory_bytes=1000), *nothing_trained(), world, below=7)
 
 
 def _measured(rank: int, config: RunConfig) -> tuple[RowsThatFit, float, bool]:
@@ -186,7 +186,7 @@ def _measured(rank: int, config: RunConfig) -> tuple[RowsThatFit, float, bool]:
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         model = load_model(None, "qwen3-tiny", vocab_size=300)
         model = prepare(model, world, activation_checkpointing=config.train.activation_checkpointing)
-        fit = measure(config, model, build_optimizer(model), world)
+        fit = fit_by_probes(config, model, build_optimizer(model), world)
         seen = measure_step_bytes(config, model, world, fit.rows)
         left = any(p.grad is not None for p in model.parameters())
     return fit, seen / fit.budget_bytes, left

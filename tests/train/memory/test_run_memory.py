@@ -13,7 +13,7 @@ from longspan.plan import Cost, FixedMemory, MemoryBudget
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.train.memory import run_memory
 from longspan.train.memory.coming_plans import ComingSteps, most_rows
-from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of, state_numbers
+from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings, state_numbers
 from longspan.train.memory.rows_that_fit import count_states
 from longspan.train.memory.run_memory import RunMemory
 from longspan.train.optim.optimizer import OptimizerChoice
@@ -76,10 +76,10 @@ def test_numbers_of_state_are_counted_on_the_optimizer_itself(train: TrainConfig
 
 
 def test_settings_follow_the_keys() -> None:
-    usual = memory_settings_of(config_of(), gpu=True)
+    usual = run_memory_settings(config_of(), gpu=True)
     assert (usual.parameter_bytes, usual.compute_bytes, usual.state_numbers) == (4, 2, 2.0)
-    assert usual.fused_norms and not memory_settings_of(config_of(), gpu=False).fused_norms
-    other = memory_settings_of(
+    assert usual.fused_norms and not run_memory_settings(config_of(), gpu=False).fused_norms
+    other = run_memory_settings(
         config_of(
             model__dtype="bfloat16", lora__rank=8, context__mode="free", train__loss_chunk_rows=64, mtp__depths=1
         ),
@@ -118,7 +118,7 @@ def test_less_memory_means_slower_measures_and_then_a_refusal_with_the_bytes() -
     config = config_of()
     run, host = run_of(config), 64 * GIB
     rooms = (400, 140, 112)
-    plans = [run.choose(MemoryBudget(device=room * GIB, host=host)) for room in rooms]
+    plans = [run.choose_memory(MemoryBudget(device=room * GIB, host=host)) for room in rooms]
     assert set(plans[0].measures) == {"none"} and plans[0].gathered_once
     assert [plan.device.total <= room * GIB for plan, room in zip(plans, rooms, strict=True)] == [True] * 3
     kept = [plan.measures.count("none") for plan in plans]
@@ -126,18 +126,18 @@ def test_less_memory_means_slower_measures_and_then_a_refusal_with_the_bytes() -
     with pytest.raises(
         PlanError, match=r"does not fit under any measure: with a slot of 8,192 rows .* \([\d,]+ bytes\)"
     ):
-        run.choose(MemoryBudget(device=20 * GIB, host=host))
+        run.choose_memory(MemoryBudget(device=20 * GIB, host=host))
     by_hand = run_of(config_of(train__activation_checkpointing="none"))
     with pytest.raises(PlanError, match="measure = 'none'"):
-        by_hand.choose(MemoryBudget(device=50 * GIB, host=host))
+        by_hand.choose_memory(MemoryBudget(device=50 * GIB, host=host))
 
 
 def test_rows_auto_are_those_whose_steps_are_fastest() -> None:
     """With little room fewer rows, which need less recomputation, and with much as many as a step has."""
     run = run_of(config_of(context__max_tokens_per_slot="auto", context__planner="dynamic"))
     run = replace(run, model=QWEN3_8B | {"num_hidden_layers": 8})
-    little = run.choose(MemoryBudget(device=40 * GIB, host=0))
-    much = run.choose(MemoryBudget(device=200 * GIB, host=0))
+    little = run.choose_memory(MemoryBudget(device=40 * GIB, host=0))
+    much = run.choose_memory(MemoryBudget(device=200 * GIB, host=0))
     assert set(much.measures) == {"none"} and much.rows >= little.rows
 
 
@@ -151,7 +151,7 @@ def test_rows_auto_are_those_whose_steps_are_fastest() -> None:
     ],
 )
 def test_the_plan_of_keys_as_they_are(keys: dict[str, object], layers: int, word: str) -> None:
-    memory = run_of(config_of(**keys)).plan_of(None)
+    memory = run_of(config_of(**keys)).plan_memory(None)
     assert memory.measures == (word,) * layers + ("none",) * (36 - layers)
 
 
@@ -160,7 +160,7 @@ def test_recomputed_layers_are_those_of_each_stage() -> None:
         train__activation_checkpointing="full", train__recompute_layers=1, parallel__pp=2, context__cp_comm_type="p2p"
     )
     ahead = ComingSteps(lengths_of_step, Layout(ranks=4, pp=2), 32, 0, 20)
-    words = RunMemory(config=config, model=QWEN3_8B, ahead=ahead, gpu=True).plan_of(None).measures
+    words = RunMemory(config=config, model=QWEN3_8B, ahead=ahead, gpu=True).plan_memory(None).measures
     assert [index for index, word in enumerate(words) if word == "full"] == [0, 18]
 
 

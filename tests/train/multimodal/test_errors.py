@@ -18,7 +18,7 @@ from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.vision.image_tokens import ImageInput
 from longspan.testing import backend, run_ranks
-from longspan.train.terms.modality_pass import tensors_in
+from longspan.train.terms.modality_pass import find_tensors
 from tests.model.stock import gradients_of, worst
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of
@@ -205,4 +205,4 @@ def test_documents_are_checked_where_they_are_made() -> None:
 def test_what_is_looked_through_for_numbers_that_are_not_finite() -> None:
     pixels, mask = torch.ones(2, 3), torch.zeros(2)
     image = ImageInput(pixels, grid=(1, 1, 2), fields={"pixel_attention_mask": mask})
-    assert [id(x) for x in tensors_in({"image": [image, "no tensor"]})] == [id(pixels), id(mask)]
+    assert [id(x) for x in find_tensors({"image": [image, "no tensor"]})] == [id(pixels), id(mask)]

@@ -40,8 +40,8 @@ MUTATIONS = {
         PASS, "stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))", "pass", COPIES
     ),
     "gradients are averaged over the encoder's slots": Mutation(
-        PASS, "wave.bridge.back(_gradient_of_rows(wave, output))",
-        "wave.bridge.back(_gradient_of_rows(wave, output)) / self.encoder.world.home.slots", FAN_OUT,
+        PASS, "wave.bridge.back(_row_gradient(wave, output))",
+        "wave.bridge.back(_row_gradient(wave, output)) / self.encoder.world.home.slots", FAN_OUT,
     ),
     "the loss is divided by slots": Mutation(
         "train.passes", "return loss_sum / self.divisor",
@@ -62,8 +62,8 @@ MUTATIONS = {
     ),
     "rows are added to the embeddings": Mutation("bridge.splice", ".index_copy(1", ".index_add(1", FAN_IN),
     "owners of a shared item begin at its first row": Mutation(
-        OWNERS, "parts.append(expand(first + segments.start, first + segments.stop))",
-        "parts.append(expand(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
+        OWNERS, "parts.append(expand_runs(first + segments.start, first + segments.stop))",
+        "parts.append(expand_runs(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
     ),
     "labels in the places of items count": Mutation(
         "train.reading.read_rows",
@@ -130,8 +130,8 @@ def _one_rank_skips(rank: int) -> str:
     if rank == 1:
         mutate(
             PASS,
-            "wave.bridge.back(_gradient_of_rows(wave, output))",
-            "_gradient_of_rows(wave, output).new_zeros(output.shape)",
+            "wave.bridge.back(_row_gradient(wave, output))",
+            "_row_gradient(wave, output).new_zeros(output.shape)",
         )
     with World(case.home, backend=backend(), timeout=3) as world, World(case.encoder_home, backend=backend()) as other:
         model = model_of(case, world, other)

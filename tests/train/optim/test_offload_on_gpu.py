@@ -16,7 +16,12 @@ BUCKET = 1 << 20
 SHAPES = {"wide": (3, 410_000), "small": (7,), "matrix": (600, 700), "last": (5, 3), "never": (9,), "later": (600, 2)}
 GPU = torch.device("cuda", 0)
 COPIES = ((module._Copies, "fetch"), (module._Copies, "store"))
-LATE: dict[str, Any] = {"none": (), "copies": COPIES, "stores": COPIES[1:], "updates": ((OffloadedStates, "_update"),)}
+LATE: dict[str, Any] = {
+    "none": (),
+    "copies": COPIES,
+    "stores": COPIES[1:],
+    "updates": ((OffloadedStates, "_update_bucket"),),
+}
 
 
 @pytest.mark.parametrize("late", LATE)

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longspan.comm import World
 from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
-from longspan.model import host_arena
+from longspan.model.activations import host_arena
 from longspan.testing import backend, run_ranks
 from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.optim.offload_states import OffloadedStates, offload_states
 from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.optim.state_parts import StateSizes, cut_into_buckets
+from longspan.train.optim.state_parts import StateSizes, cut_buckets
 from longspan.train.optim.stochastic_rounding import StochasticRounding
 
 BUCKET = 16 << 10
@@ -172,11 +172,11 @@ def test_host_and_device_hold_what_they_say() -> None:
 def test_parts_hold_every_number_once() -> None:
     model = Model(torch.float32)
     optimizer = _make(model, optim.AdamW, {})
-    buckets = [*cut_into_buckets(optimizer, StateSizes(optimizer), BUCKET, every=True)]
+    buckets = [*cut_buckets(optimizer, StateSizes(optimizer), BUCKET, every=True)]
     assert len(buckets) > 8 and all(bucket.bytes <= BUCKET for bucket in buckets)
     for parameter in model.parameters():
         parts = [part for bucket in buckets for part in bucket.parts if part.parameter is parameter]
-        seen = torch.cat([part.numbers(torch.arange(parameter.numel())) for part in parts])
+        seen = torch.cat([part.local_view(torch.arange(parameter.numel())) for part in parts])
         assert torch.equal(seen, torch.arange(parameter.numel()))
         assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
 

@@ -14,7 +14,7 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
 from longspan.train.memory.rows_that_fit import measure_state_bytes
-from longspan.train.optim.on_shards import check_on_shards
+from longspan.train.optim.on_shards import check_sharded_update
 from longspan.train.optim.optimizer import OptimizerChoice, optimizer_class, parameter_groups, parse_arguments
 
 
@@ -68,7 +68,7 @@ def _tried(rank: int, home: Layout) -> dict[str, str]:
             name, *arguments = text.split()
             choice = OptimizerChoice(name, 1e-2, 0.0, tuple(parse_arguments(name, arguments).items()))
             try:
-                check_on_shards(choice, model, world)
+                check_sharded_update(choice, model, world)
             except ConfigError as error:
                 said[text] = str(error)
         assert all(map(torch.equal, before, (p.detach() for p in model.parameters())))

@@ -6,7 +6,7 @@ from torch import nn
 
 from longspan.checkpoint.checkpoint import StoredMoments
 from longspan.errors import ConfigError
-from longspan.train.optim.optimizer import build_optimizer, decays
+from longspan.train.optim.optimizer import build_optimizer, has_weight_decay
 from tests.model.deep import deep
 
 
@@ -64,7 +64,7 @@ def test_decay_of_experts_is_for_their_matrices_alone() -> None:
     ],
 )
 def test_decay_by_name_and_shape(name: str, shape: tuple[int, ...], decayed: bool) -> None:
-    assert decays(name, torch.zeros(shape)) == decayed
+    assert has_weight_decay(name, torch.zeros(shape)) == decayed
 
 
 def test_a_model_with_nothing_to_train_has_an_optimizer() -> None:

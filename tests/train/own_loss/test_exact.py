@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, prepare, run_step, token_log_probs
-from longspan.model.adapters import model_inside
+from longspan.model.adapters import unwrap_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
@@ -111,7 +111,7 @@ def dense(
 ) -> tuple[dict[str, Answer], list[np.ndarray]]:
     """What one process says of each loss, and of each document's tokens the log-probabilities and ALSO (5, n)."""
     model, documents = model_of(family, layers).to(device), documents_of()
-    rows, model = rows_of(model, documents, temperature), model_inside(model)
+    rows, model = rows_of(model, documents, temperature), unwrap_model(model)
     tokens = [np.zeros((5, len(document))) for document in documents]
     for values, row in zip(tokens, rows, strict=True):
         numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in ALSO)])

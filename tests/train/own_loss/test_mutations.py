@@ -44,7 +44,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.passes", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"),
         "weights tokens"),
     "weights forgotten in the gradient": (
-        (LOSS, "linear(x, -weights[part])", "(linear(x, -weights[part])[0], -torch.ones_like(x))"), "weights"),
+        (LOSS, "linear_loss(x, -weights[part])", "(linear(x, -weights[part])[0], -torch.ones_like(x))"), "weights"),
     "weights forgotten in the gradient of sets": (
         (DOCUMENTS, "coefficients[targets.documents] * targets.weights", "coefficients[targets.documents]"),
         "sets all"),
@@ -54,7 +54,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
          'total = (losses * targets.rows(part, leaf.dtype)["weights"]).sum('),
         "tokens"),
     "the loss called on padding": (
-        (LOSS, "targets, losses = _any_row(targets), _no_loss", "targets = _any_row(targets)"), "tokens"),
+        (LOSS, "targets, losses = _padding_target(targets), _no_loss", "targets = _padding_target(targets)"), "tokens"),
     "the loss called on rows without a label": (
         ("train.reading.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
         ALL),

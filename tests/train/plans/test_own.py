@@ -20,7 +20,7 @@ from longspan.run.loop import train
 from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
-from longspan.train.plans import PlanChoice, plans_of_steps
+from longspan.train.plans import PlanChoice, plan_steps
 from longspan.train.plans.own import call_planner, own_cost
 from tests.train.plans.own_things import Slow, slow
 from tests.train.small import small_config, train_rank
@@ -115,8 +115,8 @@ def test_plans_are_made_ahead_in_another_process() -> None:
     order = StepOrder(lengths, tokens_per_step=1000, seed=3, eval_documents=4)
     choice = PlanChoice.training(config, cost=slow)
     with (
-        plans_of_steps(choice, order, Layout(4), ahead=2) as ahead,
-        plans_of_steps(choice, order, Layout(4), ahead=0) as inline,
+        plan_steps(choice, order, Layout(4), ahead=2) as ahead,
+        plan_steps(choice, order, Layout(4), ahead=0) as inline,
     ):
         assert ahead.ahead == 2
         for step in (0, 1, 7):
@@ -124,7 +124,7 @@ def test_plans_are_made_ahead_in_another_process() -> None:
             assert isinstance(ahead.plan(step).cost, Slow)
     broken = replace(choice, planner=f"{OWN}fails")
     with (
-        plans_of_steps(broken, order, Layout(4), ahead=1) as ahead,
+        plan_steps(broken, order, Layout(4), ahead=1) as ahead,
         pytest.raises(PlanError, match="KeyError: 'slots'"),
     ):
         ahead.plan(0)

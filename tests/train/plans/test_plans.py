@@ -15,7 +15,7 @@ from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
-from longspan.train.plans import PlanChoice, StepPlanner, cost_of_run, plans_of_steps
+from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_steps
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
 HOME = Layout(ranks=6)
@@ -48,7 +48,7 @@ def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
     assert plan.predicted_seconds >= 5.0 * len(plan.micro_batches)
     path.unlink()  # a run keeps its cost
     assert (
-        PlanChoice.evaluation(replace(run_of(DYNAMIC.with_evaluation(context_parallel_size=2)), run=machine))
+        PlanChoice.evaluation(replace(run_of(DYNAMIC.set_evaluation(context_parallel_size=2)), run=machine))
         .plan((9, 9), HOME)
         .predicted_seconds
         >= 5.0 / 3
@@ -60,28 +60,28 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
     path.write_text(json.dumps({"micro_batch_seconds": 5.0}))
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     model["vocab_size"] = 1000
-    on_cpus = cost_of_run(config, model, said.append, gpu=False)
+    on_cpus = find_run_cost(config, model, said.append, gpu=False)
     assert on_cpus == cost_on_cpus(model) and on_cpus.source == "" and not said
     measured = replace(config, run=RunSection(machine=str(path)))
-    assert cost_of_run(measured, model, said.append, gpu=True).micro_batch_seconds == 5.0
-    found = cost_of_run(config, model, said.append, gpu=True)
+    assert find_run_cost(measured, model, said.append, gpu=True).micro_batch_seconds == 5.0
+    found = find_run_cost(config, model, said.append, gpu=True)
     assert found == cost_on_h200(model) != Cost() and not said
     assert PlanChoice.training(config, cost=found).options.cost == found
     assert PlanChoice.evaluation(config, cost=found).options.cost == found.forward_only()
-    with plans_of_steps(PlanChoice.training(run_of(DYNAMIC), cost=found), order(), HOME, ahead=2) as plans:
+    with plan_steps(PlanChoice.training(run_of(DYNAMIC), cost=found), order(), HOME, ahead=2) as plans:
         assert plans.plan(0).cost == found
     again = replace(config, train=TrainConfig(activation_checkpointing="full", recompute_layers=1))
     halves = replace(again, parallel=ParallelConfig(pp=2))  # one layer of each of two stages
     full = replace(again, train=TrainConfig(activation_checkpointing="full"))
-    some, most, all_ = (cost_of_run(c, model, said.append, gpu=True).attention_seconds for c in (again, halves, full))
+    some, most, all_ = (find_run_cost(c, model, said.append, gpu=True).attention_seconds for c in (again, halves, full))
     assert found.attention_seconds < some < most == all_
-    assert cost_of_run(config, model | {"kv_lora_rank": 8}, said.append, gpu=True) == Cost()
+    assert find_run_cost(config, model | {"kv_lora_rank": 8}, said.append, gpu=True) == Cost()
     assert "priced as for a Qwen3-8B: dict has latent attention" in said[0]
 
 
 def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
     context = replace(DYNAMIC, node_size=4)
-    cost, evaluated = Cost().shared_by(2), run_of(context.with_evaluation(context_parallel_size=2))
+    cost, evaluated = Cost().shared_by(2), run_of(context.set_evaluation(context_parallel_size=2))
     for choice, expected in (
         (PlanChoice.training(run_of(context)), cost),
         (PlanChoice.evaluation(evaluated), cost.forward_only()),
@@ -104,14 +104,14 @@ def test_a_free_step_pays_for_the_closing_of_its_home() -> None:
 
 @pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
 def test_each_half_deals_out_rows_in_its_own_way(planner: Literal["fixed", "padded", "dynamic"]) -> None:
-    context = ContextConfig(planner=planner, partition="contiguous", max_tokens_per_slot=256).with_evaluation(
+    context = ContextConfig(planner=planner, partition="contiguous", max_tokens_per_slot=256).set_evaluation(
         planner=planner
     )
     training, evaluation = PlanChoice.training(run_of(context)), PlanChoice.evaluation(run_of(context))
     plans = [choice.plan((1000, 30), Layout(4)) for choice in (replace(training, degree=4), evaluation)]
     found = [{group.partition for batch in plan.micro_batches for group in batch.groups} for plan in plans]
     assert "contiguous" in found[0] and found[1] == {"zigzag"}
-    other = PlanChoice.evaluation(run_of(context.with_evaluation(partition="contiguous")))
+    other = PlanChoice.evaluation(run_of(context.set_evaluation(partition="contiguous")))
     (group,) = other.at_degree(2, longest=1000).plan((1000,), Layout(4)).micro_batches[0].groups
     assert group.shares.rows(1).tolist() == list(range(500, 1000))
 
@@ -120,8 +120,8 @@ def test_each_half_deals_out_rows_in_its_own_way(planner: Literal["fixed", "padd
 def test_plans_made_ahead_are_those_made_inline(context: ContextConfig) -> None:
     choice = PlanChoice.training(run_of(context))
     with (
-        plans_of_steps(choice, order(), HOME, ahead=2) as ahead,
-        plans_of_steps(choice, order(), HOME, ahead=0) as inline,
+        plan_steps(choice, order(), HOME, ahead=2) as ahead,
+        plan_steps(choice, order(), HOME, ahead=0) as inline,
     ):
         assert ahead.ahead == (2 if context.planner == "dynamic" else 0)
         for step in (4, 5, 6, 63, 64, 65, 4):

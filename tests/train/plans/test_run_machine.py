@@ -13,7 +13,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import CostSettings, Machine
 from longspan.plan.cost.links import Link
-from longspan.train.plans import cost_of_run
+from longspan.train.plans import find_run_cost
 from longspan.train.plans.run_machine import use_machine
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -75,8 +75,8 @@ def test_what_a_run_does_changes_the_cost_of_its_model_on_a_machine(tmp_path: Pa
         (replace(again, lora=LoraSection(rank=4)), CostSettings(bytes_per_number=4, recomputation="full", frozen=True)),
         (replace(plain, mtp=MtpSection(depths=1)), CostSettings(bytes_per_number=4, depths=1)),
     ):
-        cost = cost_of_run(config, MODEL, print, gpu=False)
+        cost = find_run_cost(config, MODEL, print, gpu=False)
         assert cost == replace(MEASURED, source=file).cost(MODEL, settings)
         assert (cost.source, cost.inside_bytes_per_second) == (file, pytest.approx(1e8))
-    on_gpus = cost_of_run(plain, MODEL, print, gpu=True)  # computed in bfloat16
-    assert on_gpus.ring_bytes < cost_of_run(plain, MODEL, print, gpu=False).ring_bytes
+    on_gpus = find_run_cost(plain, MODEL, print, gpu=True)  # computed in bfloat16
+    assert on_gpus.ring_bytes < find_run_cost(plain, MODEL, print, gpu=False).ring_bytes

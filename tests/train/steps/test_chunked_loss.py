@@ -18,7 +18,7 @@ from longspan.model.seams.forwards.row_loss import OutputHead
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from longspan.train.loss import chunked_cross_entropy, rows_of_chunk, uses_kernels
+from longspan.train.loss import chunked_cross_entropy, rows_per_chunk, uses_kernels
 from tests.attention.test_memory import Allocated
 from tests.model.stock import error, gradients_of, stock_answer, texts, tiny, worst
 
@@ -120,10 +120,10 @@ def test_logits_of_all_rows_never_exist() -> None:
 
 def test_rows_of_a_chunk_fit_its_bytes() -> None:
     copied = 0 if uses_kernels(torch.bfloat16, "cuda") else 4
-    assert rows_of_chunk(151936, torch.bfloat16, "cuda") == (2 << 30) // (151936 * (4 + copied))
-    assert rows_of_chunk(151936, torch.float64, "cuda") == (2 << 30) // (151936 * 24)
-    assert rows_of_chunk(2048, torch.float32, "cpu") == (64 << 20) // (2048 * 12)
-    assert rows_of_chunk(1 << 40, torch.float64, "cpu") == 1
+    assert rows_per_chunk(151936, torch.bfloat16, "cuda") == (2 << 30) // (151936 * (4 + copied))
+    assert rows_per_chunk(151936, torch.float64, "cuda") == (2 << 30) // (151936 * 24)
+    assert rows_per_chunk(2048, torch.float32, "cpu") == (64 << 20) // (2048 * 12)
+    assert rows_per_chunk(1 << 40, torch.float64, "cpu") == 1
 
 
 LENGTHS = (13, 1, 30, 7, 2, 18)

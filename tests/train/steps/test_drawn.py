@@ -20,10 +20,17 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import MtpLoss, World, add_mtp, plan_dynamic, plan_fixed, plan_padded, prepare, run_step
 from longspan.comm import run_local
-from longspan.doctor.stock import Answer, documents_for, gradient_errors, gradients_of, precision, stock_model
+from longspan.doctor.stock import (
+    Answer,
+    collect_gradients,
+    draw_documents,
+    gradient_errors,
+    make_stock_model,
+    precision_mode,
+)
 from longspan.errors import LayoutError, ModelError, PlanError
 from longspan.layout import Layout
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.testing import backend
 from longspan.train import build_optimizer
@@ -135,7 +142,7 @@ def steps_of(draw: Draw) -> list[Step]:
 def _planned(drawn: random.Random, draw: Draw, step: int) -> tuple[Plan, list[np.ndarray]]:
     sizes = (1, 2, 3, drawn.randint(4, 19), drawn.randint(20, 60))
     lengths = (*(drawn.choice(sizes) for _ in range(drawn.randint(1, 6))), drawn.randint(2, 67))
-    return _plan(drawn, lengths, draw), documents_for(draw.config, lengths, 1000 * draw.seed + step)
+    return _plan(drawn, lengths, draw), draw_documents(draw.config, lengths, 1000 * draw.seed + step)
 
 
 def _plan(drawn: random.Random, lengths: tuple[int, ...], draw: Draw) -> Plan:
@@ -192,8 +199,8 @@ class Expected:
 def dense_run(draw: Draw, steps: Sequence[Step]) -> Expected:
     """The same steps of the stock model in one process."""
     losses, evaluations = list[tuple[float, ...]](), list[float]()
-    with precision(torch.float64, whole=True):
-        model = draw.model(stock_model)
+    with precision_mode(torch.float64, whole=True):
+        model = draw.model(make_stock_model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)
         for step in steps:
             optimizer.zero_grad()
@@ -204,7 +211,7 @@ def dense_run(draw: Draw, steps: Sequence[Step]) -> Expected:
             with torch.no_grad():
                 evaluations.append(float(_loss(model.eval(), step.evaluated)))
             model.train()
-    return Expected(losses, evaluations, gradients_of(model), weights_of(model))
+    return Expected(losses, evaluations, collect_gradients(model), weights_of(model))
 
 
 def _backward(model: PreTrainedModel, draw: Draw, documents: Sequence[np.ndarray]) -> tuple[float, ...]:
@@ -232,9 +239,9 @@ def _loss(model: Any, documents: Sequence[np.ndarray]) -> Tensor:
 
 def _run(rank: int, drawn: Draw, steps: Sequence[Step], expected: Expected) -> tuple[float, str]:
     """The largest error and of what it is, or 0 and why the draw is refused."""
-    with World(drawn.home, backend=backend(), timeout=60) as world, precision(torch.float64, whole=True):
+    with World(drawn.home, backend=backend(), timeout=60) as world, precision_mode(torch.float64, whole=True):
         try:
-            model = prepare(drawn.model(tiny_model), world, **drawn.settings)
+            model = prepare(drawn.model(make_tiny_model), world, **drawn.settings)
         except (ModelError, LayoutError) as refusal:
             return 0.0, f"refused: {refusal}"
         errors = dict[str, float]()
@@ -245,7 +252,7 @@ def _run(rank: int, drawn: Draw, steps: Sequence[Step], expected: Expected) -> t
             result = run_step(model, step.plan, step.documents, world, optimizer, mtp=mtp)
             losses = zip((result.loss, *result.mtp_losses), expected.losses[i], strict=True)
             errors[f"loss of step {i}"] = max(abs(loss - exact) / max(abs(exact), 1e-3) for loss, exact in losses)
-            gradients = gradients_of(model)
+            gradients = collect_gradients(model)
             world.prepare(step.evaluation)
             seen = run_step(model, step.evaluation, step.evaluated, world, backward=False).loss
             errors[f"evaluation {i}"] = abs(seen - expected.evaluations[i]) / max(expected.evaluations[i], 1e-3)

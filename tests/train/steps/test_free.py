@@ -136,7 +136,7 @@ class _StopError(Exception):
 def _after_an_error(rank: int) -> float:
     """The worst difference of gradients of a step after a broken one in free mode, from those of a step alone."""
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        docs, found, loss = texts(LENGTHS), list[dict[str, torch.Tensor]](), step_passes._loss_of_batch
+        docs, found, loss = texts(LENGTHS), list[dict[str, torch.Tensor]](), step_passes._batch_loss
         lockstep = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=32)
         for broken in (False, True):
             model = prepare(tiny("qwen3", torch.float64), world)
@@ -149,7 +149,7 @@ def _after_an_error(rank: int) -> float:
                     return loss(*args)
 
                 run_step(model, lockstep, docs, world)  # gradients are in place
-                with patch.object(step_passes, "_loss_of_batch", stop), pytest.raises(_StopError):
+                with patch.object(step_passes, "_batch_loss", stop), pytest.raises(_StopError):
                     run_step(model, plans(2)["fixed"], docs, world)
                 model.zero_grad()
             run_step(model, lockstep, docs, world)

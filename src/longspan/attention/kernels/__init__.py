@@ -3,6 +3,6 @@
 Kernels do not depend on ranks and communication.
 """
 
-from longspan.attention.kernels.table import FEATURES, KERNELS, HeadSizes, Kernel, choose, find_kernel
+from longspan.attention.kernels.table import FEATURES, KERNELS, HeadSizes, Kernel, choose_kernel, find_kernel
 
-__all__ = ["FEATURES", "KERNELS", "HeadSizes", "Kernel", "choose", "find_kernel"]
+__all__ = ["FEATURES", "KERNELS", "HeadSizes", "Kernel", "choose_kernel", "find_kernel"]

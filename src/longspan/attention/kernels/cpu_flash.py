@@ -18,7 +18,7 @@ _BAND_ROWS = 256  # query rows of a band whose mask is held at once
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
-    """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N)."""
+    """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N)."""
     assert call.softcap is None and call.dropout is None
     head_size, dtype = v.shape[2], accumulation_dtype(q.dtype)
     q, k, v = _pad_to_one_size(q, k, v)
@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     sizes = q.shape[2], v.shape[2]

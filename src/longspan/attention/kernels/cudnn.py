@@ -25,8 +25,8 @@ _SIZES = 8  # head sizes are multiples of this
 
 
 @cache
-def missing(device: torch.device) -> str:
-    """What this installation or device lacks for the kernel; "" where nothing."""
+def device_lack(device: torch.device) -> str:
+    """Return what this installation or device lacks for the kernel; "" where nothing."""
     version = torch.backends.cudnn.version()
     if version is None or version < _VERSION:
         return f"needs cuDNN {_version_text(_VERSION)}, got {'none' if version is None else _version_text(version)}"
@@ -35,40 +35,40 @@ def missing(device: torch.device) -> str:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
-    """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
+    """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.softcap is None and call.dropout is None
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)
-    for dense in launch_calls(launch):
+    for dense in split_launch(launch):
         tensors = q[dense.rows], k[dense.keys], v[dense.keys]
         if _is_tiny(dense):
             part_out, part_lse = reference.forward(*tensors, _single_launch(dense, launch), call)
         else:
-            part_out, part_lse = _forward(*tensors, dense.causal, call.scale)
+            part_out, part_lse = _call_forward(*tensors, dense.causal, call.scale)
         dense.keep(out, lse, part_out, part_lse)
     return out, lse
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     totals = tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
-    for dense in launch_calls(launch):
+    for dense in split_launch(launch):
         rows, keys = dense.rows, dense.keys
         dout_rows, part = dout[rows], Saved(q[rows], k[keys], v[keys], out[rows], lse[rows])
         if _is_tiny(dense):
             gradients = reference.backward(dout_rows, part, _single_launch(dense, launch), call)
         else:
-            gradients = _backward(dout_rows, part, dense.causal, call.scale)
+            gradients = _call_backward(dout_rows, part, dense.causal, call.scale)
         for total, where, x in zip(totals, (rows, keys, keys), gradients, strict=True):
             total[where] += x
     return totals  # pyright: ignore[reportReturnType]
 
 
-def launch_calls(launch: Launch) -> Iterator[DenseCall]:
-    """The dense calls of a launch: each full, or causal with as many keys as rows."""
+def split_launch(launch: Launch) -> Iterator[DenseCall]:
+    """Yield the dense calls of a launch: each full, or causal with as many keys as rows."""
     return (dense for tile in launch.tiles for dense in dense_calls(tile))
 
 
@@ -81,15 +81,16 @@ def _single_launch(dense: DenseCall, launch: Launch) -> Launch:
     return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if dense.causal else None),)), launch.device)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (Tq, N, Hv) in q's dtype, lse (Tq, N) float32."""
+def _call_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Call torch's operator: out (Tq, N, Hv) in q's dtype, lse (Tq, N) float32."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(_add_batch_dim(x) for x in (q, k, v)), None, True, 0.0, causal, False, scale=scale
     )
     return out[0].transpose(0, 1)[..., : v.shape[2]], lse.view(q.shape[1], q.shape[0]).transpose(0, 1)
 
 
-def _backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """Call torch's operator: dq, dk and dv of one dense call."""
     q, k, v, out, lse = saved
     heads_first = lse.float().transpose(0, 1).contiguous()[None]  # (1, N, Tq)
     unread = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, at dropout 0
@@ -115,14 +116,14 @@ def _backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[T
 
 @cache
 def _lse_has_last_dim(device: torch.device) -> bool:
-    """Whether this torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T)."""
+    """Return whether this torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T)."""
     x = torch.zeros((1, 1, 64, 64), dtype=torch.bfloat16, device=device)
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, False, False, scale=1.0)
     return lse.ndim == 4
 
 
 def _add_batch_dim(x: Tensor) -> Tensor:
-    """(T, N, H) to (1, N, T, H) without moving rows; H padded."""
+    """Change (T, N, H) to (1, N, T, H) without moving rows, and pad H."""
     x = pad_heads(x, -(-x.shape[2] // _SIZES) * _SIZES)
     return (x if x.stride(2) == 1 else x.contiguous()).unsqueeze(0).transpose(1, 2)
 

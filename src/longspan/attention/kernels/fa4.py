@@ -23,8 +23,8 @@ _HEAD_SIZES = 32  # multiples of this are right
 
 
 @cache
-def missing(device: torch.device) -> str:
-    """What this installation or device lacks for the kernel; "" where nothing."""
+def device_lack(device: torch.device) -> str:
+    """Return what this installation or device lacks for the kernel; "" where nothing."""
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "needs the extra fa4, which is not installed: pip install 'longspan[fa4]'"
     major, minor = torch.cuda.get_device_capability(device)
@@ -32,8 +32,11 @@ def missing(device: torch.device) -> str:
 
 
 @cache
-def _interface() -> Any:
-    """The module with the kernel's two calls, imported once; its compiler's notes to its own authors are left out."""
+def _kernel_interface() -> Any:
+    """Import the module with the kernel's two calls, once.
+
+    Its compiler's notes to its own authors are left out.
+    """
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -42,10 +45,10 @@ def _interface() -> Any:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
-    """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
+    """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.dropout is None
-    tensors, lengths = _arguments(launch, q, k, v)
-    out, lse, *_ = _interface()._flash_attn_fwd(
+    tensors, lengths = _kernel_arguments(launch, q, k, v)
+    out, lse, *_ = _kernel_interface()._flash_attn_fwd(
         *tensors, softmax_scale=call.scale, softcap=call.softcap, return_lse=True, **lengths, **_mask_arguments(launch)
     )
     if out.ndim == 4:
@@ -54,15 +57,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.dropout is None
     q, k, v, out, lse = saved
     options: dict[str, Any] = {}
     if out.ndim == 2:  # the kernel takes dout · out − dlse of each row
         options["dlse"] = _lay_out_lse(-out, launch)
         out = torch.zeros_like(dout)
-    tensors, lengths = _arguments(launch, q, k, v, out, dout)
-    dq, dk, dv, *_ = _interface()._flash_attn_bwd(
+    tensors, lengths = _kernel_arguments(launch, q, k, v, out, dout)
+    dq, dk, dv, *_ = _kernel_interface()._flash_attn_bwd(
         *tensors,
         _lay_out_lse(lse, launch),
         softmax_scale=call.scale,
@@ -78,7 +81,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def takes_deltas(call: AttendCall) -> bool:
-    """Whether backward takes dout · out of each row: its own kernels for heads of 256 on Blackwell do not."""
+    """Return whether backward takes dout · out of each row: its own kernels for heads of 256 on Blackwell do not."""
     return max(call.head_size, call.value_size) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
 
 
@@ -88,14 +91,17 @@ def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:
     return heads_first[None] if len(launch.tiling) == 1 else heads_first
 
 
-def _arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """The tensors as the kernel takes them, dense (1, T, heads, size) for one tile, and the lengths of several."""
+def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return the tensors as the kernel takes them, and the lengths of several tiles.
+
+    One tile is dense: (1, T, heads, size).
+    """
     size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZES) * _HEAD_SIZES
     tensors = tuple(pad_heads(x, size) for x in tensors)
     if len(launch.tiling) == 1:
         return [x.unsqueeze(0) for x in tensors], {}
     cu_seqlens_q, cu_seqlens_k = launch.cu_seqlens
-    queries, keys = launch.longest
+    queries, keys = launch.max_lengths
     return list(tensors), {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

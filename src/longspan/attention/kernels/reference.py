@@ -19,35 +19,35 @@ _HASH_BYTES = 2 * 8 + 1  # of a score where dropout hashes it: two words, and wh
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
-    """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N)."""
+    """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N)."""
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((len(q), q.shape[1], v.shape[2]), dtype=dtype)  # tiles hold every row once
     lse = q.new_empty(q.shape[:2], dtype=dtype)
-    for tile in _pieces(launch, q.shape[1], dtype, call.dropout):
+    for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         scores = _scores(_group_heads(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
-        weights, row_lse = _softmax_(_mask_(scores, tile))
+        weights, row_lse = _softmax_(_mask_scores_(scores, tile))
         if call.dropout is not None:
-            weights *= _factors(call.dropout, launch, tile, weights)
+            weights *= _dropout_factors(call.dropout, launch, tile, weights)
         out[rows] = torch.einsum("kgqs,skh->qkgh", weights, v[keys].to(dtype)).flatten(1, 2)
         lse[rows] = row_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     q, k, v, _, lse = saved
     dtype, deltas = accumulation_dtype(q.dtype), saved.deltas(dout)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
-    for tile in _pieces(launch, q.shape[1], dtype, call.dropout):
+    for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         q_rows, dout_rows = (_group_heads(x[rows], k.shape[1], dtype) for x in (q, dout))
         k_rows, v_rows = k[keys].to(dtype), v[keys].to(dtype)
         weights = _scores(q_rows, k_rows, call)
         slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)  # of tanh
         row_lse, delta = (x[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0) for x in (lse, deltas))
-        weights = _mask_(weights, tile).sub_(row_lse.unsqueeze(-1)).exp_()
-        factors = None if call.dropout is None else _factors(call.dropout, launch, tile, weights)
+        weights = _mask_scores_(weights, tile).sub_(row_lse.unsqueeze(-1)).exp_()
+        factors = None if call.dropout is None else _dropout_factors(call.dropout, launch, tile, weights)
         dv[keys] += torch.einsum("kgqs,qkgh->skh", weights if factors is None else weights * factors, dout_rows)
         dscores = torch.einsum("qkgh,skh->kgqs", dout_rows, v_rows)
         if factors is not None:
@@ -60,36 +60,37 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     return dq, dk, dv
 
 
-def _pieces(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:
+def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:
+    """Yield the tiles of a launch, cut so that the scores of one take at most so many bytes."""
     bytes_of_score = _NUMBERS * dtype.itemsize + (0 if dropout is None else _HASH_BYTES)
     for tile in launch.tiles:
         yield from tile.pieces(max(1, _BYTES_AT_ONCE // (bytes_of_score * heads * tile.keys)))
 
 
-def _factors(dropout: Dropout, launch: Launch, tile: Tile, weights: Tensor) -> Tensor:
-    """(K, G, Tq, Tk)."""
+def _dropout_factors(dropout: Dropout, launch: Launch, tile: Tile, weights: Tensor) -> Tensor:
+    """Return what dropout multiplies each weight of a tile by: (K, G, Tq, Tk)."""
     kv_heads, per_head = weights.shape[:2]
     return dropout.factors(launch, tile, kv_heads * per_head, weights.dtype).view_as(weights)
 
 
 def _group_heads(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """(T, N, H) to (T, K, N / K, H)."""
+    """Change (T, N, H) to (T, K, N / K, H)."""
     return x.to(dtype).unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
 
 def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
-    """Scores (K, G, Tq, Tk) of all pairs, those that the mask hides too."""
+    """Return scores (K, G, Tq, Tk) of all pairs, those that the mask hides too."""
     scores = torch.einsum("qkgh,skh->kgqs", q, k).mul_(call.scale)
     return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
-def _mask_(scores: Tensor, tile: Tile) -> Tensor:
+def _mask_scores_(scores: Tensor, tile: Tile) -> Tensor:
     seen = visible_keys(tile, scores.device)
     return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)
 
 
 def _softmax_(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights, in place, and the log-sum-exp (K, G, Tq)."""
+    """Turn scores into weights, in place; return them and the log-sum-exp (K, G, Tq)."""
     largest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(largest).exp_()
     total = weights.sum(-1, keepdim=True)

@@ -28,8 +28,8 @@ class HeadSizes:
     largest: int | None = None
     pairs: tuple[tuple[int, int], ...] = ()
 
-    def take(self, query: int, value: int) -> bool:
-        """Whether these sizes are among them."""
+    def accept(self, query: int, value: int) -> bool:
+        """Return whether a kernel takes heads of these sizes."""
         return self.largest is None or max(query, value) <= self.largest or (query, value) in self.pairs
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class HeadSizes:
 class Kernel:
     """A row of the support table: what a kernel can do, and its two functions.
 
-    `packed` describes how it runs several documents, `needs` what it depends on; `missing` returns what this
+    `packed` describes how it runs several documents, `needs` what it depends on; `device_lack` returns what this
     installation or device lacks of that ("" where nothing). `one_document_only`: by name it
     runs every launch, but without a name it is chosen only for calls with one document in each group. `takes_deltas`
     tells of a call whether backward takes dout · out of each row and head in place of the output.
@@ -60,34 +60,34 @@ class Kernel:
     one_document_only: bool = False
     packed: str = ""
     needs: str = ""
-    missing: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
+    device_lack: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
     takes_deltas: Callable[[AttendCall], bool] = field(default=lambda call: False, repr=False)
 
-    def lacks(self, call: AttendCall) -> str:
-        """Why this kernel cannot do it, as "needs …, got …"; "" where it can."""
+    def lack_for(self, call: AttendCall) -> str:
+        """Return why this kernel cannot compute the call, as "needs …, got …"; "" where it can."""
         if call.device.type not in self.devices:
             return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
         if call.dtype not in self.dtypes:
             return f"needs {' or '.join(dtype_name(d) for d in self.dtypes)}, got {dtype_name(call.dtype)}"
-        if not self.head_sizes.take(call.head_size, call.value_size):
+        if not self.head_sizes.accept(call.head_size, call.value_size):
             got = str(call.head_size)
             got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
             return f"needs a head size of {self.head_sizes}, got {got}"
-        if missing := call.features - self.features:
+        if unsupported := call.features - self.features:
             spans_alone = call.spans and call.mask.window is None
-            extra = " and ".join("spans" if spans_alone and name == "window" else name for name in sorted(missing))
+            extra = " and ".join("spans" if spans_alone and name == "window" else name for name in sorted(unsupported))
             return f"needs a call without {extra}, got {extra}"
         if call.deterministic and not self.deterministic:
             return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
-        return self.missing(call.device)
+        return self.device_lack(call.device)
 
     def suits(self, call: AttendCall) -> bool:
-        """Whether it can do it and may be chosen without being named."""
-        return (call.one_document or not self.one_document_only) and not self.lacks(call)
+        """Return whether the kernel can compute the call and may be chosen without being named."""
+        return (call.one_document or not self.one_document_only) and not self.lack_for(call)
 
 
 def dtype_name(value: Any) -> str:
-    """A dtype without its module."""
+    """Return the name of a dtype without its module."""
     return str(value).removeprefix("torch.")
 
 
@@ -95,7 +95,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _FULL = (torch.float32, torch.float64)
 
 
-def _flash_missing(device: torch.device) -> str:
+def _flash_lack(device: torch.device) -> str:
     if not torch.backends.cuda.is_flash_attention_available():
         return f"needs a torch built with flash attention, got {torch.__version__}"
     capability = torch.cuda.get_device_capability(device)
@@ -113,7 +113,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_sizes=HeadSizes(largest=256),
         packed="one variable-length call",
         needs="the extra `fa4`; compute capability 9 to 11",
-        missing=fa4.missing,
+        device_lack=fa4.device_lack,
         takes_deltas=fa4.takes_deltas,
     ),
     Kernel(
@@ -127,7 +127,7 @@ KERNELS: tuple[Kernel, ...] = (
         one_document_only=True,
         packed="a call for each document, and two for a causal tile with more keys than rows",
         needs="cuDNN 9.11; compute capability 9 or 10",
-        missing=cudnn.missing,
+        device_lack=cudnn.device_lack,
     ),
     Kernel(
         name="torch_flash",
@@ -139,7 +139,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_sizes=HeadSizes(largest=256),
         packed="one variable-length call",
         needs="compute capability 8.0",
-        missing=_flash_missing,
+        device_lack=_flash_lack,
     ),
     Kernel(
         name="triton_flash",
@@ -151,7 +151,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
         packed="one launch",
         needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
-        missing=triton_flash.missing,
+        device_lack=triton_flash.device_lack,
         takes_deltas=lambda call: True,
     ),
     Kernel(
@@ -178,24 +178,24 @@ KERNELS: tuple[Kernel, ...] = (
 )
 
 
-def choose(call: AttendCall, name: str | None = None) -> Kernel:
-    """The kernel of this name, or the first that suits the call.
+def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
+    """Choose the kernel of this name, or the first that suits the call.
 
     Raises AttentionError where the named kernel is unknown or cannot, or where none can.
     """
     if name is None:
         kernel = next((kernel for kernel in KERNELS if kernel.suits(call)), None)
         if kernel is None:
-            raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lacks(call)}" for k in KERNELS))
+            raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lack_for(call)}" for k in KERNELS))
         return kernel
-    kernel = find_kernel(name, f"; {_available(call)}")
-    if lack := kernel.lacks(call):
-        raise AttentionError(f"kernel {name} {lack}; {_available(call)}")
+    kernel = find_kernel(name, f"; {_available_text(call)}")
+    if lack := kernel.lack_for(call):
+        raise AttentionError(f"kernel {name} {lack}; {_available_text(call)}")
     return kernel
 
 
 def find_kernel(name: str, hint: str | None = None) -> Kernel:
-    """The row of the table with this name. Raises AttentionError if there is none."""
+    """Find the row of the table with this name. Raises AttentionError if there is none."""
     for kernel in KERNELS:
         if kernel.name == name:
             return kernel
@@ -203,6 +203,6 @@ def find_kernel(name: str, hint: str | None = None) -> Kernel:
     raise AttentionError(f"kernel {name!r} is unknown{names}")
 
 
-def _available(call: AttendCall) -> str:
-    able = [kernel.name for kernel in KERNELS if not kernel.lacks(call)]
+def _available_text(call: AttendCall) -> str:
+    able = [kernel.name for kernel in KERNELS if not kernel.lack_for(call)]
     return f"available here: {', '.join(able) or 'none'}"

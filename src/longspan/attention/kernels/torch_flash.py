@@ -19,7 +19,7 @@ _BLOCK_ROWS = 128
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
-    """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
+    """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.softcap is None and call.dropout is None
     head_size, size = v.shape[2], _head_size(q, v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -37,19 +37,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     size = _head_size(q, v)
     tensors, at_once = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse], _max_kv_heads(q, k, launch)
     slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
-    parts = [_gradients(some, launch, call) for some in slices]
+    parts = [_call_backward(some, launch, call) for some in slices]
     dq, dk, dv = (concat_heads(gradients) for gradients in zip(*parts, strict=True))
     return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
 
 
-def _gradients(saved: Sequence[Tensor], launch: Launch, call: AttendCall) -> tuple[Tensor, ...]:
-    """dq, dk and dv of dout, q, k, v and out, all of one head size, and lse."""
+def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) -> tuple[Tensor, ...]:
+    """Call torch's operator: dq, dk and dv, for tensors that all have one head size, and lse."""
     *tensors, lse = saved
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # seed and offset, unread at dropout 0
     return torch.ops.aten._flash_attention_backward(
@@ -67,7 +67,9 @@ def _gradients(saved: Sequence[Tensor], launch: Launch, call: AttendCall) -> tup
 
 
 def _max_kv_heads(q: Tensor, k: Tensor, launch: Launch) -> int:
-    """Key heads, with their query heads, whose sums for dq the kernel can count: in 32 bits, in whole blocks of rows.
+    """Return how many key heads, with their query heads, the kernel can sum dq for.
+
+    It counts in 32 bits, in whole blocks of rows.
 
     Past them it writes to other places (an illegal address on an H200, torch 2.11).
     """
@@ -81,7 +83,7 @@ def _is_causal(launch: Launch) -> bool:
 
 
 def _mask_arguments(launch: Launch) -> dict[str, int]:
-    """The mask in the kernel's words, where −1 is no limit; a causal mask is a flag of its own."""
+    """Return the mask in the kernel's words, where −1 is no limit; a causal mask is a flag of its own."""
     if _is_causal(launch):
         return {}
     limits = {"window_size_left": launch.left, "window_size_right": launch.right}
@@ -95,7 +97,7 @@ def _max_lengths(launch: Launch) -> tuple[int, int]:
     a window has no limit on its right, the kernel takes max_seqlen_k for the limit. That is too few keys if there are
     more queries, so it gets at least as many as queries (torch 2.11).
     """
-    queries, keys = launch.longest
+    queries, keys = launch.max_lengths
     open_right = launch.left is not None and launch.right is None
     return max(queries, 2), max(queries, keys) if open_right else keys
 

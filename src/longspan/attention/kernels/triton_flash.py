@@ -22,7 +22,7 @@ LARGEST = 512
 
 
 class Blocks(NamedTuple):
-    """How a kernel is launch_blocks: rows and keys of a block, warps, stages of loads in flight."""
+    """How a kernel is launched: rows and keys of a block, warps, stages of loads in flight."""
 
     rows: int
     keys: int
@@ -55,8 +55,8 @@ _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of it
 
 
 @cache
-def missing(device: torch.device) -> str:
-    """What this installation or device lacks for the kernel; "" where nothing."""
+def device_lack(device: torch.device) -> str:
+    """Return what this installation or device lacks for the kernel; "" where nothing."""
     if find_spec("triton") is None:
         return "needs triton, which torch's builds for GPUs bring"
     major, minor = torch.cuda.get_device_capability(device)
@@ -64,12 +64,12 @@ def missing(device: torch.device) -> str:
 
 
 @cache
-def _kernels() -> Any:
+def _kernel_module() -> Any:
     return import_module("longspan.attention.kernels.triton_flash_kernels")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
-    """q (Tq, N, H), k (Tk, K, H), v (Tk, K, Hv) -> out (Tq, N, Hv), lse (Tq, N) float32."""
+    """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.dropout is None
     q, k, v = (_contiguous_heads(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
@@ -78,20 +78,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
     def launch_blocks(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
-        _kernels().forward[len(block_list), q.shape[1]](
+        _kernel_module().forward[len(block_list), q.shape[1]](
             *(q, k, v, out, lse, block_list, *launch.cu_seqlens, q.shape[1] // k.shape[1]),
             *_score_arguments(launch, call),
             *numbers,
-            **_constants(q, v, launch, call),
-            **_launch_constants(blocks),
+            **_call_constants(q, v, launch, call),
+            **_block_constants(blocks),
         )
 
-    _launch_with_fitting_blocks("forward", FORWARD, q, v, launch_blocks)
+    _launch_fitting_blocks("forward", FORWARD, q, v, launch_blocks)
     return out, lse
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.dropout is None
     q, k, v, dout = (_contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -99,42 +99,42 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     tensors = (q, k, v, dout, saved.lse, delta)
     strides = (*_strides(q, k, v, dout), *saved.lse.stride(), delta.stride(0))
     shared = (*launch.cu_seqlens, q.shape[1] // k.shape[1], *_score_arguments(launch, call), *strides)
-    constants = _constants(q, v, launch, call)
+    constants = _call_constants(q, v, launch, call)
 
     def launch_query_gradients(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
-        _kernels().query_gradients[len(block_list), q.shape[1]](
-            *(*tensors, dq, block_list, *shared, *_strides(dq)), **constants, **_launch_constants(blocks)
+        _kernel_module().query_gradients[len(block_list), q.shape[1]](
+            *(*tensors, dq, block_list, *shared, *_strides(dq)), **constants, **_block_constants(blocks)
         )
 
     def launch_key_gradients(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.keys, of_keys=True)
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _BOTH_SUMS
         for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
-            _kernels().key_gradients[len(block_list), k.shape[1]](
+            _kernel_module().key_gradients[len(block_list), k.shape[1]](
                 *(*tensors, dk, dv, block_list, *shared, *_strides(dk, dv)),
                 WANTS_K=wants[0],
                 WANTS_V=wants[1],
                 **constants,
-                **_launch_constants(blocks),
+                **_block_constants(blocks),
             )
 
-    _launch_with_fitting_blocks("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
-    _launch_with_fitting_blocks("key_gradients", KEY_GRADIENTS, q, v, launch_key_gradients)
+    _launch_fitting_blocks("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
+    _launch_fitting_blocks("key_gradients", KEY_GRADIENTS, q, v, launch_key_gradients)
     return dq, dk, dv
 
 
-def _launch_with_fitting_blocks(
+def _launch_fitting_blocks(
     name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launch_blocks: Callable[[Blocks], None]
 ) -> None:
     """Launch with the first blocks of the table for which the device has the shared memory."""
     key = (name, _padded_size(q), _padded_size(v), q.dtype, q.device)
-    of_width = table[max(_SMALLEST, _padded_size(q), _padded_size(v))]
-    for index in range(_fitting.get(key, 0), len(of_width)):
+    choices = table[max(_SMALLEST, _padded_size(q), _padded_size(v))]
+    for index in range(_fitting.get(key, 0), len(choices)):
         try:
-            launch_blocks(of_width[index])
-        except _kernels().OutOfResources:
-            if index + 1 == len(of_width):
+            launch_blocks(choices[index])
+        except _kernel_module().OutOfResources:
+            if index + 1 == len(choices):
                 raise
             continue
         _fitting[key] = index
@@ -142,11 +142,11 @@ def _launch_with_fitting_blocks(
 
 
 def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:
-    """Scale, soft cap and mask as the kernels take them; which of them there are is a constant."""
+    """Return scale, soft cap and mask as the kernels take them; which of them there are is a constant."""
     return call.scale, call.softcap or 1.0, launch.left or 0, launch.right or 0
 
 
-def _constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[str, Any]:
+def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[str, Any]:
     return {
         "HAS_CAP": call.softcap is not None,
         "HAS_LEFT": launch.left is not None,
@@ -158,17 +158,17 @@ def _constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[s
     }
 
 
-def _launch_constants(blocks: Blocks) -> dict[str, int]:
+def _block_constants(blocks: Blocks) -> dict[str, int]:
     return {"ROWS": blocks.rows, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
 
 
 def _padded_size(x: Tensor) -> int:
-    """The head's size as Triton takes it: a power of two, 16 at least."""
+    """Return the head's size as Triton takes it: a power of two, 16 at least."""
     return max(16, 1 << (x.shape[2] - 1).bit_length())
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """By row and by head of each."""
+    """Return the strides of each tensor by row and by head."""
     return tuple(stride for x in tensors for stride in x.stride()[:2])
 
 

@@ -13,14 +13,14 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _cap(scores, softcap):
-    """softcap · tanh(scores / softcap), by the sigmoid that Triton has."""
+def _cap_scores(scores, softcap):
+    """Return softcap · tanh(scores / softcap), by the sigmoid that Triton has."""
     return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
 
 
 @triton.jit
 def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Whether a row that is aligned to the key `aligned` sees `key` of so many `keys`."""
+    """Return whether a row that is aligned to the key `aligned` sees `key` of so many `keys`."""
     seen = key < keys
     if HAS_LEFT:
         seen = seen & (key >= aligned - left)
@@ -30,15 +30,15 @@ def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIG
 
 
 @triton.jit
-def _load(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of a head, whose elements are in order; zeros beyond the last row and the head's size."""
+def _load_rows(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows of a head, whose elements are in order; zeros beyond the last row and the head's size."""
     column = tl.arange(0, WIDTH)
     at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]  # heads may lie a whole tensor of rows apart
     return tl.load(at, mask=(row < rows)[:, None] & (column < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
-def _store(x, row, row_stride, rows, values, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def _store_rows(x, row, row_stride, rows, values, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]
     tl.store(at, values.to(x.dtype.element_ty), mask=(row < rows)[:, None] & (column < SIZE)[None, :])
@@ -79,7 +79,7 @@ def forward(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """out and lse of ROWS rows: one pass over their keys with a running largest score (FlashAttention 2)."""
+    """Compute out and lse of ROWS rows in one pass over their keys with a running largest score (FlashAttention 2)."""
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)
     kv_head = head // group
@@ -93,7 +93,7 @@ def forward(
 
     row = start + tl.arange(0, ROWS)
     aligned = row + (keys - rows)
-    q_block = _load(q, row, q_row, rows, SIZE, WIDTH)
+    q_block = _load_rows(q, row, q_row, rows, SIZE, WIDTH)
     first = start + keys - rows
     low, high = 0, keys
     if HAS_LEFT:
@@ -105,10 +105,10 @@ def forward(
     result = tl.zeros((ROWS, V_WIDTH), tl.float32)
     for at in range(low, high, KEYS):
         key = at + tl.arange(0, KEYS)
-        k_block = _load(k, key, k_row, keys, SIZE, WIDTH)
+        k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
         if HAS_CAP:
-            scores = _cap(scores, softcap)
+            scores = _cap_scores(scores, softcap)
         seen = _is_visible(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
         scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
@@ -116,10 +116,10 @@ def forward(
         weights = tl.exp2(scores - top[:, None])
         faded = tl.exp2(largest - top)
         total = total * faded + tl.sum(weights, 1)
-        v_block = _load(v, key, v_row, keys, V_SIZE, V_WIDTH)
+        v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
         result = tl.dot(weights.to(v_block.dtype), v_block, result * faded[:, None])
         largest = higher
-    _store(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
+    _store_rows(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
     tl.store(lse + row.to(tl.int64) * lse_row, largest / _LOG2_E + tl.log(total), mask=row < rows)
 
 
@@ -179,8 +179,8 @@ def query_gradients(
 
     row = start + tl.arange(0, ROWS)
     aligned = row + (keys - rows)
-    q_block = _load(q, row, q_row, rows, SIZE, WIDTH)
-    dout_block = _load(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
+    q_block = _load_rows(q, row, q_row, rows, SIZE, WIDTH)
+    dout_block = _load_rows(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
     row_lse = tl.load(lse + row.to(tl.int64) * lse_row, mask=row < rows, other=0.0) * _LOG2_E
     row_delta = tl.load(delta + row.to(tl.int64) * delta_row, mask=row < rows, other=0.0)
     first = start + keys - rows
@@ -192,18 +192,18 @@ def query_gradients(
     result = tl.zeros((ROWS, WIDTH), tl.float32)
     for at in range(low, high, KEYS):
         key = at + tl.arange(0, KEYS)
-        k_block = _load(k, key, k_row, keys, SIZE, WIDTH)
+        k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
         slope = 1.0
         if HAS_CAP:
-            scores = _cap(scores, softcap)
+            scores = _cap_scores(scores, softcap)
             slope = 1.0 - (scores / softcap) * (scores / softcap)
         seen = _is_visible(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
         weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[:, None]), 0.0)
-        v_block = _load(v, key, v_row, keys, V_SIZE, V_WIDTH)
+        v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
         dscores = weights * (tl.dot(dout_block, tl.trans(v_block)) - row_delta[:, None]) * slope
         result = tl.dot(dscores.to(k_block.dtype), k_block, result)
-    _store(dq, row, dq_row, rows, result * scale, SIZE, WIDTH)
+    _store_rows(dq, row, dq_row, rows, result * scale, SIZE, WIDTH)
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def key_gradients(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """dk, dv or both of KEYS keys: all query heads of theirs one after another, so that nothing is added at once."""
+    """Compute dk, dv or both of KEYS keys, all their query heads one after another: nothing is added at once."""
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     kv_head = tl.program_id(1).to(tl.int64)
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
@@ -263,7 +263,7 @@ def key_gradients(
     delta += q_start.to(tl.int64) * delta_row
 
     key, shift = start + tl.arange(0, KEYS), keys - rows
-    k_block = _load(k, key, k_row, keys, SIZE, WIDTH)
+    k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
     low, high = 0, rows
     if HAS_RIGHT:
         low = tl.maximum(start - shift - right, 0) // ROWS * ROWS
@@ -271,7 +271,7 @@ def key_gradients(
         high = tl.minimum(start + KEYS - shift + left, rows)
     if WANTS_K:
         v += k_start.to(tl.int64) * v_row + kv_head * v_head
-        v_block = _load(v, key, v_row, keys, V_SIZE, V_WIDTH)
+        v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
         of_k = tl.zeros((KEYS, WIDTH), tl.float32)
     if WANTS_V:
         of_v = tl.zeros((KEYS, V_WIDTH), tl.float32)
@@ -280,13 +280,13 @@ def key_gradients(
         for at in range(low, high, ROWS):
             row = at + tl.arange(0, ROWS)
             aligned = row + shift
-            q_block = _load(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
-            dout_block = _load(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
+            q_block = _load_rows(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
+            dout_block = _load_rows(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
             row_lse = tl.load(lse + head * lse_head + row.to(tl.int64) * lse_row, mask=row < rows, other=0.0) * _LOG2_E
             scores = tl.dot(k_block, tl.trans(q_block)) * scale
             slope = 1.0
             if HAS_CAP:
-                scores = _cap(scores, softcap)
+                scores = _cap_scores(scores, softcap)
                 slope = 1.0 - (scores / softcap) * (scores / softcap)
             seen = _is_visible(aligned[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[None, :]), 0.0)
@@ -298,7 +298,7 @@ def key_gradients(
                 of_k = tl.dot(dscores.to(q_block.dtype), q_block, of_k)
     if WANTS_K:
         dk += k_start.to(tl.int64) * dk_row + kv_head * dk_head
-        _store(dk, key, dk_row, keys, of_k * scale, SIZE, WIDTH)
+        _store_rows(dk, key, dk_row, keys, of_k * scale, SIZE, WIDTH)
     if WANTS_V:
         dv += k_start.to(tl.int64) * dv_row + kv_head * dv_head
-        _store(dv, key, dv_row, keys, of_v, V_SIZE, V_WIDTH)
+        _store_rows(dv, key, dv_row, keys, of_v, V_SIZE, V_WIDTH)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from longspan.errors import CommError
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 PIVOTS = 8  # at most: O(ranks) messages
 GAP = 2.0  # near and far messages differ at least by this factor
@@ -64,7 +64,7 @@ def measure_steady_boundary(ranks: int, node_size: int, measure: Callable[[int],
     boundary = Boundary(())
     for _ in range(TRIES):
         boundary = measure_boundary(ranks, measure_again)
-        if boundary.hosts and not contradicts(boundary, ranks, node_size):
+        if boundary.hosts and not contradicts_launcher(boundary, ranks, node_size):
             break
     return boundary
 
@@ -94,30 +94,30 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
 
 
 def _widest_gap(seconds: Iterable[float]) -> float | None:
-    """Seconds between near and far messages; None if there is no gap."""
+    """Find the seconds between near and far messages; None if there is no gap."""
     steps = [(after / before, math.sqrt(before * after)) for before, after in pairwise(sorted(seconds))]
     widest, limit = max(steps, default=(1.0, 0.0))
     return limit if widest >= GAP else None
 
 
-def hosts_of_launcher(ranks: int, node_size: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host as plans take them: `node_size` neighbours, fewer on the last host."""
+def launcher_hosts(ranks: int, node_size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host as plans take them: `node_size` neighbours, fewer on the last host."""
     return tuple(tuple(range(first, min(first + node_size, ranks))) for first in range(0, ranks, node_size))
 
 
-def contradicts(boundary: Boundary, ranks: int, node_size: int) -> bool:
-    """Whether measured hosts are not those of the launcher."""
-    return not set(boundary.hosts) <= set(hosts_of_launcher(ranks, node_size))
+def contradicts_launcher(boundary: Boundary, ranks: int, node_size: int) -> bool:
+    """Return whether measured hosts are not those of the launcher."""
+    return not set(boundary.hosts) <= set(launcher_hosts(ranks, node_size))
 
 
 def check_boundary(boundary: Boundary, ranks: int, node_size: int) -> str:
     """Compare measured hosts with the launcher's; returns a line about them. Raises CommError where they differ."""
-    launched = hosts_of_launcher(ranks, node_size)
+    launched = launcher_hosts(ranks, node_size)
     hosts = f"{len(launched)} of {node_size} ranks" if len(launched) > 1 else f"1 of {ranks} ranks"
     if not boundary.hosts:
         reason = "messages between ranks take about the same time" if ranks > 1 else "there is one rank"
         return f"hosts: {hosts}, as the launcher counts them; {reason}, so they were not told apart by it"
-    if contradicts(boundary, ranks, node_size):
+    if contradicts_launcher(boundary, ranks, node_size):
         raise CommError(
             f"messages are short between ranks {_hosts_text(boundary.hosts)}, and the launcher has hosts of ranks "
             f"{_hosts_text(launched)} (LOCAL_WORLD_SIZE {node_size}), which plans take to be the fast groups; start "
@@ -127,6 +127,6 @@ def check_boundary(boundary: Boundary, ranks: int, node_size: int) -> str:
 
 
 def _hosts_text(hosts: tuple[tuple[int, ...], ...]) -> str:
-    """The first hosts, each as its ranks."""
+    """Return the first hosts, each as its ranks."""
     more = f" and {len(hosts) - NAMED} more" if len(hosts) > NAMED else ""
-    return ", ".join(map(short, hosts[:NAMED])) + more
+    return ", ".join(map(excerpt, hosts[:NAMED])) + more

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longspan.bench.benches import BenchFlags
-from longspan.bench.calibrate.fit import Calibration, Sample, calibrate, mean_errors
+from longspan.bench.calibrate.fit import Calibration, Sample, fit_samples, mean_errors
 from longspan.bench.calibrate.ranks import CalibrationSettings, Measured, calibrate_ranks
 from longspan.cli.flags import Switch, parse_flags
-from longspan.cli.machine import machine, machine_text
-from longspan.cli.processes import reports_here, run_on_ranks
+from longspan.cli.machine import machine_facts, machine_text
+from longspan.cli.processes import is_reporting, run_on_ranks
 from longspan.errors import ConfigError, plural
 from longspan.plain_text import text_table
 from longspan.plan import Machine
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_calibration_settings(flags, ranks, backend)
     measured = run_on_ranks(calibrate_ranks, (settings,), ranks)
-    if reports_here():
+    if is_reporting():
         calibration = fit_machine(measured, settings)
         write_machine(calibration.machine, Path(flags.out))
         record = make_record(calibration, measured, settings, ["longspan", "bench", "calibrate", *argv])
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
-    """The settings that the ranks receive. Raises ConfigError for sizes from which no figures can be fitted."""
+    """Make the settings that the ranks receive. Raises ConfigError for sizes from which no figures can be fitted."""
     defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
     flags.check_runs()
     if flags.layers < 0 or flags.document < 0:
@@ -137,7 +137,7 @@ def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibratio
         world=settings.ranks,
         date=date.today().isoformat(),
     )
-    return calibrate(measured.samples, base, known=known is not None)
+    return fit_samples(measured.samples, base, known=known is not None)
 
 
 def write_machine(measured: Machine, path: Path) -> None:
@@ -151,7 +151,7 @@ def write_machine(measured: Machine, path: Path) -> None:
 def make_record(
     calibration: Calibration, measured: Measured, settings: CalibrationSettings, command: Sequence[str]
 ) -> dict[str, Any]:
-    """The machine, the measurements and the host, as a JSON object."""
+    """Make the machine, the measurements and the host, as a JSON object."""
     overheads = {name: getattr(calibration, name) for name in ("step_seconds", "call_seconds", "pass_seconds")}
     return {
         "bench": "calibrate",
@@ -162,7 +162,7 @@ def make_record(
         "backend": settings.backend,
         "repeats": settings.repeats,
         "command": " ".join(command),
-        "machine": machine(),
+        "machine": machine_facts(),
         "versions": versions(),
         "hosts": measured.hosts,
         "seconds": measured.seconds,
@@ -191,7 +191,7 @@ def _sample_row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
 
 
 def calibration_text(record: dict[str, Any]) -> str:
-    """A record for a terminal: predicted against measured, products, the machine, what is assumed, and the errors."""
+    """Write a record for a terminal: predicted against measured, products, the machine, assumptions, and the errors."""
     layers = f" ({plural(record['layers'], 'layer')})" if record["layers"] else ""
     head = (
         f"{record['model']}{layers} in {record['dtype']} on {plural(record['ranks'], 'rank')} ({record['backend']}), "
@@ -221,7 +221,7 @@ def calibration_text(record: dict[str, Any]) -> str:
 
 
 def _figure_rows(measured: Machine) -> str:
-    """The figures of a machine, and speeds of its links in bytes/s for long messages."""
+    """Write the figures of a machine, and speeds of its links in bytes/s for long messages."""
     rows = [(name, f"{value:.4g}", _sample_mark(measured, name)) for name, value in measured.rates().items()]
     for level in LEVELS:
         for kind, wire in getattr(measured, level).wires().items():
@@ -235,7 +235,7 @@ def _sample_mark(measured: Machine, name: str) -> str:
 
 
 def _error_line(record: dict[str, Any]) -> str:
-    """A line of the errors on what was held out."""
+    """Write a line of the errors on what was held out."""
     held_out = sum(not row["fitted"] for row in record["samples"])
     parts = [f"{part} {100 * error:.1f} %" for part, error in record["errors"].items() if part != "all"]
     if not held_out:

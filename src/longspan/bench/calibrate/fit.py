@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from longspan.plan import AttentionCall, Group, Machine
 from longspan.plan.cost.links import KINDS, LEVELS, SHARDED_KINDS, Level, Link, Wire
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 Floats = NDArray[np.float64]
@@ -76,7 +76,7 @@ class Calibration:
     pass_seconds: float
 
     def predict(self, sample: Sample) -> float:
-        """Seconds that a sample should have taken."""
+        """Predict the seconds that a sample should have taken."""
         machine = self.machine
         if sample.part == "link":
             return float(getattr(getattr(machine, sample.level), sample.kind).seconds(sample.bytes))
@@ -95,12 +95,12 @@ class Calibration:
         )
 
     def relative_error(self, sample: Sample) -> float:
-        """(predicted − measured) / measured."""
+        """Return (predicted − measured) / measured."""
         return self.predict(sample) / sample.seconds - 1
 
 
-def calibrate(samples: Sequence[Sample], base: Machine, *, known: bool = False) -> Calibration:
-    """The machine under which the fitted samples' relative errors are least, in squares; `base` for what is not there.
+def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False) -> Calibration:
+    """Fit the machine under which the fitted samples' relative errors are least, in squares, over `base`.
 
     Figures that no sample decides are those of `base`, and their names stand in `assumed_parts`. If the device is not
     `known`, its base is another device, and rates that are never measured are taken as much faster or slower as its
@@ -130,7 +130,7 @@ def calibrate(samples: Sequence[Sample], base: Machine, *, known: bool = False) 
 
 
 def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean relative error, without sign, of samples that are held out: of each part that has any, and of "all"."""
+    """Return the mean relative error, without sign, of samples held out: of each part that has any, and of "all"."""
     of_part: dict[str, list[float]] = {}
     for sample in samples:
         if not sample.fitted and sample.part != "product":
@@ -170,7 +170,7 @@ def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]
 
 
 def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
-    """The wires of a level by kind; none if one of the kinds that a link must have was not measured."""
+    """Fit the wires of a level by kind; none if one of the kinds that a link must have was not measured."""
     points = {
         kind: [(s.bytes, s.seconds) for s in samples if (s.level, s.kind) == (level, kind)]
         for kind in (*KINDS, *SHARDED_KINDS)
@@ -209,35 +209,35 @@ def _type_seconds(machine: Machine, sample: Sample) -> float:
 
 def _scale_rates(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the rates that are never measured, scaled from the base's by how fast the measured device is."""
-    usual = _rate_of_layers(base)
+    usual = _layer_rate(base)
     faster = figures.get("product_flops_per_second", usual) / usual
     memory = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
     rates = {name: getattr(base, name) * faster for name in NEVER_MEASURED if name.endswith("_flops_per_second")}
     return rates | {"channel_seconds": base.channel_seconds / memory}
 
 
-def _rate_of_layers(machine: Machine) -> float:
-    """FLOP/s of a dense model's layers with their passes over memory, as products of a step are measured."""
+def _layer_rate(machine: Machine) -> float:
+    """Return the FLOP/s of a dense model's layers with their passes over memory, as products of a step are measured."""
     return 6 * ModelShape.of(QWEN3_8B).weights / machine.cost(QWEN3_8B).linear_seconds
 
 
 def _solve_seconds(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | None = None) -> list[float]:
-    """Return the seconds that one unit of each named column takes, by least squares; 0 of each without samples."""
+    """Solve for the seconds that one unit of each named column takes, by least squares; 0 of each without samples."""
     if not samples:
         return [0.0] * len(names)
-    columns = np.stack([_column(samples, name) for name in names], axis=1)
-    return least_squares(columns, _column(samples, "seconds"), _column(weights or samples, "seconds"))
+    columns = np.stack([_sample_column(samples, name) for name in names], axis=1)
+    return least_squares(columns, _sample_column(samples, "seconds"), _sample_column(weights or samples, "seconds"))
 
 
-def _column(samples: Sequence[Sample], name: str) -> Floats:
+def _sample_column(samples: Sequence[Sample], name: str) -> Floats:
     return np.array([getattr(sample, name) for sample in samples], dtype=np.float64)
 
 
 def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[float]:
-    """The x >= 0 with the least sum of squares of (columns @ x − values) / weights.
+    """Solve for the x >= 0 with the least sum of squares of (columns @ x − values) / weights.
 
-    columns (samples, n), values and weights (samples,). Exact: the solution is the plain one on the columns that it
-    uses, and n is small enough to try every choice of columns.
+    The shapes are columns (samples, n), values and weights (samples,). Exact: the solution is the plain one on the
+    columns that it uses, and n is small enough to try every choice of columns.
     """
     n = columns.shape[1]
     a, b = columns / weights[:, None], values / weights

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.bench.calibrate.boundary import hosts_of_launcher
+from longspan.bench.calibrate.boundary import launcher_hosts
 from longspan.bench.calibrate.fit import Sample
 from longspan.bench.calibrate.trial import Trial
 from longspan.comm import World
@@ -32,7 +32,7 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 
 
 def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
-    """Sizes and whether they are fitted: all that are given, and two between the larger ones that are held out."""
+    """List sizes and whether they are fitted: all that are given, and two between the larger ones that are held out."""
     between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])
 
@@ -45,40 +45,38 @@ class LinkTrials:
         self.sizes: list[tuple[int, bool]] = message_sizes(sizes)
         self.node_size: int = world.node_size
         slots = world.home.slots
-        self.hosts: tuple[tuple[int, ...], ...] = hosts_of_launcher(slots, self.node_size)
+        self.hosts: tuple[tuple[int, ...], ...] = launcher_hosts(slots, self.node_size)
         self.host: tuple[int, ...] = self.hosts[world.slot // self.node_size]
         self.even: bool = len({len(host) for host in self.hosts}) == 1
         for degree in {len(self.host) if self.even else 1, slots}:  # communicators, as a run of this degree has them
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
 
-    def trials(self) -> list[Trial]:
+    def list_trials(self) -> list[Trial]:
         """List the trials of every kind and size of message, on each level of the network that there is."""
         trials: list[Trial] = []
         if max(map(len, self.hosts)) > 1:
-            trials += self._trials_inside()
+            trials += self._slot_trials()
         if len(self.hosts) > 1:
-            trials += self._trials_across()
+            trials += self._host_trials()
         return trials
 
-    def _trials_inside(self) -> Iterator[Trial]:
+    def _slot_trials(self) -> Iterator[Trial]:
         """Yield the trials of messages between the slots of one host, for each host at the same time."""
         host, channels = self.host, self.world.channels
         together = channels.find_channel(host)
         pair = channels.find_channel(host[:2]) if self.world.slot in host[:2] and len(host) > 1 else None
         width = self.node_size
-        yield from self._trials_by_size(
+        yield from self._size_trials(
             "inside", "exchange", lambda size: self._exchange_call(together, size // (width - 1), set(host))
         )
-        yield from self._trials_by_size(
-            "inside", "gather", lambda size: self._gather_call(together, size // (width - 1))
-        )
-        yield from self._trials_by_size("inside", "point", lambda size: self._shift_call(together, size))
-        yield from self._trials_by_size("inside", "point_alone", lambda size: self._shift_call(pair, size))
+        yield from self._size_trials("inside", "gather", lambda size: self._gather_call(together, size // (width - 1)))
+        yield from self._size_trials("inside", "point", lambda size: self._shift_call(together, size))
+        yield from self._size_trials("inside", "point_alone", lambda size: self._shift_call(pair, size))
         if self.even:
             home = Layout(self.world.home.slots, dp_replicate=len(self.hosts))
             yield from self._sharded_trials("inside", self.world.open_inner(home), width, 1)
 
-    def _trials_across(self) -> Iterator[Trial]:
+    def _host_trials(self) -> Iterator[Trial]:
         """Yield the trials of messages between hosts.
 
         All slots exchange and gather; point to point, each slot sends to the slot at its place in the next host. In
@@ -93,26 +91,24 @@ class LinkTrials:
         first = row if place == 0 else None
         of_gather = lambda size: self._gather_call(everyone, size * together // (slots - 1))  # noqa: E731
         of_exchange = lambda size: self._exchange_call(everyone, size // (slots - together), others)  # noqa: E731
-        yield from self._trials_by_size("across", "exchange", of_exchange)
-        yield from self._trials_by_size("across", "gather", of_gather)
-        yield from self._trials_by_size("across", "point", lambda size: self._shift_call(row, size))
-        yield from self._trials_by_size("across", "point_alone", lambda size: self._shift_call(first, size))
+        yield from self._size_trials("across", "exchange", of_exchange)
+        yield from self._size_trials("across", "gather", of_gather)
+        yield from self._size_trials("across", "point", lambda size: self._shift_call(row, size))
+        yield from self._size_trials("across", "point_alone", lambda size: self._shift_call(first, size))
         yield from self._sharded_trials("across", world, slots, together)
 
     def _sharded_trials(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
-        """Yield trials of FSDP2's collectives on the group of its mesh, with parameters in half precision, gradients in
-        float32.
-        """
+        """Yield trials of FSDP2's collectives on its mesh's group: half-precision parameters, float32 gradients."""
         group = world.meshes.fsdp.get_group("slots")
         of_block = lambda size: size * together // (width - 1)  # noqa: E731
-        yield from self._trials_by_size(
+        yield from self._size_trials(
             level, "sharded_gather", lambda size: self._gather_parameters(group, width, of_block(size))
         )
-        yield from self._trials_by_size(
+        yield from self._size_trials(
             level, "sharded_reduce", lambda size: self._reduce_gradients(group, width, of_block(size))
         )
 
-    def _trials_by_size(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
+    def _size_trials(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
         """Yield a trial of one kind of message for each size; `make` gives the call to time, of a size in bytes."""
         for size, fitted in self.sizes:
             turns = next((count for most, count in TURNS.items() if size <= most), 1)
@@ -124,19 +120,19 @@ class LinkTrials:
         """Return a call that sends `block` bytes to each of the partners, without this slot, and receives as many."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         runs = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
-        x = self._bytes(sum(runs))
+        x = self._byte_buffer(sum(runs))
         return lambda: channel.all_to_all_rows(x, runs, runs, "bench calibrate").wait()
 
     def _gather_call(self, channel: Channel, block: int) -> Callable[[], object]:
         """Return a call in which each member of a channel gives `block` bytes to all others."""
-        x = self._bytes(max(1, block))
+        x = self._byte_buffer(max(1, block))
         return lambda: channel.all_gather(x, [len(x)] * channel.degree, "bench calibrate").wait()
 
     def _shift_call(self, channel: Channel | None, size: int) -> Callable[[], object]:
         """Return a call that sends `size` bytes to the next member of a channel; nothing without another member."""
         if channel is None or channel.degree == 1:
             return lambda: None
-        x, into = self._bytes(size), self._bytes(size)
+        x, into = self._byte_buffer(size), self._byte_buffer(size)
         return lambda: channel.shift(x, into, "bench calibrate").wait()
 
     def _gather_parameters(self, group: ProcessGroup, width: int, block: int) -> Callable[[], object]:
@@ -149,7 +145,7 @@ class LinkTrials:
         whole = shard.new_zeros(len(shard) * width)
         return lambda: _reduce(shard, whole, group=group)
 
-    def _bytes(self, size: int) -> Tensor:
+    def _byte_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
 
 

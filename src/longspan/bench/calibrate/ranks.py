@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attention import attend
-from longspan.bench.calibrate.boundary import Boundary, check_boundary, contradicts, measure_steady_boundary
+from longspan.bench.calibrate.boundary import Boundary, check_boundary, contradicts_launcher, measure_steady_boundary
 from longspan.bench.calibrate.fit import Sample
 from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, exchange_call
 from longspan.bench.calibrate.trial import Clock, Trial
-from longspan.bench.layers import with_layers
+from longspan.bench.layers import change_layer_count
 from longspan.comm import World, bind
 from longspan.errors import ConfigError
 from longspan.layout import Layout
@@ -26,7 +26,7 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import AttentionCall, Plan, plan_fixed
 from longspan.plan.cost.links import Level
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.train import run_step
 from longspan.train.plans.run_machine import device_name
 
@@ -74,13 +74,13 @@ def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
     with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
         clock = Clock(world, most_seconds=MOST_SECONDS)
         hosts = _find_hosts(world, clock)
-        clock.say(hosts)
+        clock.print_line(hosts)
         samples = _Bench(settings, world, clock).samples()
         return Measured(samples, hosts, device_name(world.device), world.node_size, clock.seconds)
 
 
 def _find_hosts(world: World, clock: Clock) -> str:
-    """A line about the hosts. Raises CommError where messages show others than the launcher.
+    """Find the hosts, and write a line about them. Raises CommError where messages show others than the launcher.
 
     Hosts are of_size apart by the latency of short messages or, if that is about the same everywhere or contradicts the
     launcher, by longer ones.
@@ -91,7 +91,7 @@ def _find_hosts(world: World, clock: Clock) -> str:
         measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
         of_size = measure_steady_boundary(slots, node_size, measure)
         boundary = of_size if of_size.hosts else boundary
-        if boundary.hosts and not contradicts(boundary, slots, node_size):
+        if boundary.hosts and not contradicts_launcher(boundary, slots, node_size):
             break
     return check_boundary(boundary, slots, node_size)
 
@@ -110,7 +110,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: Any, dtype: torch.dtype) -> "Shape":
-        """Return the sizes of a transformers model. Raises ConfigError for one with state-space layers."""
+        """Read the sizes of a transformers model. Raises ConfigError for one with state-space layers."""
         shape = ModelShape.of(model.config)
         if shape.mixer_layers:
             raise ConfigError(
@@ -129,7 +129,7 @@ class Shape:
         return AttentionCall(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, bytes_per_number=size)
 
     def flops(self, squares: float) -> float:
-        """Of one layer's attention, forward and backward, over documents whose squared lengths have this sum."""
+        """Count the FLOPs of one layer's attention, forward and backward, by the documents' sum of squared lengths."""
         return OF_BOTH * 2 * self.heads * self.head_dim * squares
 
 
@@ -147,16 +147,16 @@ class _Bench:
 
     def samples(self) -> list[Sample]:
         """Time everything that a machine has a figure for, part after part."""
-        samples = self._time(self._model_trials(), "steps of a model")
+        samples = self._time_trials(self._model_trials(), "steps of a model")
         self.model = None
-        samples += self._time(self._device_trials(), "products, attention and memory")
+        samples += self._time_trials(self._device_trials(), "products, attention and memory")
         if self.world.home.slots > 1:
             sizes = GPU_SIZES if self.world.device.type == "cuda" else CPU_SIZES
-            samples += self._time(LinkTrials(self.world, sizes).trials(), "messages between slots")
-            samples += self._time(self._type_trials(), "types of attention")
+            samples += self._time_trials(LinkTrials(self.world, sizes).list_trials(), "messages between slots")
+            samples += self._time_trials(self._type_trials(), "types of attention")
         return samples
 
-    def _time(self, trials: Iterator[Trial] | list[Trial], what: str) -> list[Sample]:
+    def _time_trials(self, trials: Iterator[Trial] | list[Trial], what: str) -> list[Sample]:
         settings = self.settings
         return self.clock.time_trials(list(trials), warmup=settings.warmup, repeats=settings.repeats, what=what)
 
@@ -186,14 +186,14 @@ class _Bench:
         for level, degree in of_level.items():
             if degree > 1 and slots % degree == 0 and (level == "inside" or slots > node_size):
                 for i, length in enumerate(self.settings.lengths):
-                    yield from self._trials_of_types(level, degree, length * degree, fitted=i % 2 == 0)
+                    yield from self._group_type_trials(level, degree, length * degree, fitted=i % 2 == 0)
 
     def _step_trial(self, tokens: int, count: int, *, fitted: bool) -> Trial:
         """Return the trial of a step of `count` micro-batches, with short documents of `tokens` in all on a slot."""
         length = min(self.settings.document, tokens)
         per_slot = tokens // length
         rows = per_slot * length * count
-        plan = self._plan_of_step(length, per_slot, count)
+        plan = self._plan_step(length, per_slot, count)
         flops = self.shape.full_layers * self.shape.flops(rows * length)
         sample = Sample(
             part="step",
@@ -211,9 +211,9 @@ class _Bench:
         """Return the trial of a forward pass over so few rows that the host decides its time."""
         length = min(self.settings.document, self.settings.tokens[0])
         sample = Sample(part="launch", name=f"forward: {length:,} tokens a slot", layers=self.shape.layers)
-        return Trial(sample, self._step_call(self._plan_of_step(length, 1, 1), backward=False))
+        return Trial(sample, self._step_call(self._plan_step(length, 1, 1), backward=False))
 
-    def _plan_of_step(self, length: int, per_slot: int, count: int) -> Plan:
+    def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
         """Plan `count` micro-batches with so many documents of one length on every slot."""
         home = self.replicas.home
         plan = plan_fixed([length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length)
@@ -258,7 +258,7 @@ class _Bench:
         )
         return Trial(sample, self._attend_call(plan))
 
-    def _trials_of_types(self, level: Level, degree: int, length: int, *, fitted: bool) -> Iterator[Trial]:
+    def _group_type_trials(self, level: Level, degree: int, length: int, *, fitted: bool) -> Iterator[Trial]:
         """Yield trials of one document for every group of so many slots, under each type that its heads allow."""
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         group = plan.micro_batches[0].groups[0]
@@ -284,18 +284,18 @@ class _Bench:
         self.world.prepare(plan)
         shard = bind(plan.micro_batches[0], self.world)
         heads = self.shape.heads, self.shape.kv_heads, self.shape.kv_heads
-        q, k, v = (self._rows(shard.local_rows, count) for count in heads)
-        gradient = self._rows(shard.local_rows, self.shape.heads).detach()
+        q, k, v = (self._draw_rows(shard.local_rows, count) for count in heads)
+        gradient = self._draw_rows(shard.local_rows, self.shape.heads).detach()
         arguments: dict[str, Any] = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": sizes}
         return lambda: torch.autograd.grad(attend(q, k, v, shard, **arguments), (q, k, v), gradient)
 
-    def _rows(self, rows: int, heads: int) -> Tensor:
+    def _draw_rows(self, rows: int, heads: int) -> Tensor:
         size = (rows, heads, self.shape.head_dim)
         return torch.randn(size, device=self.world.device).to(self.shape.dtype).requires_grad_()
 
 
 def _is_fitted(index: int) -> bool:
-    """Every third of a list is held out, so that it is a quarter at least of any list of four."""
+    """Return whether an entry of a list is fitted: every third is held out, at least a quarter of any list of four."""
     return index % 3 != 2
 
 
@@ -306,5 +306,5 @@ def _load_timed_model(settings: CalibrationSettings) -> Any:
     configuration = preset_config(settings.preset, vocab_size=VOCABULARY if "tiny" in settings.preset else None)
     configuration.get_text_config().vocab_size = VOCABULARY
     if settings.layers:
-        configuration = with_layers(configuration, settings.layers)
+        configuration = change_layer_count(configuration, settings.layers)
     return load_model(config=configuration, dtype=settings.dtype)

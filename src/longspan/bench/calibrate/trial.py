@@ -35,13 +35,13 @@ class Clock:
         """Since it began."""
         return time.perf_counter() - self.began
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line of progress, on the first rank."""
         if self.world.rank == self.world.home.ranks[0]:
             print(f"{self.seconds:5.1f} s  {line}", file=sys.stderr, flush=True)
 
     def time_trials(self, trials: Sequence[Trial], *, warmup: int, repeats: int, what: str) -> list[Sample]:
-        """The samples with their seconds: of the slowest rank, in the median of rounds; entered by all ranks.
+        """Time trials of the slowest rank, in the median of rounds; returns samples. Entered by all ranks.
 
         They are measured in rounds, so that what disturbs the machine for a while disturbs no sample always. No round
         begins once the time is over, except for the first timed one.
@@ -49,42 +49,42 @@ class Clock:
         times: list[list[float]] = []
         for i in range(warmup + repeats):
             if i > warmup and self.world.control.any_rank(self.seconds > self.most_seconds):
-                self.say(f"{what}: {i - warmup} of {repeats} rounds, as the time is over")
+                self.print_line(f"{what}: {i - warmup} of {repeats} rounds, as the time is over")
                 break
             times.append([self._measure_seconds(trial) for trial in trials])
-        self.say(f"{what}: {len(trials)} measurements, {len(times)} rounds")
+        self.print_line(f"{what}: {len(trials)} measurements, {len(times)} rounds")
         of_ranks = self.world.control.gather_objects(times[warmup:])  # (ranks, rounds, trials)
         seconds = np.median(np.array(of_ranks).max(axis=0), axis=0).tolist()
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
 
     def time_pairs(self, pivot: int, run: Callable[[int], object], *, repeats: int) -> dict[int, float]:
-        """Seconds of `run(other)`, which a pivot's rank enters with each other rank in turn; the same on every rank."""
+        """Time `run(other)`, which a pivot's rank enters with each other rank in turn; every rank gets the seconds."""
         measured: dict[int, float] = {}
         here = self.world.slot
         for other in range(self.world.home.slots):
             if other == pivot or here not in (pivot, other):
                 continue
             run(pivot + other - here)  # the first message between two ranks connects them
-            self._finish()
+            self._wait_for_device()
             times: list[float] = []
             for _ in range(repeats):
                 began = time.perf_counter()
                 run(pivot + other - here)
-                self._finish()
+                self._wait_for_device()
                 times.append(time.perf_counter() - began)
             measured[other] = statistics.median(times)
         return self.world.control.broadcast_object(measured, self.world.home.ranks[pivot])
 
     def _measure_seconds(self, trial: Trial) -> float:
-        """Seconds on this rank; all ranks begin together."""
+        """Measure seconds on this rank; all ranks begin together."""
         self.world.control.barrier()
-        self._finish()
+        self._wait_for_device()
         began = time.perf_counter()
         for _ in range(trial.turns):
             trial.run()
-        self._finish()
+        self._wait_for_device()
         return (time.perf_counter() - began) / trial.turns
 
-    def _finish(self) -> None:
+    def _wait_for_device(self) -> None:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)

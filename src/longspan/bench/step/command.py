@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from longspan.bench.record import show_record, where_it_ran
+from longspan.bench.record import origin_text, show_record
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.ranks import measure_step_on_rank
 from longspan.bench.step.settings import make_settings
@@ -37,17 +37,17 @@ def record_text(record: dict[str, Any]) -> str:
     """A record for a terminal."""
     parts = f"\n\n{text_table(TITLES, rows)}" if (rows := _part_rows(record)) else ""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
-    return f"{_record_title(record)}\n\n{text_table(_NAMES, _rows(record))}{memory}{parts}{_missing_text(record)}"
+    return f"{_record_title(record)}\n\n{text_table(_NAMES, _table_rows(record))}{memory}{parts}{_missing_text(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
-    """A record for people who read bench/records."""
+    """Write a record for people who read bench/records."""
     memory = f"{text}.\n\n" if (text := _memory_text(record)) else ""
     parts = f"{markdown_table(TITLES, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
     return (
         f"# {_record_title(record)}\n\n"
-        f"{where_it_ran(record)}\n\n"
-        f"{markdown_table(_NAMES, _rows(record))}\n\n{memory}{parts}"
+        f"{origin_text(record)}\n\n"
+        f"{markdown_table(_NAMES, _table_rows(record))}\n\n{memory}{parts}"
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
         f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
         f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
@@ -81,18 +81,18 @@ def _documents_text(record: dict[str, Any]) -> str:
     )
 
 
-def _rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+def _table_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     return [_record_row(row, _plan_bytes_text(record)) for row in record["rows"] if "missing" not in row]
 
 
 def _plan_bytes_text(record: dict[str, Any]) -> str:
-    """The peak by the plan of memory, of what torch allocates: without the CUDA context and communicators."""
+    """Write the peak by the plan of memory, of what torch allocates: without the CUDA context and communicators."""
     memory = record.get("memory")
     return bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""
 
 
 def _memory_text(record: dict[str, Any]) -> str:
-    """What layers keep by the plan of memory, and where the rest is."""
+    """Write what layers keep by the plan of memory, and where the rest is."""
     if not (memory := record.get("memory")):
         return ""
     extras = [", weights gathered once"] * memory["gathered_once"] + [", states on the host"] * memory["offload_states"]
@@ -123,7 +123,7 @@ def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _kernel_tables(record: dict[str, Any]) -> str:
-    """The kernels that take most of the first rank's profiled steps, by row."""
+    """Write the kernels that take most of the first rank's profiled steps, by row."""
     tables = [
         f"Longest kernels of {row['name']}:\n\n"
         + markdown_table(KERNEL_TITLES, [(f"`{name}`", *cells) for name, *cells in kernel_rows(row)])

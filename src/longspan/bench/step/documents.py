@@ -22,7 +22,7 @@ class StepDocuments:
 
 
 def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) -> StepDocuments:
-    """The documents that flags name, or those of a run's first step. Raises ConfigError where there are none."""
+    """Read the documents that flags name, or those of a run's first step. Raises ConfigError where there are none."""
     words = (flags.sequences or flags.lengths).split(",")
     has_source = flags.data or flags.distribution or flags.same
     if flags.sequences and not all(word.strip().isdecimal() for word in words):
@@ -41,9 +41,9 @@ def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool
 
 
 def _read_first_step(config: RunConfig) -> StepDocuments:
-    """The documents of a run's first step, whose lengths its corpus tells."""
+    """Read the documents of a run's first step, whose lengths its corpus tells."""
     from longspan.data.documents import Corpus
-    from longspan.train.plans.order import step_order_of
+    from longspan.train.plans.order import make_step_order
 
     folder, config = Path(config.run.dir), resolve_defaults(config)
     if not (folder / "corpus" / "corpus.json").is_file():
@@ -51,5 +51,5 @@ def _read_first_step(config: RunConfig) -> StepDocuments:
             f"{folder} has no corpus yet, whose first step would be timed; give documents (--lengths, --distribution, "
             "--data or --same), or train the run first"
         )
-    lengths = step_order_of(config, Corpus(folder / "corpus")).lengths_of_step(0)
+    lengths = make_step_order(config, Corpus(folder / "corpus")).lengths_of_step(0)
     return StepDocuments(tuple(lengths), f"step 1 of {folder}")

@@ -60,7 +60,7 @@ class StepFlags(BenchFlags, SourceFlags):
 
 
 def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
-    """The flags, and the configuration that file and flags make together, with nothing for what neither gives."""
+    """Parse the flags, and the configuration that file and flags make together, with nothing for what neither gives."""
     flags, file = parse_flags(StepFlags, argv, "longspan bench step", StepFlags()), RunConfig()
     if flags.config:
         file = read_file(flags.config)

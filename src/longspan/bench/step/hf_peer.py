@@ -24,8 +24,11 @@ PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputatio
 
 
 @contextmanager
-def peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
-    """A step, and the losses of those that ran. Raises ValueError for what the stack does not offer."""
+def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
+    """Make a step, and the list of the losses of those that ran.
+
+    Raises ValueError for what the stack does not offer.
+    """
     _check_stack(settings, world)
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -67,7 +70,7 @@ def _check_stack(settings: StepSettings, world: World) -> None:
 
 
 def _make_inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, labels and positions (1, S) of the whole sequence, on every rank."""
+    """Make ids, labels and positions (1, S) of the whole sequence, on every rank."""
     length = settings.lengths[0]
     positions = torch.arange(length, device=world.device)
     mixed = (positions + 1) * 2654435761 + 40503
@@ -77,7 +80,7 @@ def _make_inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, to
 
 
 def _shard_model(settings: StepSettings, world: World, mesh: Any) -> Any:
-    """The model with random weights, made whole on the device, then sharded."""
+    """Make the model with random weights, whole on the device, and shard it."""
     torch.manual_seed(0)
     with torch.device(world.device):
         dtype = getattr(torch, settings.config.model.dtype)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from longspan.bench.record import missing_because, write_unfinished
-from longspan.bench.step.hf_peer import PEER, peer_step
+from longspan.bench.record import missing_row, write_unfinished
+from longspan.bench.step.hf_peer import PEER, make_peer_step
 from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import profile_run, time_run
-from longspan.cli.machine import machine
+from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
@@ -23,13 +23,13 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.model_flops import model_flops
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.rows_that_fit import measure_rows, use_rows_of_run
+from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
 from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
-from longspan.train.plans import cost_of_run, query_heads
-from longspan.train.plans.node_size import with_node_size
+from longspan.train.plans import find_run_cost, query_heads
+from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
@@ -38,8 +38,8 @@ def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
     """Open a world, time every planner and the peer; the record, equal on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
-        settings = replace(settings, config=with_node_size(settings.config, world))
-        use_machine(settings.config, world, partial(_log_on_first, rank))
+        settings = replace(settings, config=set_node_size(settings.config, world))
+        use_machine(settings.config, world, partial(_log_first_rank, rank))
         record = _empty_record(settings, world)
         for name, measure in _measure_cases(settings, world):
             row = {"name": name} | measure()
@@ -49,18 +49,18 @@ def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
     return record
 
 
-def _log_on_first(rank: int, line: str) -> None:
+def _log_first_rank(rank: int, line: str) -> None:
     if rank == 0:
         print(line, file=sys.stderr)
 
 
 def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
-    about = {"backend": world.backend, "machine": machine(), "versions": versions()}
+    about = {"backend": world.backend, "machine": machine_facts(), "versions": versions()}
     return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), "memory": None, **about, "rows": []}
 
 
 def _measure_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Every planner over one model, then the peer, once that model is gone."""
+    """Yield every planner over one model, then the peer, once that model is gone."""
     if settings.planners:
         training = _make_training(settings, world)
         for batch in settings.batches():
@@ -83,9 +83,9 @@ def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
 
 
 def _make_training(settings: StepSettings, world: World) -> Training:
-    """The model and optimizer of a run, by the functions that set up a run."""
-    log = partial(_log_on_first, world.rank)
-    run_memory = _run_memory(settings, use_rows_of_run(settings.config, world, log), world)
+    """Make the model and optimizer of a run, by the functions that set up a run."""
+    log = partial(_log_first_rank, world.rank)
+    run_memory = _make_run_memory(settings, use_measured_rows(settings.config, world, log), world)
     memory = choose_on_ranks(run_memory, world, log)
     config = run_memory.config
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
@@ -94,27 +94,27 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     optimizer = make_optimizer(config, world, model, memory=memory)
     first_guess = memory.rows if memory is not None else None
     config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)
-    cost = settings.cost if memory is None else _cost_with_memory(settings, memory)
+    cost = settings.cost if memory is None else _memory_cost(settings, memory)
     memory = plan_on_ranks(replace(run_memory, config=config), memory, world)
     return Training(config, world, model, optimizer, cost, memory=memory)
 
 
-def _run_memory(settings: StepSettings, config: RunConfig, world: World) -> RunMemory:
-    """What measures are chosen by: the documents of every batch, each as a step; planners share one model."""
+def _make_run_memory(settings: StepSettings, config: RunConfig, world: World) -> RunMemory:
+    """Make what measures are chosen by: the documents of every batch, each as a step; planners share one model."""
     batches = [batch.lengths for batch in settings.batches()]
     heads = query_heads(settings.configuration)
     ahead = ComingSteps(lambda step: batches[step], settings.home, heads, 0, len(batches), settings.planners)
     return RunMemory(config=config, model=settings.configuration, ahead=ahead, gpu=world.device.type == "cuda")
 
 
-def _cost_with_memory(settings: StepSettings, memory: MemoryPlan) -> Cost:
-    """The cost of plans if layers keep what was chosen."""
+def _memory_cost(settings: StepSettings, memory: MemoryPlan) -> Cost:
+    """Return the cost of plans if layers keep what was chosen."""
     gpu, slots = settings.device == "cuda", settings.home.slots
-    return cost_of_run(settings.config, settings.configuration, print, gpu=gpu, slots=slots, memory=memory)
+    return find_run_cost(settings.config, settings.configuration, print, gpu=gpu, slots=slots, memory=memory)
 
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
-    """Steps of a run of this planner, by the function that takes a run's steps."""
+    """Measure steps of a run of this planner, by the function that takes a run's steps."""
     context = replace(training.config.context, planner=planner)
     training, started = replace(training, config=replace(training.config, context=context)), time.perf_counter()
     plan = training.choice.plan(settings.lengths, settings.home)
@@ -122,10 +122,10 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
     documents = synthetic_documents(settings.lengths, vocabulary_size(training.model) or 2)
     losses: list[float] = []
 
-    def step() -> None:
+    def take_step() -> None:
         losses.append(training.take_step(plan, documents, len(losses)).loss)
 
-    timings = measure_steps(settings, step, training.world)
+    timings = measure_steps(settings, take_step, training.world)
     return timings | {
         "loss": losses[0],
         "predicted_seconds": plan.predicted_seconds,
@@ -142,14 +142,14 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
 
 def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
     try:
-        with peer_step(settings, world) as (step, losses):
+        with make_peer_step(settings, world) as (step, losses):
             return measure_steps(settings, step, world) | {"loss": losses[0]}
     except Exception as error:  # whatever it cannot do is recorded
-        return missing_because(error)
+        return missing_row(error)
 
 
 def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Seconds of whole steps (the median, of the slowest rank), what follows from them, peak memory, and parts."""
+    """Measure seconds of whole steps (the median, of the slowest rank), peak memory, parts, and what follows."""
     cuda = world.device.type == "cuda"
     for _ in range(settings.flags.warmup):
         step()
@@ -174,7 +174,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
 
 
 def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Seconds by part and by kernel of one more step, on the first rank."""
+    """Profile one more step on the first rank: its seconds by part and by kernel."""
     parts, kernels, seconds = profile_run(step, world)
     return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
 

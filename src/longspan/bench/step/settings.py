@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspan.bench.layers import with_layers
+from longspan.bench.layers import change_layer_count
 from longspan.bench.step.documents import StepDocuments, read_documents
 from longspan.bench.step.flags import PLANNERS, StepFlags
 from longspan.config.defaults import compute_dtype, resolve_defaults
@@ -15,10 +15,10 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.cost.model_flops import peak_tflops
-from longspan.plan.cost.model_shape import read_experts
 from longspan.plan.planners.fixed import smallest_degree
+from longspan.plan.shape.model_shape import read_experts
 from longspan.run.checks.config_check import check_config
-from longspan.train.plans import PlanChoice, cost_of_run, home_of, query_heads
+from longspan.train.plans import PlanChoice, find_run_cost, home_of, query_heads
 from longspan.train.plans.partition import choose_partition
 
 if TYPE_CHECKING:
@@ -71,20 +71,20 @@ class StepSettings:
         return str(Path(self.flags.out).resolve()) if self.flags.out else ""
 
     def batches(self) -> "list[StepSettings]":
-        """These settings, or those of each sequence in turn."""
+        """Return these settings, or those of each sequence in turn."""
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
-    def with_planner(self, planner: str) -> RunConfig:
-        """The configuration with one of the planners."""
+    def set_planner(self, planner: str) -> RunConfig:
+        """Return the configuration with one of the planners."""
         return replace(self.config, context=replace(self.config.context, planner=planner))
 
     def plan(self, planner: str) -> Plan:
-        """The plan of the documents under one of the planners, as far as it is known without the model's weights."""
-        choice = PlanChoice.training(self.with_planner(planner), cost=self.cost, heads=query_heads(self.configuration))
+        """Plan the documents by one of the planners, as far as is known without the model's weights."""
+        choice = PlanChoice.training(self.set_planner(planner), cost=self.cost, heads=query_heads(self.configuration))
         return choice.plan(self.lengths, self.home)
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as a record has them."""
+        """Return the settings as a record has them."""
         config, text = self.config, self.configuration.get_text_config()
         experts = read_experts(text).of_layer
         context, train = config.context, config.train
@@ -114,17 +114,17 @@ class StepSettings:
 def make_settings(
     flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]
 ) -> StepSettings:
-    """The settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
+    """Make the settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
     gpu = backend != "gloo"
     planners, home = _choose_planners(flags, config), home_of(config.parallel, ranks)
     documents = read_documents(flags, config, home.slots, gpu=gpu)
-    config = config if flags.config else _with_default_model(config, gpu=gpu)
-    configuration = _configuration(flags, config, max(documents.lengths))
+    config = config if flags.config else _set_default_model(config, gpu=gpu)
+    configuration = _fit_configuration(flags, config, max(documents.lengths))
     if not flags.config:
-        config = _with_limits(flags, config, configuration, documents, home, gpu=gpu)
+        config = _set_limits(flags, config, configuration, documents, home, gpu=gpu)
     config = _check_run(resolve_defaults(config), max(documents.lengths), ranks, planners)
     _check_cap(flags, config)
-    cost = cost_of_run(config, configuration, _ignore_line, gpu=gpu, slots=home.slots)
+    cost = find_run_cost(config, configuration, _ignore_line, gpu=gpu, slots=home.slots)
     heads = query_heads(configuration)
     config, _ = choose_partition(config, [documents.lengths], home, cost=cost, heads=heads)
     settings = StepSettings(
@@ -148,7 +148,7 @@ def make_settings(
 
 
 def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
-    """The planners to compare. Raises ConfigError for others, and where nothing is left to time."""
+    """Choose the planners to compare. Raises ConfigError for others, and where nothing is left to time."""
     names = ", ".join(PLANNERS)
     default = config.context.planner if flags.config else ",".join(PLANNERS)
     planners = tuple(planner for planner in (flags.planners or default).split(",") if planner != "none")
@@ -164,28 +164,28 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     return planners
 
 
-def _with_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
-    """The configuration with a model of a published size on GPUs, where none is named."""
+def _set_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
+    """Set a model of a published size on GPUs, where none is named."""
     model = config.model
     if not gpu or model.source or model.preset:
         return config
     return replace(config, model=replace(model, preset="qwen3-8b"))
 
 
-def _configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
-    """The model's configuration, with as many layers as flags ask for, fit for the longest document."""
-    from longspan.train.long_documents import configuration_for
+def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
+    """Fit the model's configuration to the longest document, with as many layers as flags ask for."""
+    from longspan.train.long_documents import scale_positions
     from longspan.train.training import model_configuration
 
     configuration = model_configuration(config, config.data.vocab_size)
     if flags.layers:
         if config.model.path:
             raise ConfigError(f"--layers {flags.layers} and the weights of {config.model.path}: use --model.config")
-        configuration = with_layers(configuration, flags.layers)
-    return configuration_for(configuration, config.model, longest, "of the bench", _ignore_line)
+        configuration = change_layer_count(configuration, flags.layers)
+    return scale_positions(configuration, config.model, longest, "of the bench", _ignore_line)
 
 
-def _with_limits(
+def _set_limits(
     flags: StepFlags,
     config: RunConfig,
     configuration: "PreTrainedConfig",
@@ -194,7 +194,7 @@ def _with_limits(
     *,
     gpu: bool,
 ) -> RunConfig:
-    """The configuration with a cap and a degree where they are not given: any rows, and the least degree that holds."""
+    """Set a cap and a degree where they are not given: any rows, and the least degree that holds."""
     context = config.context
     cap = context.max_tokens_per_slot
     if cap == NOT_GIVEN:
@@ -211,7 +211,10 @@ def _with_limits(
 
 
 def _check_run(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
-    """The configuration as a run would have it, with learning rate 0. Raises ConfigError for what no run could be."""
+    """Return the configuration as a run would have it, with learning rate 0.
+
+    Raises ConfigError for what no run could be.
+    """
     data = replace(config.data, max_document_tokens=longest, eval_documents=0)
     train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)
     config = replace(config, data=data, train=train)

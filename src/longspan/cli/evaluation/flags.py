@@ -105,7 +105,7 @@ class EvalFlags:
 
 
 def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlags:
-    """The flags of `eval`. With a run's configuration, keys of the layout that no flag gives have its values."""
+    """Parse the flags of `eval`. With a run's configuration, keys of the layout that no flag gives have its values."""
     sections: dict[str, Any] = {}
     if config is not None:
         encoder = EncoderLayout(config.encoder.tp, config.encoder.max_rows)
@@ -115,7 +115,10 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
 
 
 def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
-    """The request that the flags make on so many ranks. Raises ConfigError or CheckpointError for an impossible one."""
+    """Make the request that the flags make on so many ranks.
+
+    Raises ConfigError or CheckpointError for an impossible one.
+    """
     _check_values(flags)
     _check_passkey_flags(flags)
     flag_keys = read_flag_keys(argv)
@@ -130,7 +133,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         weights = saved_weights(flags.target if base else flags.compare)
         base |= flags.without_adapter and weights.run_dir is not None  # a folder is a whole model
         second = _make_subject(argv, weights, flags, base=base)
-        subjects.append(replace(second, config=_with_layout_of(config, second.config)))
+        subjects.append(replace(second, config=_copy_layout(config, second.config)))
     return EvalRequest(
         subjects=tuple(subjects),
         sets=flags.set,
@@ -167,8 +170,8 @@ def _check_values(flags: EvalFlags) -> None:
         raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
 
 
-def _with_layout_of(config: RunConfig, other: RunConfig) -> RunConfig:
-    """The configuration of the weights that are compared with, evaluated in the home and on the sets of `config`."""
+def _copy_layout(config: RunConfig, other: RunConfig) -> RunConfig:
+    """Evaluate the weights that are compared with in the home and on the sets of `config`."""
     return replace(
         other,
         parallel=config.parallel,
@@ -194,7 +197,7 @@ def _check_passkey_flags(flags: EvalFlags) -> None:
 
 
 def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:
-    """The keys "section.key" that words of the command line set."""
+    """Read the keys "section.key" that words of the command line set."""
     words = (word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
     return frozenset(word for word in words if "." in word)
 
@@ -210,7 +213,7 @@ def _refuse_training_keys(flag_keys: frozenset[str]) -> None:
 
 
 def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, base: bool) -> Subject:
-    """The weights, without their adapter for `base`, and the configuration that their run and the flags make together.
+    """Make the weights, without their adapter for `base`, and the configuration that their run and flags make.
 
     Raises ConfigError where there is no adapter to leave out.
     """

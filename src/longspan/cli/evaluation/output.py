@@ -48,7 +48,7 @@ def check_writable(file: str, out: str, plot: str = "") -> None:
 
 
 def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
-    """The loss of every document, one JSON object a line."""
+    """Write the loss of every document, one JSON object a line."""
     rows = document_rows(results)
     _write_text(file, "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows))
 
@@ -63,7 +63,7 @@ def write_result_folder(results: Sequence[SubjectResult], record: dict[str, Any]
 
 
 def write_picture(results: Sequence[SubjectResult], file: Path) -> None:
-    """What passkey retrieval shows, as an SVG."""
+    """Draw what passkey retrieval shows, as an SVG."""
     _write_text(file, passkey_pictures(retrieval_grids(results)))
 
 
@@ -79,7 +79,7 @@ HELD_OUT = "held out"  # how tables call the documents of a run
 
 
 def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
-    """Everything that was found, tables with a blank line between them."""
+    """Write everything that was found, tables with a blank line between them."""
     return "\n\n".join(_result_tables(results, ranks))
 
 
@@ -111,7 +111,7 @@ def _result_title(result: SubjectResult) -> str:
 
 
 def _evaluation_table(result: SubjectResult) -> str:
-    """A row for each set and degree, and a column for each metric."""
+    """Write a row for each set and degree, and a column for each metric."""
     metrics = list(dict.fromkeys(name for of_set in result.sets for name in of_set.evaluation.metrics))
     names = ["set", "type", "cp", "loss", "perplexity", *(name.replace("_", " ") for name in metrics)]
     return text_table(
@@ -122,7 +122,7 @@ def _evaluation_table(result: SubjectResult) -> str:
 
 
 def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
-    """The row of one evaluation, with these metrics; "-" for a metric that it lacks."""
+    """Return the row of one evaluation, with these metrics; "-" for a metric that it lacks."""
     evaluation = result.evaluation
     values = [evaluation.metrics[name].value if name in evaluation.metrics else None for name in metrics]
     return [
@@ -140,11 +140,11 @@ def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
 
 
 def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[Bucket]") -> Iterator[str]:
-    """The loss by length and by position, where there are several of them."""
+    """Yield the loss by length and by position, where there are several of them."""
     for title, buckets in (("document length", lengths), ("position", positions)):
         if len(buckets) > 1:
             rows = [
-                [_range(b.first, b.last), f"{b.loss.value or 0:.6f}", f"{b.documents:,}", f"{int(b.loss.count):,}"]
+                [_range_text(b.first, b.last), f"{b.loss.value or 0:.6f}", f"{b.documents:,}", f"{int(b.loss.count):,}"]
                 for b in buckets
             ]
             yield f"{name or HELD_OUT}, loss by {title}\n" + text_table(
@@ -152,16 +152,16 @@ def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[
             )
 
 
-def _range(first: int, last: int) -> str:
+def _range_text(first: int, last: int) -> str:
     return f"{first:,} to {last:,}"
 
 
 def _difference_line(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
-    """The difference of two models on one set, in one line."""
+    """Write the difference of two models on one set, in one line."""
     return (
         f"{difference.name or HELD_OUT}: {difference.unit.replace('_', ' ')} of {first.weights.title} "
         f"{difference.first:.6f}, of {other.weights.title} {difference.other:.6f}, "
-        f"difference {difference.difference:+.6f}{_error(difference.standard_error)}"
+        f"difference {difference.difference:+.6f}{_error_text(difference.standard_error)}"
     )
 
 
@@ -170,15 +170,15 @@ def _difference_table(difference: Difference, first: SubjectResult, other: Subje
     unit = difference.unit.replace("_", " ")
     lines = [
         f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",
-        f"difference {difference.difference:+.6f}{_error(difference.standard_error)}; of documents, each counted once, "
-        f"{difference.document_difference:+.6f}{_error(difference.document_standard_error)}",
+        f"difference {difference.difference:+.6f}{_error_text(difference.standard_error)}; of documents, each counted "
+        f"once, {difference.document_difference:+.6f}{_error_text(difference.document_standard_error)}",
         f"{difference.lower:,} of {plural(difference.documents, 'document')} have a lower value",
     ]
     if difference.unit == "bits_per_byte":
         lines.append("the tokenizers differ: losses per token and perplexities cannot be compared, bits per byte can")
     rows = [("all", difference.first, difference.other, difference.documents)]
     if len(difference.by_length) > 1:
-        rows += [(_range(start, last), a, b, documents) for start, last, a, b, documents in difference.by_length]
+        rows += [(_range_text(start, last), a, b, documents) for start, last, a, b, documents in difference.by_length]
     table = text_table(
         ("tokens", first.weights.title, other.weights.title, "difference", "documents"),
         [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{documents:,}") for name, a, b, documents in rows],
@@ -186,5 +186,5 @@ def _difference_table(difference: Difference, first: SubjectResult, other: Subje
     yield "\n".join([*lines, table])
 
 
-def _error(error: float | None) -> str:
+def _error_text(error: float | None) -> str:
     return "" if error is None else f" ± {error:.6f}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from longspan.cli.gpu_plans.fit import Fit
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
-from longspan.config.keys import value_at
+from longspan.config.keys import key_value
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.plan import MemoryPlan, Plan, group_counts
 
@@ -84,11 +84,11 @@ class Answer:
         """The keys with which it fits, on more GPUs or without measures by hand where it must be; {} if it does not."""
         if self.fit is None:
             return {}
-        names = {key for key in self.given if not (self.needs_free_measures and _is_by_hand(key))}
-        return keys_of_run(self.fit.run, frozenset(names))
+        names = {key for key in self.given if not (self.needs_free_measures and _is_memory_key(key))}
+        return run_keys(self.fit.run, frozenset(names))
 
     def to_json(self) -> dict[str, Any]:
-        """As `longspan plan --json` prints it: bytes as integers, those of `device` and `host` for one GPU."""
+        """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU."""
         gpus, memory = self.run.gpus, self.memory
         values: dict[str, Any] = {
             "device": memory.device.to_json(),
@@ -96,7 +96,7 @@ class Answer:
             "measures": list(memory.measures),
             "longest": self.longest,
             "fits": self.fits,
-            "keys": dict(self.keys) if self.fits else keys_of_run(self.run, self.given),
+            "keys": dict(self.keys) if self.fits else run_keys(self.run, self.given),
             "steps": self.steps,
             "step_seconds": self.step_seconds,
             "hours": self.hours,
@@ -111,17 +111,17 @@ class Answer:
             "notes": list(self.notes),
         }
         if not self.fits:
-            values |= {"reason": self.refusal, "would_fit": self._would_fit()}
+            values |= {"reason": self.refusal, "would_fit": self._other_fit()}
         return values
 
-    def _would_fit(self) -> dict[str, Any] | None:
-        """What fits in place of what was asked; None where nothing does."""
+    def _other_fit(self) -> dict[str, Any] | None:
+        """Return what fits in place of what was asked; None where nothing does."""
         if self.fit is None:
             return None
         return self.fit.memory.to_json() | {"gpus": self.fit.run.gpus.count, "keys": dict(self.keys)}
 
 
-def _is_by_hand(key: str) -> bool:
+def _is_memory_key(key: str) -> bool:
     return key.removeprefix("train.") in BY_HAND or key == GATHERS
 
 
@@ -131,22 +131,25 @@ def _column_json(column: Column) -> dict[str, Any] | None:
     return column.memory.to_json() | {"longest": column.tokens, "fits": column.fits}
 
 
-def keys_of_run(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
-    """The keys that were given and those that were chosen, as `longspan train` takes them; degree and rows always."""
+def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
+    """Return the keys that were given and those that were chosen, as `longspan train` takes them.
+
+    Degree and rows are always among them.
+    """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     names |= {name for name in _non_default_keys(config) if name != GATHERS or name in given}
     names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
     names |= {"context.context_parallel_size"} if one_degree else {*DYNAMIC}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
-    values = {name: _value(config, name) for name in sorted(names)}
+    values = {name: _key_value(config, name) for name in sorted(names)}
     if not one_degree and not values[DYNAMIC[1]]:
         values[DYNAMIC[1]] = run.home.slots
     return values
 
 
 def _non_default_keys(config: RunConfig) -> set[str]:
-    """The keys of adapters, depths and degrees of the model that differ from their defaults."""
+    """List the keys of adapters, depths and degrees of the model that differ from their defaults."""
     names = set[str]()
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):
@@ -155,14 +158,14 @@ def _non_default_keys(config: RunConfig) -> set[str]:
     return names
 
 
-def _value(config: RunConfig, name: str) -> Any:
+def _key_value(config: RunConfig, name: str) -> Any:
     section, _, key = name.partition(".")
-    value = value_at(getattr(config, section), key)
+    value = key_value(getattr(config, section), key)
     return list(value) if isinstance(value, tuple) else value
 
 
 def count_degrees(plans: Sequence[Plan]) -> tuple[Degree, ...]:
-    """The degrees of the groups of some plans."""
+    """Count the degrees of the groups of some plans."""
     groups, tokens = Counter[int](), Counter[int]()
     for row in (row for plan in plans for row in group_counts(plan)):
         groups[row["degree"]] += row["count"]

@@ -8,7 +8,7 @@ from typing import Any
 from longspan.cli.gpu_plans.answer import Answer, Column
 from longspan.errors import plural
 from longspan.plain_text import seconds_text, text_table
-from longspan.plan.memory.bytes import Bytes, gib
+from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.report.chart_documents import StackedBar, stack_document
 
 WIDTH = 110  # of a command's lines
@@ -16,10 +16,10 @@ MEASURE_WORDS = "none: all; selective: their input and attention's output; full:
 
 
 def answer_lines(answer: Answer, command: str) -> list[str]:
-    """The answer for people: what fits, the table, the keys as a command."""
+    """Write the answer for people: what fits, the table, the keys as a command."""
     run, fit = answer.run, answer.fit
     lines = [answer.title, f"on {run.gpus.title}", ""]
-    lines += [answer.memory.line(run.budget)]
+    lines += [answer.memory.summary_line(run.budget)]
     if answer.step_seconds is not None:
         lines += _time_lines(answer)
     lines += ["", bytes_table(answer.columns), *_table_notes(answer), ""]
@@ -28,7 +28,7 @@ def answer_lines(answer: Answer, command: str) -> list[str]:
 
 
 def _time_lines(answer: Answer) -> Iterator[str]:
-    """Seconds of a step, hours of a run, and degrees that occur."""
+    """Yield seconds of a step, hours of a run, and degrees that occur."""
     assert answer.step_seconds is not None
     if answer.steps is None:
         yield f"a step is predicted to take {seconds_text(answer.step_seconds)}"
@@ -46,7 +46,7 @@ def _time_lines(answer: Answer) -> Iterator[str]:
 
 
 def bytes_table(columns: Sequence[Column]) -> str:
-    """The bytes of device and host under each column's measures, in GiB; rows named as in the JSON."""
+    """Write the bytes of device and host under each column's measures, in GiB; rows named as in the JSON."""
     names = ["GiB of one GPU", *(column.name for column in columns)]
     rows = [["fits", *("yes" if column.fits else "no" for column in columns)]]
     if len({column.tokens for column in columns}) > 1:
@@ -63,19 +63,20 @@ def _table_notes(answer: Answer) -> Iterator[str]:
     run = answer.run
     yield f"what layers keep: {MEASURE_WORDS}"
     yield (
-        f"a GPU may be filled up to {gib(run.budget.device)} (train.memory_fraction), the host up to "
-        f"{gib(run.budget.host)} for each GPU"
+        f"a GPU may be filled up to {gib_text(run.budget.device)} (train.memory_fraction), the host up to "
+        f"{gib_text(run.budget.host)} for each GPU"
     )
     if answer.columns[-1].tokens != answer.longest:
         yield f"the longest document that fits: {answer.longest:,} tokens"
 
 
 def refusal_line(answer: Answer) -> str:
-    """Where nothing fits: why, and what would fit, in one line."""
+    """Write why nothing fits, and what would fit, in one line."""
     run, memory = answer.run, answer.memory
     why = (
-        f"at least {gib(memory.device.total)} ({memory.device.total:,} bytes) are needed of a GPU that may be filled "
-        f"up to {gib(run.budget.device)}, and {gib(memory.host.total)} of the host's {gib(run.budget.host)}"
+        f"at least {gib_text(memory.device.total)} ({memory.device.total:,} bytes) are needed of a GPU that may be "
+        f"filled up to {gib_text(run.budget.device)}, and {gib_text(memory.host.total)} of the host's "
+        f"{gib_text(run.budget.host)}"
     )
     line = f"{answer.title} does not fit {run.gpus.words}: "
     line += answer.refusal if memory.fits(run.budget) and answer.refusal else why
@@ -83,16 +84,16 @@ def refusal_line(answer: Answer) -> str:
         line += f"; the longest document that fits has {answer.longest:,} tokens"
     if answer.fit is None:
         return f"{line}; no number of such GPUs up to 1,024 would do with these keys"
-    keys = " ".join(_words(answer.keys))
+    keys = " ".join(_key_words(answer.keys))
     released = " if train.memory may choose" if answer.needs_free_measures else ""
-    measures = answer.fit.memory.line().removeprefix("memory: ")
+    measures = answer.fit.memory.summary_line().removeprefix("memory: ")
     return f"{line}; {plural(answer.fit.run.gpus.count, 'GPU')} would do{released} ({measures}), with {keys}"
 
 
 def command_lines(command: str, keys: Mapping[str, Any]) -> list[str]:
-    """`longspan train` with these keys, over lines of a shell."""
+    """Write `longspan train` with these keys, over lines of a shell."""
     lines, line = list[str](), command
-    for word in _words(keys):
+    for word in _key_words(keys):
         if len(line) + len(word) + 3 > WIDTH:
             lines.append(f"{line} \\")
             line = "   "
@@ -100,7 +101,7 @@ def command_lines(command: str, keys: Mapping[str, Any]) -> list[str]:
     return [*lines, line]
 
 
-def _words(keys: Mapping[str, Any]) -> Iterator[str]:
+def _key_words(keys: Mapping[str, Any]) -> Iterator[str]:
     for key, value in keys.items():
         values = value if isinstance(value, list) else [value]
         words = (str(x).lower() if isinstance(x, bool) else shlex.quote(str(x)) for x in values)
@@ -108,22 +109,24 @@ def _words(keys: Mapping[str, Any]) -> Iterator[str]:
 
 
 def answer_json(answer: Answer) -> str:
-    """The answer as JSON."""
+    """Write the answer as JSON."""
     return json.dumps(answer.to_json(), ensure_ascii=False)
 
 
 def answer_picture(answer: Answer) -> str:
-    """The bytes of each column as a bar of parts, with a line at what a GPU may be filled with. An SVG document."""
+    """Draw the bytes of each column as a bar of parts, with a line at what a GPU may be filled with."""
     bars = list[StackedBar]()
     for column in answer.columns:
         if column.memory is None:
             continue
         parts = {name: size / 2**30 for name, size in column.memory.device.to_json().items() if name != "total"}
         total, host = column.memory.device.total, column.memory.host.total
-        words = f"{column.tokens:,} tokens · {gib(total)}" + (f" · {gib(host)} on the host" if host else "")
+        words = f"{column.tokens:,} tokens · {gib_text(total)}" + (f" · {gib_text(host)} on the host" if host else "")
         bars.append(StackedBar(column.name, parts, words))
     budget = answer.run.budget.device
     lines = [answer.title, f"on {answer.run.gpus.title}"]
     if answer.step_seconds is not None:
         lines += [*_time_lines(answer)]
-    return stack_document("\n".join(lines), bars, "GiB of one GPU", (budget / 2**30, f"may be filled, {gib(budget)}"))
+    return stack_document(
+        "\n".join(lines), bars, "GiB of one GPU", (budget / 2**30, f"may be filled, {gib_text(budget)}")
+    )

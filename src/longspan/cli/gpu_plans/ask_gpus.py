@@ -6,13 +6,13 @@ from dataclasses import replace
 from longspan.cli.gpu_plans.answer import Answer
 from longspan.cli.gpu_plans.answer_text import answer_json, answer_lines, answer_picture, refusal_line
 from longspan.cli.gpu_plans.fit import Choices
-from longspan.cli.gpu_plans.gpu_flags import GpuFlags, Question, source_of, with_model
+from longspan.cli.gpu_plans.gpu_flags import GpuFlags, Question, find_source, set_model
 from longspan.cli.gpu_plans.gpus import Gpus, read_gpus
 from longspan.cli.gpu_plans.questions import answer_longest, answer_run, answer_step
-from longspan.cli.gpu_plans.run_documents import open_documents, with_one_epoch
+from longspan.cli.gpu_plans.run_documents import open_documents, set_one_epoch
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.cli.plans.lengths import read_lengths
-from longspan.cli.plans.planning import check_pictures, kind_of_picture, write_file
+from longspan.cli.plans.planning import check_pictures, picture_kind, write_file
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
@@ -25,12 +25,14 @@ DOES_NOT_FIT = 2  # status
 def ask_gpus(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     check_pictures(flags.plot, ("svg", "html"), SUBJECT)
-    source = source_of(flags, question)
-    question = with_model(question, flags.model)
+    source = find_source(flags, question)
+    question = set_model(question, flags.model)
     gpus = read_gpus(flags, flags.tflops, question.config.run.machine)
-    config = resolve_defaults(_with_fastest_types(question))
+    config = resolve_defaults(_set_fastest_types(question))
     if source == "data":
-        answer = _ask_run(with_one_epoch(config, given=question.gives("train.epochs", "train.steps")), gpus, question)
+        answer = _ask_run(
+            set_one_epoch(config, given=question.gives_any("train.epochs", "train.steps")), gpus, question
+        )
     else:
         run = RunOnGpus.of(config, gpus)
         choices = find_open_choices(question)
@@ -39,14 +41,14 @@ def ask_gpus(flags: GpuFlags, question: Question) -> int:
         else:
             lengths, words = read_lengths(flags, run.home.slots)
             answer = answer_step(run, lengths, words, question.given, choices)
-    return show_answer(answer, _command(config, question), plot=flags.plot, as_json=flags.json)
+    return show_answer(answer, _command_text(config, question), plot=flags.plot, as_json=flags.json)
 
 
-def _command(config: RunConfig, question: Question) -> str:
-    """The command of the run, with words in capitals for what the question does not say."""
+def _command_text(config: RunConfig, question: Question) -> str:
+    """Write the command of the run, with words in capitals for what the question does not say."""
     model, data = config.model, config.data
     words = ["longspan train", f"--model.path {model.path}" if model.path else f"--model.preset {model.preset}"]
-    words.append(f"--data.path {data.path if question.gives('data.path') else 'DATA'}")
+    words.append(f"--data.path {data.path if question.gives_any('data.path') else 'DATA'}")
     words += [f"--data.tokenizer {data.tokenizer}"] * bool(data.tokenizer)
     words += ["--train.lr LR"] * (config.train.lr == NOT_GIVEN)
     return " ".join(words)
@@ -66,21 +68,22 @@ def log_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _with_fastest_types(question: Question) -> RunConfig:
-    """The configuration whose groups share attention by the fastest type, unless the keys say how."""
+def _set_fastest_types(question: Question) -> RunConfig:
+    """Let groups share attention by the fastest type, unless the keys say how."""
     config = question.config
-    if question.gives("context.cp_comm_type"):
+    if question.gives_any("context.cp_comm_type"):
         return config
     return replace(config, context=replace(config.context, cp_comm_type=AUTO))
 
 
 def find_open_choices(question: Question) -> Choices:
-    """What the keys of a question leave open."""
+    """Find what the keys of a question leave open."""
     degrees = ("min_dynamic_context_parallel_size", "max_dynamic_context_parallel_size", "context_parallel_size")
     return Choices(
-        planner=not question.gives("context.planner"),
-        degree=not question.gives(*(f"context.{key}" for key in degrees)),
-        rows=not question.gives("context.max_tokens_per_slot") or question.config.context.max_tokens_per_slot == AUTO,
+        planner=not question.gives_any("context.planner"),
+        degree=not question.gives_any(*(f"context.{key}" for key in degrees)),
+        rows=not question.gives_any("context.max_tokens_per_slot")
+        or question.config.context.max_tokens_per_slot == AUTO,
     )
 
 
@@ -105,6 +108,6 @@ def _write_picture(answer: Answer, path: str) -> None:
     from longspan.report.markup import page, tag
 
     picture = answer_picture(answer)
-    if kind_of_picture(path) == "html":
+    if picture_kind(path) == "html":
         picture = page(answer.title, [tag("figure", picture, class_="chart")])
     write_file(path, picture)

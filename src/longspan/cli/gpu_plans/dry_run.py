@@ -13,8 +13,8 @@ from longspan.cli.gpu_plans.gpus import HOST_BYTES, Gpus, find_machine
 from longspan.cli.gpu_plans.questions import answer_run
 from longspan.cli.gpu_plans.run_documents import open_documents
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
-from longspan.cli.machine import gpu_here
-from longspan.cli.processes import has_torchrun, ranks_on_this_host, reports_here, usable_gpus
+from longspan.cli.machine import find_first_gpu
+from longspan.cli.processes import count_host_ranks, has_torchrun, is_reporting, usable_gpus
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.host_memory import free_host_bytes
@@ -34,7 +34,7 @@ def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_js
     """
     ranks = world or (int(os.environ["WORLD_SIZE"]) if has_torchrun() else (usable_gpus() if on_gpus else 0) or 1)
     check_config(config, ranks)
-    if not reports_here():
+    if not is_reporting():
         return 0
     check_files(config)
     gpus = _choose_gpus(config, ranks, on_gpus=on_gpus)
@@ -49,8 +49,8 @@ def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_js
 
 
 def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
-    """The GPUs of a run: those here, or as run.machine says, else H200s."""
-    here = gpu_here() if on_gpus else None
+    """Choose the GPUs of a run: those here, or as run.machine says, else H200s."""
+    here = find_first_gpu() if on_gpus else None
     named = find_machine(config.run.machine, "run.machine") if config.run.machine else None
     if here is None:
         machine = named or Machine.known("H200")
@@ -65,6 +65,6 @@ def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     known = named or find_device(name)
     machine = known or Machine.known("H200")
     assumed = () if known else ("the speed of H200s",)
-    local = ranks_on_this_host() if has_torchrun() else ranks
+    local = count_host_ranks() if has_torchrun() else ranks
     host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, local)) or HOST_BYTES
     return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=host, name=name, assumed=assumed)

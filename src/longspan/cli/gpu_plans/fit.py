@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest_plans
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.config.keys import AUTO
 from longspan.errors import LayoutError, PlanError
 from longspan.plan import FixedMemory, MemoryPlan, MicroBatch, Plan
-from longspan.plan.memory.choose import most_that_fits
+from longspan.plan.memory.choose import largest_fitting
 from longspan.train.plans import degrees_to_compare
 
 UNIT = 1024  # rows of a slot: longest documents are whole multiples
@@ -50,7 +50,7 @@ class Choices:
 
 
 def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit:
-    """The fastest way that fits. Raises PlanError, with the bytes of the least that was tried, where none does.
+    """Find the fastest way that fits. Raises PlanError, with the bytes of the least that was tried, where none does.
 
     >>> find_fit(run, [Documents((262144,))], Choices()).memory.measures[0]  # doctest: +SKIP
     'selective'
@@ -61,7 +61,7 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
         try:
             fit = fit_run(way, steps)
         except PlanError as error:
-            refusals.append(((_rows_of(way), -way.choice.widest(way.home)), error))
+            refusals.append(((_slot_rows(way), -way.choice.widest_degree(way.home)), error))
             continue
         if best is None or fit.seconds < best.seconds:
             best = fit
@@ -71,88 +71,91 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
 
 
 def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
-    """The way of the run's own keys. Raises PlanError where the documents do not fit them, or nothing fits the GPUs."""
+    """Plan a run by its own keys.
+
+    Raises PlanError where the documents do not fit them, or nothing fits the GPUs.
+    """
     plans = tuple(run.plan(step.lengths, step.targets) for step in steps)
-    memory = run.memory_of(plans)
+    memory = run.plan_memory(plans)
     return Fit(run, plans, memory, run.seconds(plans, memory))
 
 
-def _rows_of(run: RunOnGpus) -> int:
+def _slot_rows(run: RunOnGpus) -> int:
     rows = run.config.context.max_tokens_per_slot
     return rows if isinstance(rows, int) and rows else MOST_ROWS
 
 
 def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
-    """The runs whose planner, degree and rows come into question."""
+    """Yield the runs whose planner, degree and rows come into question."""
     lengths = [n for step in steps for n in step.lengths]
-    for planned in _with_degrees(run, choices, same=len(set(lengths)) == 1):
+    for planned in _list_degree_runs(run, choices, same=len(set(lengths)) == 1):
         if not choices.rows and planned.config.context.max_tokens_per_slot != AUTO:
             yield planned
             continue
         for rows in row_limits(planned, steps):
-            yield planned.with_context(max_tokens_per_slot=rows)
+            yield planned.set_context(max_tokens_per_slot=rows)
 
 
-def _with_degrees(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterator[RunOnGpus]:
-    """Fixed plans of documents of one length at each degree, else dynamic plans, unless the keys say which."""
+def _list_degree_runs(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterator[RunOnGpus]:
+    """Yield fixed plans of documents of one length at each degree, else dynamic plans, unless the keys say which."""
     if choices.planner and choices.degree and not same and run.home.slots > 1:
-        yield run.with_context(planner="dynamic")
+        yield run.set_context(planner="dynamic")
     elif choices.degree and run.choice.has_one_degree:
         for degree in degrees_to_compare(run.home, run.choice):
-            yield run.with_context(context_parallel_size=degree)
+            yield run.set_context(context_parallel_size=degree)
     else:
         yield run
 
 
 def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
-    """Limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch."""
+    """List limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch."""
     choice, unit = run.choice, 2 * run.choice.options.row_multiple  # of the two parts of a document that a slot has
-    widest = choice.widest(run.home) or run.home.slots
+    widest = choice.widest_degree(run.home) or run.home.slots
     widest = max(d for d in range(1, widest + 1) if run.home.slots % d == 0 and choice.allows(d, run.home))
-    least = _round_up(-(-max(n for step in steps for n in step.lengths) // widest), unit)
-    most = max(_rows_without_limit(run, step) for step in steps)
+    least = _round_to_unit(-(-max(n for step in steps for n in step.lengths) // widest), unit)
+    most = max(_one_batch_rows(run, step) for step in steps)
     count = WAYS[choice.has_one_degree]
     ratio = max(2.0, (max(most, least) / least) ** (1 / (count - 1)))
-    limits = [_round_up(min(int(least * ratio**i), most), unit) for i in range(count)]
+    limits = [_round_to_unit(min(int(least * ratio**i), most), unit) for i in range(count)]
     return sorted({least, *(limit for limit in limits if limit > least)})
 
 
-def _rows_without_limit(run: RunOnGpus, step: Documents) -> int:
-    """The rows of the fullest slot if a step is one micro-batch."""
+def _one_batch_rows(run: RunOnGpus, step: Documents) -> int:
+    """Return the rows of the fullest slot if a step is one micro-batch."""
     degree = run.choice.degree if run.choice.has_one_degree else 1
     groups = run.home.slots // max(degree, 1)
     return max(max(step.lengths) // max(degree, 1), -(-sum(step.lengths) // max(degree, 1) // groups)) + UNIT
 
 
-def _round_up(rows: int, unit: int) -> int:
+def _round_to_unit(rows: int, unit: int) -> int:
     return -(-rows // unit) * unit
 
 
 def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
-    """The most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
+    """Find the most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
 
     0 tokens where not even these fit.
     """
     degree = degree or run.home.slots
-    run = run.with_context(planner="fixed", context_parallel_size=degree)
-    unit = _round_up(UNIT, 2 * run.choice.options.row_multiple)
+    run = run.set_context(planner="fixed", context_parallel_size=degree)
+    unit = _round_to_unit(UNIT, 2 * run.choice.options.row_multiple)
 
-    run = run.with_context(max_tokens_per_slot=0)
-    short = _with_configured_type(run.plan((unit * degree,)), run)
+    run = run.set_context(max_tokens_per_slot=0)
+    short = _set_key_type(run.plan((unit * degree,)), run)
 
     def fits(rows: int, plan: Plan | None = None) -> bool:
-        plan = plan or _with_length(short, rows * degree)
-        return any(memory.fits(run.budget) for memory in leanest_plans(run, [plan], fixed))
+        plan = plan or _change_length(short, rows * degree)
+        return any(memory.fits(run.budget) for memory in run.leanest_plans([plan], fixed))
 
-    low = most_that_fits(lambda count: fits(count * unit), MOST_ROWS // unit)
+    low = largest_fitting(lambda count: fits(count * unit), MOST_ROWS // unit)
     while low and not fits(low * unit, run.plan((low * unit * degree,))):  # its planner shares attention in another way
         low -= 1 + low // 256
     low = max(low, 0)
-    return low * unit * degree, run.with_context(max_tokens_per_slot=max(1, low) * unit)
+    return low * unit * degree, run.set_context(max_tokens_per_slot=max(1, low) * unit)
 
 
-def _with_configured_type(plan: Plan, run: RunOnGpus) -> Plan:
-    """The plan of one document with the type of the keys, so that "auto" is decided by each length."""
+def _set_key_type(plan: Plan, run: RunOnGpus) -> Plan:
+    """Set the type of the keys in the plan of one document, so that "auto" is decided by each length."""
     types = run.choice.options.cp_comm_type
     if types != AUTO:
         return plan
@@ -161,27 +164,27 @@ def _with_configured_type(plan: Plan, run: RunOnGpus) -> Plan:
     return replace(plan, micro_batches=(MicroBatch((group,)), *plan.micro_batches[1:]))
 
 
-def _with_length(plan: Plan, tokens: int) -> Plan:
-    """The plan of one document as if it had another length."""
+def _change_length(plan: Plan, tokens: int) -> Plan:
+    """Change the plan of one document as if it had another length."""
     (group,) = plan.micro_batches[0].groups
     group = replace(group, lengths=(tokens,), pad_to=None)
     return replace(plan, lengths=(tokens,), micro_batches=(MicroBatch((group,)), *plan.micro_batches[1:]))
 
 
 def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:
-    """The way whose slots hold fewest rows: the widest degree that may be chosen, and no more rows than it needs."""
+    """Return the way whose slots hold fewest rows: the widest possible degree, and no more rows than it needs."""
     planned = run
     if choices.planner or run.choice.has_one_degree:
-        planned = run.with_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
+        planned = run.set_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
         if choices.degree:
-            planned = planned.with_context(context_parallel_size=max(degrees_to_compare(run.home, planned.choice)))
+            planned = planned.set_context(context_parallel_size=max(degrees_to_compare(run.home, planned.choice)))
     if not choices.rows and run.config.context.max_tokens_per_slot != AUTO:
         return planned
-    return planned.with_context(max_tokens_per_slot=row_limits(planned, steps)[0])
+    return planned.set_context(max_tokens_per_slot=row_limits(planned, steps)[0])
 
 
 def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
-    """The way on the fewest GPUs that hold these steps, more than the run has; None where no number up to 1,024 does.
+    """Find the fewest GPUs that hold these steps, more than the run has; None where no number up to 1,024 does.
 
     Degrees and rows are those that need least on each number, then the fastest that fit are taken.
     """
@@ -192,29 +195,29 @@ def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
         if count > HOST_GPUS:
             low = place
             break
-        if fit := _fit_on_count(run, count, steps, choices):
+        if fit := _try_count(run, count, steps, choices):
             return fit
     else:
         return None
     best: Fit | None = None
     while low < high:
         middle = (low + high) // 2
-        if fit := _fit_on_count(run, counts[middle], steps, choices):
+        if fit := _try_count(run, counts[middle], steps, choices):
             best, high = fit, middle
         else:
             low = middle + 1
     return best
 
 
-def _fit_on_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: Choices) -> Fit | None:
+def _try_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: Choices) -> Fit | None:
     try:
-        return find_fit(run.with_count(count), steps, choices)
+        return find_fit(run.change_count(count), steps, choices)
     except (PlanError, LayoutError):
         return None
 
 
 def one_measure(run: RunOnGpus, measure: str) -> FixedMemory:
-    """One measure for all layers on the device, with the run's other keys as they are."""
+    """Set one measure for all layers on the device, with the run's other keys as they are."""
     fixed = run.fixed
     changes: dict[str, Any] = {"measure": measure, "layers": None, "offload": False if measure != "none" else None}
     changes["gathered_once"] = fixed.gathered_once or False

@@ -73,13 +73,16 @@ class Question:
     config: RunConfig
     given: frozenset[str]
 
-    def gives(self, *keys: str) -> bool:
-        """Whether one of these keys is given."""
+    def gives_any(self, *keys: str) -> bool:
+        """Return whether one of these keys is given."""
         return not self.given.isdisjoint(keys)
 
 
 def asks_for_gpus(argv: Sequence[str]) -> bool:
-    """Whether the words name GPUs. Raises ConfigError for flags that need them, and for former meanings, without."""
+    """Return whether the words name GPUs.
+
+    Raises ConfigError for flags that need them, and for former meanings, without.
+    """
     clauses = [*_split_words(argv)]
     names = {name for name, _ in clauses}
     for name, values in clauses:
@@ -98,7 +101,7 @@ def asks_for_gpus(argv: Sequence[str]) -> bool:
 
 
 def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags, Question]:
-    """The flags and the keys of a command line that names GPUs.
+    """Parse the flags and the keys of a command line that names GPUs.
 
     Raises ConfigError for an unknown flag, for a key that is given by both of its names, and for a flag of plans that
     such a question does not read.
@@ -124,8 +127,8 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     return flags, Question(config, frozenset(key[2:] for key in flag_of))
 
 
-def with_model(question: Question, folder: str) -> Question:
-    """The question with the model of --model. Raises ConfigError where no model is named, or more than one."""
+def set_model(question: Question, folder: str) -> Question:
+    """Set the model of --model in the question. Raises ConfigError where no model is named, or more than one."""
     model = question.config.model
     named = [key for key in ("path", "config", "preset") if getattr(model, key)]
     if folder and named:
@@ -139,7 +142,7 @@ def with_model(question: Question, folder: str) -> Question:
 
 
 def _split_words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with underscores, and the words behind it."""
+    """Yield each flag with underscores, and the words behind it."""
     name, values = "", list[str]()
     for word in argv:
         if not word.startswith("--"):
@@ -168,14 +171,14 @@ def _check_flag(name: str) -> None:
     )
 
 
-def source_of(flags: Any, question: Question) -> str:
-    """Which documents are asked about: "longest", "data", or the flag of their lengths. Raises ConfigError for several.
+def find_source(flags: Any, question: Question) -> str:
+    """Find which documents are asked about: "longest", "data", or the flag of their lengths.
 
     >>> source_of(PlanFlags(same="1x262144"), question)  # doctest: +SKIP
     'same'
     """
     named = [name for name in ("lengths", "same", "distribution") if getattr(flags, name)]
-    named += ["data"] * question.gives("data.path")
+    named += ["data"] * question.gives_any("data.path")
     if flags.longest and named:
         raise ConfigError(
             f"--longest asks for the longest document, and --{named[0]} names documents; leave one of them out"
@@ -193,5 +196,5 @@ def source_of(flags: Any, question: Question) -> str:
 
 def _check_data_flags(question: Question, named: Collection[str]) -> None:
     for key in ("data.tokenizer", "train.epochs", "train.tokens_per_step"):
-        if question.gives(key) and "data" not in named:
+        if question.gives_any(key) and "data" not in named:
             raise ConfigError(f"{key} is of a run, whose documents --data names; add --data PATH, or leave it out")

@@ -12,7 +12,7 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.plan import Machine
 from longspan.plan.cost.machine import is_known
 from longspan.plan.cost.model_cost import read_machine
-from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint, gib
+from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint, gib_text
 
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
 
@@ -34,7 +34,9 @@ class Gpus:
     @property
     def title(self) -> str:
         """What they are, in a line."""
-        words = f"{self.count} x {self.name}, {gib(self.bytes)} each, {gib(self.host_bytes)} of the host for each"
+        words = (
+            f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {gib_text(self.host_bytes)} of the host for each"
+        )
         return f"{words} (assumed: {', '.join(self.assumed)})" if self.assumed else words
 
     @property
@@ -45,7 +47,7 @@ class Gpus:
 
 
 def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
-    """The GPUs that flags name; `run_machine` is the key run.machine, which prices those of --gpu-bytes.
+    """Read the GPUs that flags name; `run_machine` is the key run.machine, which prices those of --gpu-bytes.
 
     >>> read_gpus(PlanFlags(gpu="h100", gpus=4), 0.0, "").title  # doctest: +SKIP
     '4 x H100, 80.0 GiB each, 128.0 GiB of the host for each (assumed: H100s by data sheet, the host)'
@@ -72,7 +74,7 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
 
 
 def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machine, str, tuple[str, ...]]:
-    """The machine that prices, the name of its GPU, and what of its speed is assumed."""
+    """Choose the machine that prices, the name of its GPU, and what of its speed is assumed."""
     if not 0 <= tflops < math.inf:
         raise ConfigError(f"--tflops {tflops:g}: a speed must be above 0, such as --tflops 400")
     if tflops and run_machine:
@@ -92,14 +94,14 @@ def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[M
             (("its speed by data sheet",) if priced.assumed else ()),
         )
     if tflops:
-        return _with_speed(machine, tflops), name, ()
+        return _set_speed(machine, tflops), name, ()
     if not flags.gpu:
         return machine, name, ("the speed of an H200, --tflops N is another",)
     return machine, name, (("its speed by data sheet",) if machine.assumed else ())
 
 
 def find_machine(name: str, key: str) -> Machine:
-    """The machine of a GPU by name, or of a file. Raises ConfigError for a name that is neither."""
+    """Find the machine of a GPU by name, or of a file. Raises ConfigError for a name that is neither."""
     if not is_known(name) and not Path(name).is_file():
         try:
             return Machine.known(name)
@@ -111,8 +113,8 @@ def find_machine(name: str, key: str) -> Machine:
     return machine
 
 
-def _with_speed(machine: Machine, tflops: float) -> Machine:
-    """The machine whose products, attention and scans run at another speed."""
+def _set_speed(machine: Machine, tflops: float) -> Machine:
+    """Set another speed of a machine's products, attention and scans."""
     scale = tflops * 1e12 / machine.product_flops_per_second
     rates = {name: value * scale for name, value in machine.rates().items() if name.endswith("flops_per_second")}
     return replace(machine, **rates, source=f"the model on GPUs of {tflops:g} TFLOP/s")

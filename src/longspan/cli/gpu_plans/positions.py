@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.model_shape import has_mixers
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.model_shape import has_mixers
 
 SCALED = "yarn"
 BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
@@ -17,12 +17,12 @@ WITHOUT_ROTARY = ("nemotron_h", "kimi_linear")  # hybrids
 
 
 def position_limit(model: Any) -> int | None:
-    """The longest document that a configuration stands for, its own scaling included; None if nothing limits it.
+    """Return the longest document that a configuration stands for, its own scaling included; None if nothing limits it.
 
     >>> position_limit({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
     163840
     """
-    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _rope(model)
+    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _rope_parameters(model)
     if not limit or _has_no_positions(model):
         return None
     kind, factor = _rope_type(rope), rope.get("factor") or 1.0
@@ -34,15 +34,17 @@ def position_limit(model: Any) -> int | None:
 
 
 def can_scale(model: Any) -> bool:
-    """Whether model.rope_scaling can stretch the positions of a configuration."""
+    """Return whether model.rope_scaling can stretch the positions of a configuration."""
     read = ConfigReader.read_whole(model)
     by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
     is_text = read.value("text_config") is None
-    return is_text and not by_layer and not _has_no_positions(model) and _rope_type(_rope(model)) == "default"
+    return (
+        is_text and not by_layer and not _has_no_positions(model) and _rope_type(_rope_parameters(model)) == "default"
+    )
 
 
-def _rope(model: Any) -> Mapping[str, Any]:
-    """The rotary parameters of all layers, of a text model."""
+def _rope_parameters(model: Any) -> Mapping[str, Any]:
+    """Return the rotary parameters of all layers, of a text model."""
     read = ConfigReader.read_whole(model)
     for name in ("rope_parameters", "rope_scaling"):
         value = read.value(name)
@@ -60,7 +62,7 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def _has_no_positions(model: Any) -> bool:
-    """Whether a hybrid's attention has no positions."""
+    """Return whether a hybrid's attention has no positions."""
     read = ConfigReader.of(model)
     if not has_mixers(model):
         return False
@@ -68,8 +70,8 @@ def _has_no_positions(model: Any) -> bool:
     return named or read.family in WITHOUT_ROTARY or (read.family == "zamba2" and not read.value("use_mem_rope"))
 
 
-def with_positions(run: RunOnGpus, longest: int) -> RunOnGpus:
-    """The run with model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
+def scale_positions(run: RunOnGpus, longest: int) -> RunOnGpus:
+    """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
     limit, model = position_limit(run.model), run.config.model
     if limit is None or longest <= limit or model.rope_scaling or not can_scale(run.model):
         return run
@@ -77,7 +79,7 @@ def with_positions(run: RunOnGpus, longest: int) -> RunOnGpus:
 
 
 def position_notes(run: RunOnGpus, longest: int) -> Iterator[str]:
-    """A line where documents are longer than the model's positions."""
+    """Yield a line where documents are longer than the model's positions."""
     limit = position_limit(run.model)
     if limit is None or longest <= limit:
         return

@@ -19,9 +19,9 @@ from longspan.cli.gpu_plans.fit import (
     leanest_way,
     one_measure,
 )
-from longspan.cli.gpu_plans.positions import position_notes, with_positions
+from longspan.cli.gpu_plans.positions import position_notes, scale_positions
 from longspan.cli.gpu_plans.run_documents import RunDocuments, sample_steps
-from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus, leanest_plans
+from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.config.defaults import encoder_default
 from longspan.config.sections import TrainConfig
 from longspan.errors import PlanError, plural
@@ -32,49 +32,47 @@ PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of
 
 
 def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> Answer:
-    """The longest document on the GPUs, under each measure and under "auto"."""
+    """Answer how long a document may be on the GPUs, under each measure and under "auto"."""
     degree = _longest_degree(run, choices)
     tokens, way = find_longest(run, run.fixed, degree=degree)
     if not tokens:
         least = UNIT * run.home.slots
         return _make_refusal(f"a document of {least:,} tokens", run, [Documents((least,))], given, choices)
-    fit = _with_positions(fit_run(way, [Documents((tokens,))]), tokens)
+    fit = _scale_fit(fit_run(way, [Documents((tokens,))]), tokens)
     columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
     title = f"the longest document has {tokens:,} tokens"
     return replace(_make_answer(title, run, fit, given, columns), longest=tokens)
 
 
 def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
-    """The longest document if all layers have one measure."""
+    """Make the column of the longest document if all layers have one measure."""
     tokens, way = find_longest(run, one_measure(run, name), degree=degree)
     plan = way.plan((tokens,)) if tokens else None
-    return Column(name, plan and next(leanest_plans(way, [plan], one_measure(way, name))), tokens, bool(tokens))
+    return Column(name, plan and next(way.leanest_plans([plan], one_measure(way, name))), tokens, bool(tokens))
 
 
 def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
-    """The degree of the longest document; 0: all slots."""
+    """Return the degree of the longest document; 0: all slots."""
     return int(run.config.context.context_parallel_size) if run.choice.has_one_degree and not choices.degree else 0
 
 
-def _with_positions(fit: Fit, longest: int) -> Fit:
-    return replace(fit, run=with_positions(fit.run, longest))
+def _scale_fit(fit: Fit, longest: int) -> Fit:
+    return replace(fit, run=scale_positions(fit.run, longest))
 
 
 def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: frozenset[str], choices: Choices) -> Answer:
-    """Whether one step of these documents fits, and with which keys."""
+    """Answer whether one step of these documents fits, and with which keys."""
     steps = [Documents(tuple(lengths))]
     title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {source}"
     try:
         fit = find_fit(run, steps, choices)
     except PlanError as error:
         return _make_refusal(title, run, steps, given, choices, error)
-    return _with_longest(
-        _make_answer(title, run, _with_positions(fit, max(lengths)), given, _make_columns(fit)), choices
-    )
+    return _add_longest(_make_answer(title, run, _scale_fit(fit, max(lengths)), given, _make_columns(fit)), choices)
 
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
-    """Whether a run of these documents fits, with which keys, and how long it takes."""
+    """Answer whether a run of these documents fits, with which keys, and how long it takes."""
     sampled = _sample_documents(documents, PRICED[False])
     longest = Documents((documents.longest,))
     searched = [max(sampled, key=lambda step: sum(n * n for n in step.lengths)), longest]
@@ -84,18 +82,18 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], c
         way = find_fit(run, searched, choices).run
         sampled = _sample_documents(documents, PRICED[way.choice.has_one_degree])
         plans = [way.plan(step.lengths, step.targets) for step in sampled]
-        memory = way.memory_of([*plans, way.plan(longest.lengths)])
+        memory = way.plan_memory([*plans, way.plan(longest.lengths)])
     except PlanError as error:
         return replace(_make_refusal(title, run, searched, names, choices, error), steps=documents.steps)
     encoding, note = _encoding_seconds(way, documents, plans)
     seconds = way.seconds(plans, memory) + encoding
-    fit = _with_positions(Fit(way, tuple(plans), memory, seconds), documents.longest)
-    answer = _with_longest(_make_answer(title, run, fit, names, _make_columns(fit)), choices)
+    fit = _scale_fit(Fit(way, tuple(plans), memory, seconds), documents.longest)
+    answer = _add_longest(_make_answer(title, run, fit, names, _make_columns(fit)), choices)
     return replace(answer, steps=documents.steps, sampled=len(sampled), notes=(*note, *answer.notes))
 
 
 def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
-    """The mean seconds a step that encoding its images takes, and a line about them."""
+    """Return the mean seconds a step that encoding its images takes, and a line about them."""
     if not documents.image_rows:
         return 0.0, ()
     config, rows = run.config, f"images: {documents.image_rows:,.0f} rows in a step"
@@ -104,7 +102,7 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
     except PlanError as error:
         return 0.0, (f"{rows}, whose encoding is not in the seconds: {error}",)
     steps = sample_steps(documents.steps, len(plans))
-    images = [documents.images_of(step) for step in steps]
+    images = [documents.list_images(step) for step in steps]
     if not any(images):
         return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
     most = config.encoder.max_rows or None
@@ -117,7 +115,7 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
 
 
 def _sample_documents(documents: RunDocuments, most: int) -> list[Documents]:
-    """The documents of at most so many steps of a run."""
+    """Return the documents of at most so many steps of a run."""
     return [_step_documents(documents, step) for step in sample_steps(documents.steps, most)]
 
 
@@ -127,7 +125,7 @@ def _step_documents(documents: RunDocuments, step: int) -> Documents:
 
 
 def _make_answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], columns: Sequence[Column]) -> Answer:
-    """The answer of a way that fits."""
+    """Make the answer of a way that fits."""
     return Answer(
         title=title,
         run=run,
@@ -141,17 +139,17 @@ def _make_answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], co
     )
 
 
-def _with_longest(answer: Answer, choices: Choices) -> Answer:
-    """The answer with the longest document that fits the GPUs in question."""
+def _add_longest(answer: Answer, choices: Choices) -> Answer:
+    """Add the longest document that fits the GPUs in question to the answer."""
     run = answer.run
     return replace(answer, longest=find_longest(run, run.fixed, degree=_longest_degree(run, choices))[0])
 
 
 def _make_columns(fit: Fit) -> list[Column]:
-    """The table's columns: the same plans under each measure, and what was chosen."""
+    """Make the table's columns: the same plans under each measure, and what was chosen."""
     columns = list[Column]()
     for name in COLUMNS:
-        memory = next(leanest_plans(fit.run, fit.plans, one_measure(fit.run, name)))
+        memory = next(fit.run.leanest_plans(fit.plans, one_measure(fit.run, name)))
         columns.append(Column(name, memory, _longest_tokens(fit), memory.fits(fit.run.budget)))
     return [*columns, Column("auto", fit.memory, _longest_tokens(fit), True)]
 
@@ -168,31 +166,31 @@ def _make_refusal(
     choices: Choices,
     error: PlanError | None = None,
 ) -> Answer:
-    """The answer where nothing fits: what the way that needs least holds, and the fewest GPUs that would do."""
+    """Make the answer where nothing fits: what the way that needs least holds, and the fewest GPUs that would do."""
     way = leanest_way(run, steps, choices)
     try:
         plans = [way.plan(step.lengths, step.targets) for step in steps]
     except PlanError:  # of a limit of rows that is given
-        without_limit = way.with_context(max_tokens_per_slot=0)
+        without_limit = way.set_context(max_tokens_per_slot=0)
         plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
-    memory = next(leanest_plans(way, plans, run.fixed))
+    memory = next(way.leanest_plans(plans, run.fixed))
     longest = max(n for step in steps for n in step.lengths)
-    other = _fit_with_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
+    other = _fit_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
     answer = Answer(
         title=title,
         run=way,
         fits=False,
         memory=memory,
         columns=(Column("least", memory, longest, False),),
-        fit=other and _with_positions(other, longest),
+        fit=other and _scale_fit(other, longest),
         refusal=str(error or ""),
         given=given,
     )
-    return _with_longest(answer, choices)
+    return _add_longest(answer, choices)
 
 
-def _fit_with_free_measures(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
-    """The way on the same GPUs if no measure is given by hand; None where none is, or it does not fit either."""
+def _fit_free_measures(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
+    """Fit the same GPUs with no measure given by hand; None where none is, or it does not fit either."""
     usual, parallel = TrainConfig(), replace(run.config.parallel, reshard_after_forward=True)
     free = replace(run.config.train, **{key: getattr(usual, key) for key in BY_HAND})
     config = replace(run.config, train=free, parallel=parallel)

@@ -20,7 +20,7 @@ from longspan.corpus.files import STDLIB, CorpusFile, find_files
 from longspan.corpus.first_rows import text_sizes
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, plural
-from longspan.train.plans.order import documents_line, order_of_lengths, step_order_of, with_steps_of_epochs
+from longspan.train.plans.order import documents_line, make_step_order, order_lengths, set_epoch_steps
 
 Log = Callable[[str], None]
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
@@ -47,8 +47,8 @@ class RunDocuments:
         """Steps of the whole run."""
         return self.config.train.steps
 
-    def images_of(self, step: int) -> list[Sequence[int]]:
-        """The rows of each image of a step's documents; none of packs, whose documents are cut."""
+    def list_images(self, step: int) -> list[Sequence[int]]:
+        """Return the rows of each image of a step's documents; none of packs, whose documents are cut."""
         if not self.images or isinstance(self.order, PackOrder):
             return []
         return [self.images.get(document, ()) for document in self.order.documents_of_step(step)]
@@ -56,7 +56,7 @@ class RunDocuments:
 
 @contextmanager
 def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
-    """The documents of a run of this configuration; `estimate` tokens as bytes / 4 where it names no tokenizer.
+    """Open the documents of a run of this configuration; `estimate` tokens as bytes / 4 where it names no tokenizer.
 
     >>> with open_documents(config, print, estimate=True) as documents:
     ...     documents.order.lengths_of_step(0)  # doctest: +SKIP
@@ -74,8 +74,8 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
     engine = None if tokenizer is None else load_tokenizer(tokenizer)
     with TemporaryDirectory(prefix="longspan-plan-") as folder:
         corpus = ensure_corpus(CorpusSettings(config.data), Path(folder), tokenizer=engine, resumed=False, log=log)
-        order = step_order_of(config, corpus)
-        config = with_steps_of_epochs(config, order, log)
+        order = make_step_order(config, corpus)
+        config = set_epoch_steps(config, order, log)
         lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
         tokens = max(1, int(lengths.sum()))
         share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
@@ -85,12 +85,12 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
             columns = (np.asarray(corpus.images.column(name)).tolist() for name in ("document", "rows"))
             for document, count in zip(*columns, strict=True):
                 images.setdefault(document, []).append(count)
-        longest, line = _longest(config, order, lengths), documents_line(config, order)
+        longest, line = _longest_document(config, order, lengths), documents_line(config, order)
         yield RunDocuments(config, order, longest, share, rows, line, images)
 
 
 def _tokenizer_folder(config: RunConfig) -> Path | None:
-    """The folder of the tokenizer that the keys name, or that the model's folder holds."""
+    """Return the folder of the tokenizer that the keys name, or that the model's folder holds."""
     if config.data.tokenizer:
         return Path(config.data.tokenizer).expanduser()
     source = Path(config.model.source).expanduser()
@@ -99,7 +99,10 @@ def _tokenizer_folder(config: RunConfig) -> Path | None:
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
-    """Documents whose tokens are estimated by the bytes of their texts. Raises ConfigError for a mixture of sources."""
+    """Estimate the tokens of documents by the bytes of their texts.
+
+    Raises ConfigError for a mixture of sources.
+    """
     data = config.data
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
@@ -114,10 +117,15 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
         "nor the model's folder has a tokenizer (--tokenizer FOLDER counts them)"
     )
     lengths = np.array(counts, dtype=np.int64)
-    order = order_of_lengths(config, lengths)
-    config = with_steps_of_epochs(config, order, log)
+    order = order_lengths(config, lengths)
+    config = set_epoch_steps(config, order, log)
     return RunDocuments(
-        config, order, _longest(config, order, lengths), 1.0, 0.0, f"{documents_line(config, order)}; estimated"
+        config,
+        order,
+        _longest_document(config, order, lengths),
+        1.0,
+        0.0,
+        f"{documents_line(config, order)}; estimated",
     )
 
 
@@ -125,8 +133,8 @@ def _cut_lengths(tokens: int, limit: int) -> list[int]:
     return [tokens] if limit <= 0 else [*[limit] * (tokens // limit), tokens % limit]
 
 
-def _longest(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
-    """Tokens of the longest document of a training step."""
+def _longest_document(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
+    """Return the tokens of the longest document of a training step."""
     data = config.data
     if not data.pack_to:
         held_out = set(order.evaluation)
@@ -135,7 +143,7 @@ def _longest(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArr
 
 
 def sample_steps(steps: int, most: int) -> list[int]:
-    """At most so many of a run's steps, evenly apart, the first one among them.
+    """Choose at most so many of a run's steps, evenly apart, the first one among them.
 
     >>> sample_steps(10, 4)
     [0, 2, 5, 7]
@@ -143,6 +151,6 @@ def sample_steps(steps: int, most: int) -> list[int]:
     return [i * steps // most for i in range(most)] if steps > most else [*range(steps)]
 
 
-def with_one_epoch(config: RunConfig, *, given: bool) -> RunConfig:
-    """The configuration of one epoch, unless epochs or steps are given."""
+def set_one_epoch(config: RunConfig, *, given: bool) -> RunConfig:
+    """Set one epoch, unless epochs or steps are given."""
     return config if given else replace(config, train=replace(config.train, epochs=1.0))

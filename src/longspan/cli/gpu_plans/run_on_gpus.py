@@ -25,14 +25,15 @@ from longspan.plan import (
     Plan,
     choose_memory,
 )
-from longspan.plan.cost.model_shape import ModelShape, read_query_heads
+from longspan.plan.memory.choose import leanest_plans
 from longspan.plan.memory.seconds import step_seconds
+from longspan.plan.shape.model_shape import ModelShape, read_query_heads
 from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
-from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
+from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.run_cost import cost_settings_of
+from longspan.train.plans.run_cost import run_cost_settings
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class RunOnGpus:
 
     @classmethod
     def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
-        """The run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
+        """Make the run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
         check_model_keys(config, training=False)
         check_numbers(config, training=False)
         home = home_of(config.parallel, gpus.count)
@@ -62,15 +63,15 @@ class RunOnGpus:
         check_measures(config.train, gpu=True)
         check_parallel(config, home)
         check_plans(replace(config, eval=()), home, training=True)
-        return cls(config, gpus, home, model_of(config))
+        return cls(config, gpus, home, planner_model(config))
 
-    def with_count(self, count: int) -> "RunOnGpus":
-        """The same run on another number of these GPUs."""
+    def change_count(self, count: int) -> "RunOnGpus":
+        """Return the same run on another number of these GPUs."""
         gpus = replace(self.gpus, count=count)
         return replace(self, gpus=gpus, home=home_of(self.config.parallel, count))
 
-    def with_context(self, **keys: Any) -> "RunOnGpus":
-        """The same run with other keys of [context]."""
+    def set_context(self, **keys: Any) -> "RunOnGpus":
+        """Return the same run with other keys of [context]."""
         return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
 
     @property
@@ -85,7 +86,7 @@ class RunOnGpus:
         """What of the keys decides the run's bytes."""
         rows, most = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
         rows = min(rows, most) if most else rows
-        return memory_settings_of(self.config, target_share=self.target_share, encoder_rows=rows)
+        return run_memory_settings(self.config, target_share=self.target_share, encoder_rows=rows)
 
     @cached_property
     def heads(self) -> int | None:
@@ -104,8 +105,8 @@ class RunOnGpus:
         return size if isinstance(size, int) else max(1, self.gpus.machine.node_size // self.home.tp)
 
     def cost(self, memory: MemoryPlan | None = None) -> Cost:
-        """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
-        settings = cost_settings_of(self.config, slots=self.home.slots, target_share=self.target_share, memory=memory)
+        """Return the price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
+        settings = run_cost_settings(self.config, slots=self.home.slots, target_share=self.target_share, memory=memory)
         return self.gpus.machine.cost(self.model, settings)
 
     @cached_property
@@ -122,8 +123,8 @@ class RunOnGpus:
         """The keys of memory that are given by hand."""
         return fixed_keys(self.config)
 
-    def memory_of(self, plans: Sequence[Plan]) -> MemoryPlan:
-        """The fastest plan of memory of these plans, or that of the keys where train.memory chooses nothing.
+    def plan_memory(self, plans: Sequence[Plan]) -> MemoryPlan:
+        """Plan the memory of these plans: the fastest way, or that of the keys where train.memory chooses nothing.
 
         Raises PlanError, with the bytes, where it does not fit.
         """
@@ -131,7 +132,7 @@ class RunOnGpus:
         if self.config.train.memory == AUTO:
             more = {"machine": machine, "fixed": self.fixed}
             return choose_memory(self.model, self.home, list(plans), self.settings, budget, **more)
-        memory = next(leanest_plans(self, plans, self.fixed))
+        memory = next(self.leanest_plans(plans, self.fixed))
         if not memory.fits(budget):
             device, host = memory.device.total, memory.host.total
             raise PlanError(
@@ -142,34 +143,31 @@ class RunOnGpus:
         return memory
 
     def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
-        """The mean seconds of the steps of these plans, with what the plan of memory adds."""
-        machine, cost = self.gpus.machine, self.cost(memory).shared_by(self.home.tp)
-        needs = MemoryNeeds.of(self.model, self.home, list(plans), self.settings, machine=machine)
-        return step_seconds(self.model, plans, memory, needs, machine, cost)
+        """Return the mean seconds of the steps of these plans, with what the plan of memory adds."""
+        cost = self.cost(memory).shared_by(self.home.tp)
+        return step_seconds(self.model, plans, memory, self.memory_needs(plans), self.gpus.machine, cost)
+
+    def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
+        """Return what these plans need before it is decided what layers keep."""
+        return MemoryNeeds.of(self.model, self.home, list(plans), self.settings, machine=self.gpus.machine)
+
+    def leanest_plans(self, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
+        """Yield what these plans hold if every layer keeps as little as these keys let it; least on the device first.
+
+        They are plans of memory whether they fit or not.
+        """
+        return leanest_plans(self.memory_needs(plans), fixed)
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
-        """The plan of a step of documents of these lengths. Raises PlanError where they exceed its limit of rows."""
+        """Plan a step of documents of these lengths.
+
+        Raises PlanError where they exceed its limit of rows.
+        """
         return self.choice.plan(lengths, self.home, targets=targets)
 
 
-def leanest_plans(run: RunOnGpus, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """What plans hold if every layer keeps as little as these keys let it, on the device or on the host; least first.
-
-    The first one has least on the device, whether it fits or not.
-    """
-    base = MemoryNeeds.of(run.model, run.home, list(plans), run.settings, machine=run.gpus.machine)
-    kinds = ("full", "selective") if fixed.measure is None else (fixed.measure,)
-    places = [True, False] if fixed.offload is None else [fixed.offload]
-    words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
-    for states in [True, False] if fixed.offload_states is None else [fixed.offload_states]:
-        settings = replace(run.settings, gathered_once=bool(fixed.gathered_once), offload_states=states)
-        needs = base.with_settings(settings)
-        for word in words:
-            yield needs.under(needs.words(word, fixed.layers))
-
-
-def model_of(config: RunConfig) -> Any:
-    """What names the model to planners: its folder or config.json, or the values of a preset."""
+def planner_model(config: RunConfig) -> Any:
+    """Return what names the model to planners: its folder or config.json, or the values of a preset."""
     if config.model.source:
         return config.model.source
     preset = PRESETS[config.model.preset_name]

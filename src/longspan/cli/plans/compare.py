@@ -21,18 +21,18 @@ from longspan.cli.plans.comparison_tables import (
     degrees_picture,
     degrees_table,
     sensitivity_lines,
-    title_of_saved_plans,
+    title_saved_plans,
 )
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     PlanningFlags,
+    add_closing,
     check_degrees,
     check_pictures,
-    kind_of_picture,
+    picture_kind,
     plan_options,
     read_price,
     type_notes,
-    with_weights,
     write_file,
 )
 from longspan.errors import ConfigError, plural
@@ -44,7 +44,7 @@ from longspan.plan.simulate.evaluation import which_degree
 from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
 from longspan.plan.simulate.sensitivity import Sensitivity
 from longspan.plan.simulate.simulate import simulate
-from longspan.plan.simulate.type_and_partition import type_of
+from longspan.plan.simulate.type_and_partition import plan_type_text
 from longspan.report.markup import page, tag
 
 
@@ -80,7 +80,7 @@ class CompareFlags(PlanningFlags):
     (RUN/plans.jsonl)."""
 
 
-def check_flags_of_comparison(flags: CompareFlags) -> None:
+def check_comparison_flags(flags: CompareFlags) -> None:
     """Raise ConfigError for a flag of one plan with --compare, and for a flag of comparisons without it."""
     of_both = {field.name for field in fields(PlanningFlags)} | {"compare"}
     of_comparisons = {field.name for field in fields(CompareFlags)} - of_both
@@ -94,7 +94,7 @@ def check_flags_of_comparison(flags: CompareFlags) -> None:
             raise ConfigError(f"{name} is of comparisons; add --compare, or leave it out")
 
 
-def compare(flags: CompareFlags) -> int:
+def run_comparison(flags: CompareFlags) -> int:
     """Print a comparison and write its pictures; returns the exit code."""
     check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, max_tokens_per_slot=0, node_size=1, accumulation=0)
     check_degrees(flags)
@@ -103,9 +103,9 @@ def compare(flags: CompareFlags) -> int:
     _check_compared_degrees(flags)
     if flags.plans:
         rows = list(_simulate_saved_plans(flags))
-        _show_rows(flags, title_of_saved_plans(rows), rows)
+        _show_rows(flags, title_saved_plans(rows), rows)
         return 0
-    home = home_of(flags)
+    home = make_home(flags)
     lengths, source = read_lengths(flags, home.slots)
     documents, tokens = plural(len(lengths), "document"), plural(sum(lengths), "token")
     title = (
@@ -155,8 +155,8 @@ def _check_compared_degrees(flags: CompareFlags) -> None:
             )
 
 
-def home_of(flags: CompareFlags) -> Layout:
-    """The home that the flags describe. Raises ConfigError or LayoutError if they do not fit."""
+def make_home(flags: CompareFlags) -> Layout:
+    """Make the home that the flags describe. Raises ConfigError or LayoutError if they do not fit."""
     if bool(flags.world) == bool(flags.slots):
         raise ConfigError(f"give --world or --slots, one of them; got --world {flags.world} --slots {flags.slots}")
     world = flags.world or flags.slots * flags.tp * flags.pp
@@ -164,7 +164,7 @@ def home_of(flags: CompareFlags) -> Layout:
 
 
 def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
-    """The cost of one of so many slots."""
+    """Return the cost of one of so many slots."""
     training = not (flags.evaluation or flags.which_eval_degree)
     return read_price(flags, slots=slots, tp=flags.tp, mode=mode, training=training).shared_by(flags.tp)
 
@@ -174,7 +174,7 @@ def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
     return plan_options(
         flags,
         cp_comm_type=flags.cp_comm_type or "auto",
-        cost=with_weights(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp),
+        cost=add_closing(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp),
         node_size=node_size,
         mode=flags.mode,
         micro_batch_multiple=math.lcm(flags.micro_batch_multiple, flags.pp if flags.vpp > 1 else 1),
@@ -186,14 +186,14 @@ def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
     for name, plan in _read_saved_plans(flags.plans):
         of_flags = _slot_price(flags, plan.slots, plan.mode)
         price = of_flags if flags.machine or flags.model else plan.cost
-        price = with_weights(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
+        price = add_closing(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
         passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}
         yield name, simulate(plan, cost=price, **passes)
 
 
 def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
-    """The plans of these files and folders, each with a name."""
+    """Yield the plans of these files and folders, each with a name."""
     for file in _plan_files(names):
         if file.suffix == ".jsonl":
             yield from ((f"step {step}", plan) for step, plan in read_plans(file))
@@ -202,7 +202,7 @@ def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
 
 
 def _plan_files(names: Sequence[str]) -> Iterator[Path]:
-    """The files that these names are or hold. Raises ConfigError for a name of no plan."""
+    """Yield the files that these names are or hold. Raises ConfigError for a name of no plan."""
     for name in names:
         path = Path(name)
         folder = path / "plans" if (path / "plans").is_dir() else path
@@ -213,9 +213,12 @@ def _plan_files(names: Sequence[str]) -> Iterator[Path]:
 
 
 def _row_bytes(flags: CompareFlags, plan: Plan) -> RowBytes:
-    """The bytes of a row: of the named model in bfloat16, or of Qwen3-8B. Depths count only in training steps."""
+    """Return the bytes of a row: of the named model in bfloat16, or of Qwen3-8B.
+
+    Depths count only in training steps.
+    """
     depths = 0 if flags.evaluation else flags.mtp_depths
-    exchanged, checkpointing = "a2a" in type_of(plan), flags.activation_checkpointing
+    exchanged, checkpointing = "a2a" in plan_type_text(plan), flags.activation_checkpointing
     return RowBytes.of(flags.model or QWEN3_8B, depths=depths, checkpointing=checkpointing, exchanged=exchanged)
 
 
@@ -260,5 +263,5 @@ def _write_pictures(flags: CompareFlags, title: str, picture: str) -> None:
     for path in flags.plot:
         heading = title.splitlines()[0]
         figure = tag("figure", picture, class_="chart")
-        write_file(path, page(heading, [figure]) if kind_of_picture(path) == "html" else picture)
+        write_file(path, page(heading, [figure]) if picture_kind(path) == "html" else picture)
         print(f"wrote {path}", file=sys.stderr if flags.json else sys.stdout)

@@ -16,7 +16,7 @@ from longspan.plan.simulate.evaluation import DegreeComparison
 from longspan.plan.simulate.row_bytes import Checkpointing
 from longspan.plan.simulate.sensitivity import Sensitivity
 from longspan.plan.simulate.simulate import Simulation
-from longspan.plan.simulate.type_and_partition import type_of
+from longspan.plan.simulate.type_and_partition import plan_type_text
 from longspan.report.chart import Chart, Series
 from longspan.report.chart_documents import NamedBar, bar_document, chart_document
 
@@ -52,9 +52,9 @@ under the fastest type of each degree (--cp-comm-type chooses one); micro-batche
 once) and bubble are the planned evaluation's. Memory of activations goes with the rows."""
 
 
-def title_of_saved_plans(rows: Sequence[NamedSimulation]) -> str:
-    """How many saved plans there are, their seconds together, and what they were priced for."""
-    simulations = _simulations(rows)
+def title_saved_plans(rows: Sequence[NamedSimulation]) -> str:
+    """Write how many saved plans there are, their seconds together, and what they were priced for."""
+    simulations = _possible_simulations(rows)
     total = sum(simulation.seconds for _, simulation in simulations)
     together = f", {seconds_text(total)} together" if _have_seconds(rows) else ""
     sources = ", ".join(dict.fromkeys(simulation.cost.source or NO_MACHINE for _, simulation in simulations))
@@ -62,13 +62,13 @@ def title_of_saved_plans(rows: Sequence[NamedSimulation]) -> str:
 
 
 def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing: Checkpointing) -> str:
-    """Simulations as text: a line for each, the plans that are not possible, and notes."""
-    simulations, timed = _simulations(rows), _have_seconds(rows)
+    """Write simulations as text: a line for each, the plans that are not possible, and notes."""
+    simulations, timed = _possible_simulations(rows), _have_seconds(rows)
     free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
     names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
     names += ["peak rows", f"kept, {checkpointing}", "sent inside", "sent across", *(["closing"] if free else [])]
     lines = [
-        (name, type_of(s.plan), *_simulation_cells(s), *([_closing_share(s)] if free else []))
+        (name, plan_type_text(s.plan), *_simulation_cells(s), *([_closing_share(s)] if free else []))
         for name, s in simulations
     ]
     failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
@@ -77,13 +77,14 @@ def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing:
         notes.append(UNPRICED)
     if not timed:
         notes.append(UNTIMED)
-    return "\n".join([title, "", text_table(names, lines, left=2), *failed, *comparison_with_fixed(rows), "", *notes])
+    return "\n".join([title, "", text_table(names, lines, left=2), *failed, *compare_with_fixed(rows), "", *notes])
 
 
-def comparison_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
-    """The dynamic plan and the fastest plan of one degree, in a line; none if either is missing."""
+def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
+    """Compare the dynamic plan and the fastest plan of one degree, in a line; none if either is missing."""
     of_kind = {
-        kind: [row for row in _simulations(rows) if row[1].plan.planner == kind] for kind in ("fixed", "dynamic")
+        kind: [row for row in _possible_simulations(rows) if row[1].plan.planner == kind]
+        for kind in ("fixed", "dynamic")
     }
     if not of_kind["fixed"] or len(of_kind["dynamic"]) != 1:
         return []
@@ -91,13 +92,13 @@ def comparison_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
     difference = of_kind["dynamic"][0][1].seconds / best.seconds - 1
     less = f"{abs(difference):.1%} {'less' if difference < 0 else 'more'} time than"
     words = "as much time as" if abs(difference) < LEAST_DIFFERENCE else less
-    kind = f" under {type_of(best.plan)}" if type_of(best.plan) else ""
+    kind = f" under {plan_type_text(best.plan)}" if plan_type_text(best.plan) else ""
     return [f"the dynamic plan takes {words} the fastest plan of one degree ({name}{kind})"]
 
 
 def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
-    """A bar for the seconds of each plan, with its type, and a line at the least bound. An SVG document."""
-    simulations, timed = _simulations(rows), _have_seconds(rows)
+    """Draw a bar for the seconds of each plan, with its type, and a line at the least bound, as an SVG document."""
+    simulations, timed = _possible_simulations(rows), _have_seconds(rows)
     bars = [
         NamedBar(name, s.seconds, _bar_words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations
     ]
@@ -105,21 +106,21 @@ def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
     line = (bound, f"lower bound{f', {seconds_text(bound)}' if timed else ''}")
     unit = "predicted seconds" if timed else "predicted time, of no machine"
     heading = "\n".join(
-        [f"Predicted time of a step: {title.splitlines()[0]}", *title.splitlines()[1:], *comparison_with_fixed(rows)]
+        [f"Predicted time of a step: {title.splitlines()[0]}", *title.splitlines()[1:], *compare_with_fixed(rows)]
     )
     return bar_document(heading, bars, unit, line)
 
 
 def _bar_words(simulation: Simulation, timed: bool) -> str:
-    """The words behind the bar of a plan."""
+    """Write the words behind the bar of a plan."""
     bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
     return " · ".join(
-        filter(None, [seconds_text(simulation.seconds) if timed else "", type_of(simulation.plan), bound])
+        filter(None, [seconds_text(simulation.seconds) if timed else "", plan_type_text(simulation.plan), bound])
     )
 
 
 def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequence[Sensitivity] = ()) -> str:
-    """Simulations as a JSON object, with what wrong constants change if that was computed."""
+    """Write simulations as a JSON object, with what wrong constants change if that was computed."""
     plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _simulation_json(s)) for name, s in rows]
     of_plans: dict[str, Any] = {"title": title, "plans": plans}
     if changes:
@@ -129,7 +130,10 @@ def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequen
 
 
 def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
-    """How the dynamic plan changes with each constant, the most harmful first; nothing if that was not computed."""
+    """Write how the dynamic plan changes with each constant, the most harmful first; nothing if it was not computed.
+
+    Nothing if that was not computed.
+    """
     if not changes:
         return []
     worst_first = sorted(changes, key=lambda change: -change.regret)
@@ -138,12 +142,12 @@ def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
     return ["", "If a constant is wrong, the dynamic plan changes:", text_table(names, cells), _SENSITIVITY_NOTE]
 
 
-def _simulations(rows: Sequence[NamedSimulation]) -> list[tuple[str, Simulation]]:
+def _possible_simulations(rows: Sequence[NamedSimulation]) -> list[tuple[str, Simulation]]:
     return [(name, simulation) for name, simulation in rows if isinstance(simulation, Simulation)]
 
 
 def _have_seconds(rows: Sequence[NamedSimulation]) -> bool:
-    return all(simulation.cost.source for _, simulation in _simulations(rows))
+    return all(simulation.cost.source for _, simulation in _possible_simulations(rows))
 
 
 def _simulation_cells(simulation: Simulation) -> tuple[str, ...]:
@@ -170,7 +174,7 @@ def _closing_share(simulation: Simulation) -> str:
 def _simulation_json(simulation: Simulation) -> dict[str, Any]:
     return {
         "planner": simulation.plan.planner,
-        "cp_comm_type": type_of(simulation.plan),
+        "cp_comm_type": plan_type_text(simulation.plan),
         "seconds": simulation.seconds,
         "predicted_seconds": simulation.plan.predicted_seconds,
         "lower_bound_seconds": simulation.lower_bound_seconds,
@@ -187,7 +191,7 @@ def _simulation_json(simulation: Simulation) -> dict[str, Any]:
 
 
 def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -> str:
-    """The degrees of an evaluation as text, what was left out, and which is fastest."""
+    """Write the degrees of an evaluation as text, what was left out, and which is fastest."""
     names = ["cp", "type", "groups", "passes", "document-steps", "wasted", "filled", "planned"]
     names += ["micro-batches", "rows", "bubble"]
     rows = [
@@ -213,7 +217,7 @@ def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
     return (
         seconds_text(simulation.seconds),
         f"{len(simulation.plan.micro_batches):,}",
-        f"{rows_of_slot(simulation.plan):,}",
+        f"{most_slot_rows(simulation.plan):,}",
         f"{100 * simulation.bubble:.0f}%",
     )
 
@@ -233,7 +237,7 @@ def _fastest_text(comparison: DegreeComparison, accumulation: int) -> str:
 
 
 def degrees_json(title: str, comparison: DegreeComparison) -> str:
-    """The degrees of an evaluation as a JSON object."""
+    """Write the degrees of an evaluation as a JSON object."""
     rows = [
         {
             "cp": c.cp,
@@ -259,13 +263,13 @@ def _evaluation_json(simulation: Simulation) -> dict[str, float | int | None]:
         "planned_lower_bound_seconds": simulation.lower_bound_seconds,
         "planned_micro_batches": len(simulation.plan.micro_batches),
         "planned_max_tokens_per_slot": simulation.plan.max_tokens_per_slot,
-        "planned_rows_of_slot": rows_of_slot(simulation.plan),
+        "planned_rows_of_slot": most_slot_rows(simulation.plan),
         "bubble": simulation.bubble,
     }
 
 
-def rows_of_slot(plan: Plan) -> int:
-    """The most rows that a slot holds in a micro-batch."""
+def most_slot_rows(plan: Plan) -> int:
+    """Return the most rows that a slot holds in a micro-batch."""
     return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
 
 
@@ -278,8 +282,8 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     """
     choices, best = comparison.choices, comparison.best
     places = np.arange(len(choices), dtype=np.float64)
-    filled = Series("filled up, documents repeated", places, _array([c.filled_seconds for c in choices]), 0)
-    planned = Series("planned, each once", places, _array([c.planned.seconds for c in choices]), 1, "marks")
+    filled = Series("filled up, documents repeated", places, _float_array([c.filled_seconds for c in choices]), 0)
+    planned = Series("planned, each once", places, _float_array([c.planned.seconds for c in choices]), 1, "marks")
     first, dynamic = choices[0], comparison.dynamic
     lines = [(first.filled_seconds, f"cp {first.cp}, filled up: {seconds_text(first.filled_seconds)}")]
     is_same_time = dynamic is not None and abs(dynamic.seconds / best.planned.seconds - 1) < SAME
@@ -305,5 +309,5 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     return chart_document(chart)
 
 
-def _array(values: Sequence[float]) -> np.ndarray:
+def _float_array(values: Sequence[float]) -> np.ndarray:
     return np.array(values, dtype=np.float64)

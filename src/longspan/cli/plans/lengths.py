@@ -45,7 +45,7 @@ class SourceFlags:
 
 
 def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
-    """The lengths that the flags name, and where they came from. Raises ConfigError, DataError or LayoutError."""
+    """Read the lengths that the flags name, and where they came from. Raises ConfigError, DataError or LayoutError."""
     sources = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
     if len(sources) != 1:
         several = " and ".join(f"--{name}" for name in sources) or "none of them"
@@ -54,9 +54,9 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     if flags.same:
         return _equal_lengths(flags.same), "equal lengths"
     if flags.lengths:
-        return lengths_from_json(flags.lengths), flags.lengths
+        return read_json_lengths(flags.lengths), flags.lengths
     if flags.data:
-        return _text_lengths(flags)
+        return _read_text_lengths(flags)
     if flags.distribution not in DISTRIBUTIONS:
         raise ConfigError(f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
     total = flags.tokens or 32768 * slots
@@ -64,8 +64,8 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     return tuple(drawn.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
 
 
-def lengths_from_json(path: str) -> tuple[int, ...]:
-    """Lengths from a JSON list, or from the "lengths" of a JSON object such as a plan."""
+def read_json_lengths(path: str) -> tuple[int, ...]:
+    """Read lengths from a JSON list, or from the "lengths" of a JSON object such as a plan."""
     value = _read_json(path)
     if isinstance(value, dict):
         value = value.get("lengths")
@@ -93,11 +93,11 @@ def _read_json(path: str) -> Any:
         raise ConfigError(f"cannot read lengths from {path}: it is not JSON ({error})") from error
 
 
-def _text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
-    """Lengths of the documents of --data, and the words for where they come from."""
+def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
+    """Read the lengths of the documents of --data; returns them, and the words for where they come from."""
     files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
     if flags.tokenizer:
-        counts = _token_counts(files, flags.tokenizer)
+        counts = _count_tokens(files, flags.tokenizer)
     else:
         counts = [n for size in text_sizes(files) if (n := size // BYTES_PER_TOKEN)]
     if not counts:
@@ -106,8 +106,8 @@ def _text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
     return tuple(_cut_lengths(counts, flags.max_document_tokens)), f"{flags.data}, tokens {method}"
 
 
-def _token_counts(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
-    """The tokens of each document that training would make, uncut."""
+def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
+    """Count the tokens of each document that training would make, uncut."""
     from longspan.corpus.rows.encoding import RowEncoding
     from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.tokenizer import load_tokenizer

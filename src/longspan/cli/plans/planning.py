@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from longspan.cli.flags import Switch, check_least
 from longspan.cli.plans.lengths import SourceFlags
-from longspan.cli.processes import say
+from longspan.cli.processes import print_note
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine
 from longspan.plan.cost.model_cost import FORMER_FILE, read_machine
-from longspan.plan.cost.model_shape import read_query_heads
+from longspan.plan.shape.model_shape import read_query_heads
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
@@ -99,34 +99,38 @@ def check_degrees(flags: PlanningFlags) -> None:
 
 
 def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lockstep", training: bool = True) -> Cost:
-    """The cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
+    """Read the cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
 
     A model on a machine has what FSDP2 gathers and sums in lockstep over so many slots, whose `tp` ranks share weights.
     Raises ConfigError for a file without a cost and for depths without a model, PlanError for a model without a price.
     """
-    depths = flags.mtp_depths
     machine = read_machine(flags.machine, "--machine") if flags.machine and not flags.tflops else None
-    of_model = isinstance(machine, Cost)
+    _check_depths(flags, machine)
+    depths = flags.mtp_depths if training else 0
+    if flags.tflops:
+        return _price_model(flags, depths)
+    if isinstance(machine, Cost):
+        print_note(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
+        return machine
+    if machine is None and not flags.model:
+        return DEFAULT_COST
+    settings = CostSettings(depths=depths, shards=slots if mode == "lockstep" else 0, weight_ranks=tp)
+    return (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
+
+
+def _check_depths(flags: PlanningFlags, machine: Machine | Cost | None) -> None:
+    """Raise ConfigError for depths below 0, and for depths without a model that they could belong to."""
+    depths, of_model = flags.mtp_depths, isinstance(machine, Cost)
     if depths < 0 or (depths and (of_model or not flags.model)):
         model = f"--machine {flags.machine}, which was measured with what it has" if of_model else "no --model"
         raise ConfigError(
             f"--mtp-depths {depths} with {model if depths > 0 else 'depths below 0'}; give --model FOLDER, whose last "
             "layer depths are like, and a number from 0"
         )
-    if flags.tflops:
-        return _price_at(flags, depths if training else 0)
-    if isinstance(machine, Cost):
-        say(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
-        return machine
-    if machine or flags.model:
-        shards = slots if mode == "lockstep" else 0
-        settings = CostSettings(depths=depths if training else 0, shards=shards, weight_ranks=tp)
-        return (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
-    return DEFAULT_COST
 
 
-def _price_at(flags: PlanningFlags, depths: int) -> Cost:
-    """The cost of a model on devices of so many TFLOP/s."""
+def _price_model(flags: PlanningFlags, depths: int) -> Cost:
+    """Price a model on devices of so many TFLOP/s."""
     if flags.machine or not 0 < flags.tflops < math.inf:
         reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed must be above 0"
         raise ConfigError(
@@ -137,7 +141,7 @@ def _price_at(flags: PlanningFlags, depths: int) -> Cost:
 
 
 def read_heads(flags: PlanningFlags) -> int | None:
-    """The query heads of the model that is planned for; None if it has none, or if no flag gives them."""
+    """Read the query heads of the model that is planned for; None if it has none, or if no flag gives them."""
     if flags.heads < 0:
         raise ConfigError(f"--heads is {flags.heads}; give the model's number of query heads, such as 32")
     if flags.heads and flags.model:
@@ -149,7 +153,7 @@ def read_heads(flags: PlanningFlags) -> int | None:
 
 
 def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
-    """The planners' options: those of these flags, and those that a verb adds or sets itself."""
+    """Make the planners' options: those of these flags, and those that a verb adds or sets itself."""
     hybrid = (options.get("cost") or DEFAULT_COST).states is not None
     of_flags: dict[str, Any] = {
         "max_tokens_per_slot": flags.max_tokens_per_slot or None,
@@ -161,7 +165,10 @@ def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
 
 
 def type_notes(flags: PlanningFlags, types: str | None = None) -> Sequence[str]:
-    """Lines below a plan about its communication type; `types` are those of the plans if not those of the flags."""
+    """Write lines below a plan about its communication type.
+
+    `types` are those of the plans if not those of the flags.
+    """
     if flags.model or read_heads(flags) is not None:
         return []
     types = flags.cp_comm_type if types is None else types
@@ -184,8 +191,8 @@ def check_weights(flags: PlanningFlags, *, free: bool) -> None:
         )
 
 
-def with_weights(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
-    """The cost with the closing micro-batch of these weights, which `tp` ranks of a slot share."""
+def add_closing(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
+    """Add the closing micro-batch of these weights, which `tp` ranks of a slot share, to the cost."""
     if not flags.weights:
         return cost
     home = Layout(slots, dp_replicate=flags.dp_replicate)
@@ -195,15 +202,15 @@ def with_weights(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int
 def check_pictures(paths: Sequence[str], kinds: Sequence[str], subject: str) -> None:
     """Raise ConfigError for a file whose ending is none of these kinds, and for a missing folder."""
     for path in paths:
-        if kind_of_picture(path) not in kinds:
+        if picture_kind(path) not in kinds:
             endings = f"{', '.join(f'.{kind}' for kind in kinds[:-1])} or .{kinds[-1]}"
             raise ConfigError(f"--plot {path}: {subject} is drawn as {endings}; give a name that ends so")
         if not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 
-def kind_of_picture(path: str) -> str:
-    """The ending of a file's name, in small letters and without its dot."""
+def picture_kind(path: str) -> str:
+    """Return the ending of a file's name, in small letters and without its dot."""
     return Path(path).suffix.lower().removeprefix(".")
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, Work
 
 from longspan.comm.groups.process_groups import ParentName, ProcessGroups
 from longspan.comm.watch import Operation, Watch
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 # torch's NCCL works hold what they receive, and the last work is watched until the next is waited for. From this many
 # bytes on an event is watched instead, which the host records in 40 µs.
@@ -262,7 +262,7 @@ class Channel:
         return self._peers[member]
 
     def __repr__(self) -> str:
-        return f"Channel(ranks {short(self.ranks)}, index {self.index})"
+        return f"Channel(ranks {excerpt(self.ranks)}, index {self.index})"
 
 
 def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:

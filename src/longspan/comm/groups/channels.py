@@ -17,7 +17,7 @@ from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.errors import CommError
 from longspan.layout import Layout
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.plan import Plan
 
 
@@ -79,11 +79,11 @@ class Channels:
         if slots not in self._by_slots:
             if not slots or len(set(slots)) != len(slots) or min(slots) < 0 or max(slots) >= self._home.slots:
                 raise CommError(
-                    f"{short(slots)} are not distinct slots of the home, which has slots 0 to {self._home.slots - 1}"
+                    f"{excerpt(slots)} are not distinct slots of the home, which has slots 0 to {self._home.slots - 1}"
                 )
             slot = self._place.slot
             if slot not in slots:
-                raise CommError(f"rank {self._rank} is slot {slot}, which is not a member of slots {short(slots)}")
+                raise CommError(f"rank {self._rank} is slot {slot}, which is not a member of slots {excerpt(slots)}")
             ranks = tuple(self._plane[slot] for slot in slots)
             self._by_slots[slots] = Channel(self._groups, ranks, slots.index(slot), self._device)
         return self._by_slots[slots]
@@ -97,8 +97,8 @@ class Channels:
         pipelines = self._home.pp_groups()
         if descending := next((ranks for ranks in pipelines if sorted(ranks) != list(ranks)), None):
             raise CommError(
-                f"the home's ranks {short(descending)} descend along its pipeline stages, but torch orders the members "
-                "of a group by rank; with pp, give the home its ranks in ascending order"
+                f"the home's ranks {excerpt(descending)} descend along its pipeline stages, but torch orders the "
+                "members of a group by rank; with pp, give the home its ranks in ascending order"
             )
         self._groups.make_parent("pipeline", pipelines, "pipeline")
         ranks = next(ranks for ranks in pipelines if self._rank in ranks)

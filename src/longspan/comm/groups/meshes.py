@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longspan.comm.groups.process_groups import ProcessGroups
 from longspan.errors import CommError
 from longspan.layout import Integers, Layout
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 
 REPLICATE, SLOTS, OUTER, EP, TP = "replicate", "slots", "outer", "ep", "tp"
 
@@ -135,7 +135,7 @@ class Meshes:
             for line in np.moveaxis(ranks, i + 1, -1).reshape(-1, ranks.shape[i + 1]):
                 if axis != REPLICATE and (np.diff(line) < 0).any():
                     raise CommError(
-                        f"the home's ranks {short(line.tolist())} descend along {axis}, but torch orders the members "
+                        f"the home's ranks {excerpt(line.tolist())} descend along {axis}, but torch orders the members "
                         "of a group by rank; with tp or ep, give the home its ranks in ascending order"
                     )
         return ranks

@@ -27,7 +27,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,11}://|file:", re.IGNORECASE)
 def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
     """Read the entry of an image, called `name`, of a row of a file in this folder. Raises RowError if it is none.
 
-    >>> image_of("a.png", "/data", "images[0]").path
+    >>> read_image_entry("a.png", "/data", "images[0]").path
     '/data/a.png'
     """
     if isinstance(entry, dict):

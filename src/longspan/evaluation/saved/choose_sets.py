@@ -18,20 +18,20 @@ from longspan.data.documents import CorpusDocuments
 from longspan.errors import ConfigError, DataError
 from longspan.evaluation.passkey import passkey_documents
 from longspan.evaluation.saved.request import EvalRequest, Subject
-from longspan.evaluation.saved.sets import NamedDocuments, held_out_documents, set_of_run, text_sets
+from longspan.evaluation.saved.sets import NamedDocuments, held_out_documents, open_run_set, text_sets
 from longspan.evaluation.saved.weights import CheckedWeights
 
 Sets = tuple[NamedDocuments, ...]
 
 
 def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: World, log: LogLine) -> list[Sets]:
-    """The sets of each subject, in the same order and of the same documents; entered by all ranks.
+    """Choose the sets of each subject, in the same order and of the same documents; entered by all ranks.
 
     Raises DataError or ConfigError, on every rank, for documents that are missing, or cannot be compared.
     """
     tokenizers = [weights.tokenizer for weights in checked]
     if all(tokenizer_digest(tokenizer) == tokenizer_digest(tokenizers[0]) for tokenizer in tokenizers):
-        sets = _limit(request, _find_sets(request, checked[0], world, log))
+        sets = _limit_sets(request, _find_sets(request, checked[0], world, log))
         passkey = _passkey_sets(request, checked[0], world)
         return [(*sets, *passkey) for _ in checked]
     if not request.paths and not request.passkey.lengths:
@@ -43,11 +43,11 @@ def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
     for first, other in zip(*of_subjects, strict=True):
         _check_same_texts(first, other)
     pairs = zip(of_subjects, checked, strict=True)
-    return [(*_limit(request, sets), *_passkey_sets(request, weights, world)) for sets, weights in pairs]
+    return [(*_limit_sets(request, sets), *_passkey_sets(request, weights, world)) for sets, weights in pairs]
 
 
 def tokenizer_digest(tokenizer: TextTokenizer) -> str:
-    """What tokenizers that give equal ids have in common."""
+    """Return what tokenizers that give equal ids have in common."""
     return " ".join((tokenizer.digest, *tokenizer.opening, "…", *tokenizer.closing))
 
 
@@ -59,18 +59,18 @@ def _find_sets(request: EvalRequest, weights: CheckedWeights, world: World, log:
         return text_sets(dict(request.paths), weights.tokenizer, data, world, log)
     if request.passkey.lengths and not request.sets:
         return ()
-    return run_on_every_rank(world, lambda: _sets_of_run(_run_folder(subject), subject.config, request.sets), DataError)
+    return run_on_every_rank(world, lambda: _run_sets(_run_folder(subject), subject.config, request.sets), DataError)
 
 
-def _sets_of_run(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
-    """The sets of a run by their names, or without names the documents that it holds out."""
+def _run_sets(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
+    """Return the sets of a run by their names, or without names the documents that it holds out."""
     if not names:
         return (held_out_documents(run_dir, config),)
-    return tuple(set_of_run(run_dir, config, name) for name in names)
+    return tuple(open_run_set(run_dir, config, name) for name in names)
 
 
 def _passkey_sets(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
-    """The documents of passkey retrieval, if the request has any."""
+    """Return the documents of passkey retrieval, if the request has any."""
     passkey = request.passkey
     if not passkey.lengths:
         return ()
@@ -89,7 +89,7 @@ def _run_folder(subject: Subject) -> Path:
 
 
 def _data_settings(request: EvalRequest) -> DataConfig:
-    """How texts become documents: as in the first subject's run, except for keys that flags set."""
+    """Return how texts become documents: as in the first subject's run, except for keys that flags set."""
     data = request.subjects[0].config.data
     longest = request.max_document_tokens
     return DataConfig(
@@ -98,7 +98,7 @@ def _data_settings(request: EvalRequest) -> DataConfig:
     )
 
 
-def _limit(request: EvalRequest, sets: Sets) -> Sets:
+def _limit_sets(request: EvalRequest, sets: Sets) -> Sets:
     return tuple(of_name.take_evenly(request.max_documents) for of_name in sets)
 
 

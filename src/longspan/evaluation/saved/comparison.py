@@ -39,12 +39,12 @@ class Difference:
     by_length: tuple[tuple[int, int, float, float, int], ...] = ()  # tokens from, to, first, other, documents
 
     def row(self) -> dict[str, Any]:
-        """The values by name."""
+        """Return the values by name."""
         return asdict(self)
 
 
 def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
-    """The difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
+    """Return the difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
 
     Made documents that two tokenizers write are not the same text: they have none.
 
@@ -52,11 +52,11 @@ def set_differences(first: SubjectResult, other: SubjectResult) -> list[Differen
     """
     unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
     pairs = zip(first.sets, other.sets, strict=True)
-    return [_difference_on_set(*pair, unit) for pair in pairs if unit == "loss" or pair[0].evaluation.passkey is None]
+    return [_set_difference(*pair, unit) for pair in pairs if unit == "loss" or pair[0].evaluation.passkey is None]
 
 
-def _difference_on_set(first: SetResult, other: SetResult, unit: Unit) -> Difference:
-    """The difference of two results, of all tokens and of documents, with standard errors by document."""
+def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
+    """Return the difference of two results, of all tokens and of documents, with standard errors by document."""
     sums, counts = (
         np.array(values).T for values in zip(*(_document_sums(result, unit) for result in (first, other)), strict=True)
     )
@@ -71,9 +71,9 @@ def _difference_on_set(first: SetResult, other: SetResult, unit: Unit) -> Differ
         first=float(means[0]),
         other=float(means[1]),
         difference=float(means[1] - means[0]),
-        standard_error=_error(residuals[:, 1] - residuals[:, 0], scale=len(lengths)),
+        standard_error=_standard_error(residuals[:, 1] - residuals[:, 0], scale=len(lengths)),
         document_difference=float(differences.mean()),
-        document_standard_error=_error(differences - differences.mean(), scale=1),
+        document_standard_error=_standard_error(differences - differences.mean(), scale=1),
         documents=len(lengths),
         lower=int((differences < 0).sum()),
         by_length=tuple(_length_rows(first, lengths, sums, counts)),
@@ -93,8 +93,8 @@ def _document_sums(result: SetResult, unit: Unit) -> tuple[list[float], list[flo
     return [loss.sum / math.log(2) for loss in losses], list(result.text_bytes)
 
 
-def _error(residuals: np.ndarray, *, scale: float) -> float | None:
-    """The standard error of a mean (scale 1) or sum (scale n) of n values with these differences from their mean."""
+def _standard_error(residuals: np.ndarray, *, scale: float) -> float | None:
+    """Return the standard error of a mean (scale 1) or sum (scale n) of n values with these residuals."""
     n = len(residuals)
     return None if n < 2 else float(scale * math.sqrt((residuals**2).sum() / (n - 1) / n))
 
@@ -114,7 +114,7 @@ HOME = ("tp", "pp", "ep", "dp_replicate")
 
 
 def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, Any]:
-    """Everything about the first subject, and under "compare" about the second and their differences.
+    """Return everything about the first subject, and under "compare" about the second and their differences.
 
     The values of a single evaluation stand at the top too.
     """
@@ -129,7 +129,7 @@ def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, An
 
 
 def subject_record(result: SubjectResult) -> dict[str, Any]:
-    """What was evaluated, in which layout, and the row of every evaluation."""
+    """Return what was evaluated, in which layout, and the row of every evaluation."""
     parallel = asdict(result.config.parallel)
     return {
         "target": result.weights.title,
@@ -141,19 +141,19 @@ def subject_record(result: SubjectResult) -> dict[str, Any]:
 
 
 def evaluation_record(result: SetResult) -> dict[str, Any]:
-    """The row of an evaluation, with the communication types of its groups."""
+    """Return the row of an evaluation, with the communication types of its groups."""
     return result.evaluation.row() | {"cp_comm_type": comm_types(result)}
 
 
 def comm_types(result: SetResult) -> list[str]:
-    """The types by which groups of more than one slot shared documents."""
+    """Return the types by which groups of more than one slot shared documents."""
     groups = [group for batch in result.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1]
     types = [kind if isinstance(kind := group.cp_comm_type, str) else tuple(kind) for group in groups]
     return sorted({name for kind in types for name in ((kind,) if isinstance(kind, str) else kind)})
 
 
 def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
-    """Every evaluation of passkey retrieval; with the weights' path, where there are several."""
+    """Return every evaluation of passkey retrieval; with the weights' path, where there are several."""
     return [
         (result.weights.title if len(results) > 1 else "", grid)
         for result in results
@@ -163,7 +163,7 @@ def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, Passkey
 
 
 def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
-    """One object for every document of every evaluation: target, set, cp, document, source, tokens, targets, loss."""
+    """Return one object for every document: target, set, cp, document, source, tokens, targets, loss."""
     return [
         {"target": result.weights.title, "set": of_set.evaluation.name, "cp": of_set.evaluation.cp, **row}
         for result in results

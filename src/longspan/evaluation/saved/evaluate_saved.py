@@ -29,10 +29,10 @@ from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectRes
 from longspan.evaluation.saved.sets import NamedDocuments
 from longspan.evaluation.saved.weights import CheckedWeights, check_saved_weights, fit_positions, load_saved_model
 from longspan.plan import Cost
-from longspan.train.memory.rows_that_fit import read_rows_of_run
-from longspan.train.plans import PlanChoice, cost_of_run, query_heads
-from longspan.train.plans.node_size import with_node_size
-from longspan.train.plans.partition import with_usual_partition
+from longspan.train.memory.rows_that_fit import read_training_rows
+from longspan.train.plans import PlanChoice, find_run_cost, query_heads
+from longspan.train.plans.node_size import set_node_size
+from longspan.train.plans.partition import set_usual_partition
 from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import AnyModel
 
@@ -40,13 +40,13 @@ Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches d
 
 
 def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: Progress) -> tuple[SubjectResult, ...]:
-    """The results of each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
+    """Evaluate each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
 
     Raises CheckpointError, DataError, ModelError or ConfigError for what is missing or does not fit, EvaluationError
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
-    metrics = run_on_every_rank(world, partial(_metrics_of_sets, request), ConfigError)
+    metrics = run_on_every_rank(world, partial(_load_set_metrics, request), ConfigError)
     checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = choose_sets(request, checked, world, log)
     pairs = zip(checked, sets, strict=True)
@@ -59,8 +59,8 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     return tuple(results)
 
 
-def _metrics_of_sets(request: EvalRequest) -> dict[str, dict[str, Metric]]:
-    """The user's metrics of each set of the run; "" are those of all other documents."""
+def _load_set_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
+    """Load the user's metrics of each set of the run; "" are those of all other documents."""
     entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
     if request.metrics:
         return dict.fromkeys((entry.name for entry in entries), load_metrics(request.metrics, "--metrics"))
@@ -94,10 +94,10 @@ def _fit_subject(
         world, lambda: tuple(of_name.with_images(configuration, folder) for of_name in sets), DataError
     )
     first, heads = request.subjects[0], query_heads(configuration)
-    context = first.config.context if first.weights.run_dir is None else read_rows_of_run(first.config).context
-    config = with_usual_partition(replace(checked.subject.config, context=context))
+    context = first.config.context if first.weights.run_dir is None else read_training_rows(first.config).context
+    config = set_usual_partition(replace(checked.subject.config, context=context))
     config, of_hosts = fit_node_size(config, world.node_size, request.flag_keys)
-    config = with_node_size(config, world)
+    config = set_node_size(config, world)
     entries, changes = list[EvalConfig](), dict.fromkeys((*request.home_changes, *of_hosts))
     for of_name in sets:
         entry = find_set(config, of_name.name if of_name.name in request.sets else "", request.flag_keys)
@@ -105,7 +105,7 @@ def _fit_subject(
         entry, of_entry = fit_set(config, entry, world.home, heads, of_set, request.flag_keys)
         choice = PlanChoice.evaluation(config, entry, heads=heads)
         room = 0 if "context.eval_max_tokens_per_slot" in request.flag_keys else of_set  # a given cap is not raised
-        for at_degree in _evaluate_at_degrees(choice, request.degrees, room):
+        for at_degree in _list_choices(choice, request.degrees, room):
             at_degree.check(of_set, world.home, f"the longest document ({of_set} tokens)")
         entries.append(entry)
         changes |= dict.fromkeys(of_entry)
@@ -123,14 +123,14 @@ class _Evaluator:
     deadline: float  # of time.monotonic
 
     def run(self, log: LogLine, progress: Progress) -> SubjectResult:
-        """The model, then each set at each degree."""
+        """Load the model, then evaluate each set at each degree."""
         fit = self.fit
         images = any(getattr(of_name.documents, "items", ()) for of_name in fit.sets)
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
         use_machine(fit.config, self.world, log)
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
-        price = partial(cost_of_run, fit.config, model.config, log, gpu=gpu, slots=slots)
+        price = partial(find_run_cost, fit.config, model.config, log, gpu=gpu, slots=slots)
         cost = run_on_every_rank(self.world, price, ConfigError)
         with StopSignal() as stop:
             sets = tuple(self._evaluate_sets(model, step, cost, stop, log, progress))
@@ -153,9 +153,9 @@ class _Evaluator:
             if not self.degrees:
                 lengths, vpp = of_name.documents.lengths, self.fit.config.parallel.vpp
                 choice, _ = choose_degree_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
-            text_bytes = _bytes_of_texts(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
+            text_bytes = _count_text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
             sources = of_name.documents.origins
-            for at_degree in _evaluate_at_degrees(choice, self.degrees, max(of_name.documents.lengths)):
+            for at_degree in _list_choices(choice, self.degrees, max(of_name.documents.lengths)):
                 options = EvaluationOptions(
                     step=step,
                     name=of_name.name,
@@ -163,20 +163,20 @@ class _Evaluator:
                     metrics=self.metrics[entry.name],
                     token_bytes=bytes_of_ids,
                     attention_kernel=entry.attention_kernel or None,
-                    stopped=partial(self._reason_to_stop, stop),
+                    stopped=partial(self._stop_reason, stop),
                     progress=partial(progress, _progress_title(self.fit, of_name, at_degree)),
                 )
                 result = evaluate(model, of_name.documents, at_degree, self.world, options)
                 yield SetResult(result, sources, text_bytes)
 
-    def _reason_to_stop(self, stop: StopSignal) -> str:
+    def _stop_reason(self, stop: StopSignal) -> str:
         if stop.received:
             return f"{stop.received} was received"
         return "the time limit of --seconds is over" if time.monotonic() > self.deadline else ""
 
 
-def _evaluate_at_degrees(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
-    """The choice itself, or at each of some degrees, under a cap that holds the longest document."""
+def _list_choices(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
+    """List the choice itself, or one at each of some degrees, under a cap that holds the longest document."""
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
 
 
@@ -188,8 +188,11 @@ def _progress_title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> s
     return ", ".join(filter(None, words))
 
 
-def _bytes_of_texts(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
-    """The UTF-8 bytes of each document's predicted tokens: of all except its first; none if tokens have no bytes."""
+def _count_text_bytes(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
+    """Count the UTF-8 bytes of each document's predicted tokens: of all except its first.
+
+    None if tokens have no bytes.
+    """
     if bytes_of_ids is None:
         return ()
     documents = of_name.documents

@@ -10,12 +10,12 @@ from typing import Any
 
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import ONE_DEGREE, ContextConfig, EvalConfig, PlanSection, take_keys
-from longspan.config.sections import ParallelConfig, RunConfig, with_evaluations
+from longspan.config.sections import ParallelConfig, RunConfig, set_evaluations
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow
-from longspan.plan.hierarchy import levels_at
-from longspan.train.plans import PlanChoice, row_multiple_of
+from longspan.plan.hierarchy import level_sizes
+from longspan.train.plans import PlanChoice, plan_row_multiple
 
 ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number
 
@@ -48,14 +48,14 @@ class _Changing:
 
 
 def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
-    """The configuration for so many ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
+    """Fit the configuration to so many ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
 
-    >>> fitted_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, given=())[0].parallel.tp
+    >>> fit_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, ())[0].parallel.tp
     2
 
     tp x pp is the largest product of divisors of the run's degrees that divides the ranks.
     """
-    home = _Changing(config.parallel, "parallel.", _keys_under("parallel.", flag_keys))
+    home = _Changing(config.parallel, "parallel.", _strip_prefix("parallel.", flag_keys))
     tp, pp = _choose_stages_and_shards(config.parallel, ranks, flag_keys)
     home.change_key("tp", tp, f"{plural(ranks, 'rank')}")
     home.change_key("pp", pp, f"{plural(ranks, 'rank')}")
@@ -67,7 +67,7 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     slots, remainder = divmod(ranks, home.section.tp * home.section.pp)
     if not remainder:
         _fit_slots(home, slots)
-    encoder = _Changing(config.encoder, "encoder.", _keys_under("encoder.", flag_keys))
+    encoder = _Changing(config.encoder, "encoder.", _strip_prefix("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
     encoder.change_key("tp", degrees[-1], f"{plural(ranks, 'rank')}")
     config = replace(config, parallel=home.section, encoder=encoder.section)
@@ -89,19 +89,19 @@ def _fit_slots(home: _Changing, slots: int) -> None:
 def _choose_stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
     """Choose tp and pp that divide the ranks, as large as those of the run allow; flags fix them."""
 
-    def degrees(key: str) -> list[int]:
+    def list_degrees(key: str) -> list[int]:
         degree = getattr(parallel, key)
         return [degree] if f"parallel.{key}" in flag_keys else _divisors(degree)
 
-    pairs = [(tp, pp) for tp in degrees("tp") for pp in degrees("pp") if ranks % (tp * pp) == 0]
+    pairs = [(tp, pp) for tp in list_degrees("tp") for pp in list_degrees("pp") if ranks % (tp * pp) == 0]
     return max(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]), default=(parallel.tp, parallel.pp))
 
 
 def fit_node_size(
     config: RunConfig, node_size: int, flag_keys: Collection[str]
 ) -> tuple[RunConfig, tuple[Change, ...]]:
-    """The configuration for hosts of so many slots, in place of those that the run had, which no flag set."""
-    context = _Changing(config.context, "context.", _keys_under("context.", flag_keys))
+    """Fit the configuration to hosts of so many slots, in place of those that the run had, which no flag set."""
+    context = _Changing(config.context, "context.", _strip_prefix("context.", flag_keys))
     if config.context.node_size != AUTO:
         context.change_key("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
     return replace(config, context=context.section), tuple(context.changes)
@@ -110,15 +110,15 @@ def fit_node_size(
 def fit_set(
     config: RunConfig, entry: EvalConfig, home: Layout, heads: int | None, longest: int, flag_keys: Collection[str]
 ) -> tuple[EvalConfig, tuple[Change, ...]]:
-    """How a set is planned on this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
+    """Fit the plan of a set to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
     The degree is the largest that divides the slots, that a2a can deal the query heads to, and that is no larger than
     the run's. A max_tokens_per_slot of "auto" is ROWS, which is no change.
     """
-    fit = _Changing(entry, entry.prefix, _keys_under("context.eval_", flag_keys))
+    fit = _Changing(entry, entry.prefix, _strip_prefix("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
     degrees = [divisor for divisor in _divisors(home.slots) if heads_allow(divisor, heads, types, home.tp)]
-    degree = PlanChoice.evaluation(config, entry).widest(home)
+    degree = PlanChoice.evaluation(config, entry).widest_degree(home)
     if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:
@@ -127,11 +127,11 @@ def fit_set(
         degree = old_degree if "context_parallel_size" in fit.flag_keys else _nearest_below(old_degree, degrees)
         fit.change_key("context_parallel_size", degree, f"{slots}{reason}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
-            fit.change_key("hierarchical_context_parallel_sizes", levels_at(sizes, degree), f"cp {degree}")
+            fit.change_key("hierarchical_context_parallel_sizes", level_sizes(sizes, degree), f"cp {degree}")
     elif entry.planner == "dynamic":
         least = entry.min_dynamic_context_parallel_size
         fit.change_key("min_dynamic_context_parallel_size", min(least, home.slots), slots)
-    multiple = row_multiple_of(config.parallel)
+    multiple = plan_row_multiple(config.parallel)
     rows, cap = -(-longest // degree // multiple) * multiple, entry.max_tokens_per_slot
     if cap == AUTO:
         return replace(fit.section, max_tokens_per_slot=max(rows, ROWS)), tuple(fit.changes)
@@ -141,20 +141,23 @@ def fit_set(
 
 
 def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalConfig:
-    """The plan of a set before it is fitted: a set [[eval]] of the run by its name, "" for the held-out documents.
+    """Find the plan of a set before it is fitted: a set [[eval]] of the run by its name, "" for the held-out documents.
 
     Raises ConfigError for a name that the run does not have.
     """
     for entry in config.evaluations:
         if entry.name == name:
-            return _with_flags(entry, config.context, flag_keys)
+            return _set_flags(entry, config.context, flag_keys)
     names = ", ".join(entry.name for entry in config.eval) or "none"
     raise ConfigError(f"--set is {name!r}, and the run's evaluation sets [[eval]] are: {names}")
 
 
-def _with_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[str]) -> EvalConfig:
-    """A set under the keys `context.eval_*` that flags gave; as in a table, a degree makes plans of that degree."""
-    values, keys = context.evaluation.plan_keys, _keys_under("context.eval_", flag_keys)
+def _set_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[str]) -> EvalConfig:
+    """Set the keys `context.eval_*` that flags gave in the section of a set.
+
+    As in a table, a degree makes plans of that degree.
+    """
+    values, keys = context.evaluation.plan_keys, _strip_prefix("context.eval_", flag_keys)
     flags = {key: value for key, value in values.items() if key in keys}
     if flags.get("context_parallel_size") == 0:
         flags["context_parallel_size"] = context.context_parallel_size
@@ -162,23 +165,23 @@ def _with_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection
 
 
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
-    """The configuration of these sets on this home, for `check_config`, before heads and documents are read.
+    """Fit the configuration of these sets to this home, for `check_config`, before heads and documents are read.
 
     These may ask for a lower degree, or more rows.
     """
     sets = (find_set(config, name, flag_keys) for name in ("", *names))
     fitting = (fit_set(config, entry, home, None, 1, flag_keys)[0] for entry in sets)
-    config = with_evaluations(config, (replace(entry, max_document_tokens=0) for entry in fitting))
+    config = set_evaluations(config, (replace(entry, max_document_tokens=0) for entry in fitting))
     return replace(config, data=replace(config.data, max_document_tokens=0))
 
 
 def changes_line(changes: Sequence[Change], ranks: int) -> str:
-    """The changes to the run's layout in one line; empty if there are none."""
+    """Write the changes to the run's layout in one line; empty if there are none."""
     return f"on {plural(ranks, 'rank')}: {'; '.join(map(str, changes))}" if changes else ""
 
 
-def _keys_under(prefix: str, flag_keys: Collection[str]) -> set[str]:
-    """The keys with a prefix, without it."""
+def _strip_prefix(prefix: str, flag_keys: Collection[str]) -> set[str]:
+    """Return the keys with a prefix, without it."""
     return {key.removeprefix(prefix) for key in flag_keys if key.startswith(prefix)}
 
 
@@ -187,7 +190,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nearest_below(degree: int, fitting: Iterable[int]) -> int:
-    """The largest fitting degree up to `degree`; 1 always fits."""
+    """Return the largest fitting degree up to `degree`; 1 always fits."""
     return max((candidate for candidate in fitting if candidate <= degree), default=1)
 
 

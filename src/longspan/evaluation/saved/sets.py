@@ -30,7 +30,7 @@ from longspan.data.step_order import sample_documents
 from longspan.errors import DataError
 from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.sets import MADE
-from longspan.train.plans.order import step_order_of
+from longspan.train.plans.order import make_step_order
 
 HELD_OUT = ""  # name of the set of documents that a run holds out
 
@@ -61,14 +61,14 @@ class NamedDocuments:
         return replace(self, documents=self.documents.corpus.select(spread))
 
     def with_images(self, model: PreTrainedConfig, folder: Path | None) -> "NamedDocuments":
-        """The set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
+        """Return the set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
         return self if folder is None else replace(self, documents=with_images(self.documents, model, folder))
 
 
 def held_out_documents(run_dir: Path, config: RunConfig) -> NamedDocuments:
-    """The documents that a run holds out. Raises DataError where there are none, or no corpus."""
+    """Open the documents that a run holds out. Raises DataError where there are none, or no corpus."""
     corpus = Corpus(run_dir / "corpus")
-    held_out = corpus.select(step_order_of(config, corpus).evaluation)
+    held_out = corpus.select(make_step_order(config, corpus).evaluation)
     if not held_out:
         raise DataError(
             f"{run_dir} holds out no documents (data.eval_documents is 0), so there is nothing to evaluate; give --data"
@@ -76,8 +76,11 @@ def held_out_documents(run_dir: Path, config: RunConfig) -> NamedDocuments:
     return NamedDocuments(HELD_OUT, held_out)
 
 
-def set_of_run(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
-    """The documents of a set [[eval]] of a run, as training evaluates them. Raises DataError where there are none."""
+def open_run_set(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
+    """Open the documents of a set [[eval]] of a run, as training evaluates them.
+
+    Raises DataError where there are none.
+    """
     entry = next(entry for entry in config.eval if entry.name == name)
     if (make := MADE.get(entry.path)) is not None:
         return NamedDocuments(name, make(entry, config).documents)
@@ -95,7 +98,7 @@ def set_of_run(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
 def text_sets(
     paths: Mapping[str, str], tokenizer: TextTokenizer, data: DataConfig, world: World, log: LogLine
 ) -> tuple[NamedDocuments, ...]:
-    """The documents of the texts at these paths, by the settings in `data`; entered by all ranks.
+    """Open the documents of the texts at these paths, by the settings in `data`; entered by all ranks.
 
     The first rank of each host tokenizes. Raises DataError on every rank for a path that is missing, empty or
     unreadable, and where hosts have different files there.
@@ -106,12 +109,12 @@ def text_sets(
     builds = builder == world.home.ranks.index(world.rank)
     with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
 
-        def build() -> None:
+        def build_all() -> None:
             if builds:
                 for index, path in enumerate(paths.values()):
                     _build_corpora(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
 
-        run_on_every_rank(world, build, DataError)
+        run_on_every_rank(world, build_all, DataError)
         root = world.control.gather_objects(folder, "folders of hosts")[builder]
         corpora = run_on_every_rank(
             world, lambda: [_open_finished_corpus(Path(root, str(i))) for i in range(len(paths))], DataError

@@ -35,7 +35,7 @@ class SavedWeights:
 
 
 def saved_weights(target: str) -> SavedWeights:
-    """The weights that a run's folder, a checkpoint or a Hugging Face folder holds.
+    """Find the weights that a run's folder, a checkpoint or a Hugging Face folder holds.
 
     A folder with config.toml is a run, also where it keeps its model's config.json. Raises CheckpointError for a path
     that is none of the three.
@@ -55,7 +55,10 @@ def saved_weights(target: str) -> SavedWeights:
 
 
 def split_target(target: Path) -> tuple[Path, Path | None]:
-    """Return the run's folder and, if `target` is a checkpoint, that. Raises CheckpointError if there is no run."""
+    """Split a target into the run's folder and, if it is a checkpoint, that.
+
+    Raises CheckpointError if there is no run.
+    """
     is_checkpoint = step_of(target) >= 0
     run_dir = target.resolve().parent.parent if is_checkpoint else target
     if not target.is_dir():
@@ -67,7 +70,7 @@ def split_target(target: Path) -> tuple[Path, Path | None]:
 
 
 def named_paths(words: Sequence[str]) -> dict[str, str]:
-    """The paths of --data by the name of their set: NAME=PATH, or PATH, which is named by its last part.
+    """Read the paths of --data by the name of their set: NAME=PATH, or PATH, which is named by its last part.
 
     >>> named_paths(["wiki=/data/enwiki.jsonl", "notes/code"])
     {'wiki': '/data/enwiki.jsonl', 'code': 'notes/code'}

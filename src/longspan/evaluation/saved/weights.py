@@ -20,7 +20,7 @@ from longspan.evaluation.saved.request import Subject
 from longspan.model import load_model
 from longspan.model.rope import position_limit, smallest_factor
 from longspan.model.weights.hf_folder import read_configuration, weight_files
-from longspan.train.long_documents import configuration_for
+from longspan.train.long_documents import scale_positions
 from longspan.train.training import AnyModel, load_run_model, model_configuration, prepare_run_model, unread_model
 
 
@@ -67,7 +67,7 @@ def _read_configuration(subject: Subject) -> PreTrainedConfig:
 
 
 def _read_tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) -> TextTokenizer:
-    """The tokenizer of the named folder, or of the weights' own. Raises DataError if it does not fit the model."""
+    """Read the tokenizer of the named folder, or of the weights' own. Raises DataError if it does not fit the model."""
     folder = Path(named) if named else subject.folder
     if not vocabulary_files(folder):
         raise DataError(
@@ -83,7 +83,9 @@ def _read_tokenizer(subject: Subject, named: str, configuration: PreTrainedConfi
 def fit_positions(
     checked: CheckedWeights, longest: int, origin: str, *, scaled: bool, log: LogLine, cut_by: str
 ) -> PreTrainedConfig:
-    """The configuration for a longest document of so many tokens, of source `origin`; with flags' scaling if `scaled`.
+    """Fit the configuration to a longest document of so many tokens, of source `origin`.
+
+    Flags' scaling counts if `scaled`.
 
     A run's model keeps the scaling that it was trained with. Raises ConfigError, with what lengthens the model, for a
     document beyond its positions.
@@ -91,18 +93,18 @@ def fit_positions(
     settings, configuration = checked.subject.config.model, checked.configuration
     if scaled:
         unscaled = model_configuration(checked.subject.config, configuration.get_text_config().vocab_size)
-        return configuration_for(unscaled, settings, longest, origin, log, cut_by=cut_by)
+        return scale_positions(unscaled, settings, longest, origin, log, cut_by=cut_by)
     limit = position_limit(configuration)
     if limit is None or longest <= limit:
         return configuration
     raise ConfigError(
         f"the longest document has {longest} tokens ({origin}), and the model in {checked.subject.weights.path} knows "
-        f"{limit} positions; {_longer_positions(checked, longest)}, or cut documents with {cut_by} {limit}"
+        f"{limit} positions; {_advise_positions(checked, longest)}, or cut documents with {cut_by} {limit}"
     )
 
 
-def _longer_positions(checked: CheckedWeights, longest: int) -> str:
-    """The change that gives the model positions for so many tokens."""
+def _advise_positions(checked: CheckedWeights, longest: int) -> str:
+    """Advise the change that gives the model positions for so many tokens."""
     parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
     kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     new_factor = smallest_factor(checked.configuration, longest)
@@ -118,7 +120,7 @@ def _longer_positions(checked: CheckedWeights, longest: int) -> str:
 def load_saved_model(
     checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
 ) -> tuple[AnyModel, int]:
-    """The prepared model with the weights, and the steps that they were trained (0 of a folder); entered by all ranks.
+    """Load the prepared model with the weights, and the steps that they were trained (0 of a folder).
 
     With `images`, and where a checkpoint has them, it has a tower and projector. `config` has the home's [parallel] and
     the plans' [context]. Raises ConfigError where a GPU has no room for it.
@@ -140,8 +142,9 @@ def load_saved_model(
 
 
 def _look_for_encoders(checkpoint: Path, *, needed: bool) -> bool:
-    """Return whether a checkpoint is of a model with a tower. Raises CheckpointError where a tower is needed and
-    missing.
+    """Return whether a checkpoint is of a model with a tower.
+
+    Raises CheckpointError where a tower is needed and missing.
     """
     encoders = holds_encoders(checkpoint)
     if needed and not encoders:

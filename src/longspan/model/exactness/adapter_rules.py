@@ -19,7 +19,7 @@ from longspan.model.adapters import (
     peft_modules,
 )
 from longspan.model.lora.new import is_drawn_when_prepared
-from longspan.model.mtp.depths import depth_reasons, depths_of, select_depth_weights
+from longspan.model.mtp.depths import depth_reasons, model_depths, select_depth_weights
 from longspan.model.parts import is_tied
 
 _DORA = "DoraLinearVariant"
@@ -42,7 +42,7 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     reasons = [*configuration_reasons(adapter), *layer_reasons(model)]
     reasons += [*_value_reasons(model), *_parameter_reasons(model)]
     if world.home.pp > 1:
-        reasons += _reasons_of_stages(model)
+        reasons += _stage_reasons(model)
     if reasons:
         raise ModelError(
             f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
@@ -51,7 +51,7 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
 
 def _refuse_adapted_embedding(model: PreTrainedModel, world: World) -> None:
     """Raise ModelError for depths of multi-token prediction over stages, if the adapter changes the embedding."""
-    if world.home.pp > 1 and depths_of(model) and is_adapted(model.get_input_embeddings()):
+    if world.home.pp > 1 and model_depths(model) and is_adapted(model.get_input_embeddings()):
         raise ModelError(
             f"{type(model).__name__} has multi-token prediction, for which the last pipeline stage has a copy of the "
             "embedding, and an adapter of the embedding, which would be trained twice; leave it out of "
@@ -62,7 +62,7 @@ def _refuse_adapted_embedding(model: PreTrainedModel, world: World) -> None:
 def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
     """Raise ModelError, on every rank, if ranks would begin with different adapters; all ranks call it together."""
     trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
-    digests = {name: zlib.crc32(_bytes(p)) for name, p in trained.items() if not p.is_meta}
+    digests = {name: zlib.crc32(_parameter_bytes(p)) for name, p in trained.items() if not p.is_meta}
     of_ranks = world.control.gather_objects(digests, "digests of adapters")
     for rank, others in zip(world.home.ranks, of_ranks, strict=True):
         for name, digest in of_ranks[0].items():
@@ -74,12 +74,12 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
                 )
 
 
-def _bytes(x: Tensor) -> Any:
+def _parameter_bytes(x: Tensor) -> Any:
     return x.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
 def configuration_reasons(adapter: Adapter) -> Iterator[str]:
-    """Why an adapter of this configuration cannot be trained, wherever it is."""
+    """Yield why an adapter of this configuration cannot be trained, wherever it is."""
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
@@ -96,7 +96,7 @@ def configuration_reasons(adapter: Adapter) -> Iterator[str]:
 
 
 def layer_reasons(model: nn.Module) -> Iterator[str]:
-    """Why the layers that peft has put into a module cannot be trained."""
+    """Yield why the layers that peft has put into a module cannot be trained."""
     for name, module in peft_modules(model).items():
         layer: Any = module
         if is_adapted(module):
@@ -152,7 +152,7 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _reasons_of_stages(model: PreTrainedModel) -> Iterator[str]:
+def _stage_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Yield why an adapter cannot be trained over pipeline stages."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if is_tied(model) and any(is_adapted(end) or is_copied(end) for end in ends if end is not None):

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from longspan.attention import AttendCall
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_in
+from longspan.model.adapters import Adapter, find_adapter
 from longspan.model.exactness.adapter_rules import check_adapter, check_equal_adapters
 from longspan.model.exactness.class_trial import refuse_class, try_class
 from longspan.model.exactness.declared_rules import refuse_unsupported
 from longspan.model.exactness.meta_record import check_kernel, record_model
-from longspan.model.mtp.depths import put_copied_depths_in_place
+from longspan.model.mtp.depths import replace_copied_depths
 from longspan.model.placement import Placement
 from longspan.model.seams.call_rules import is_prepared
 
@@ -67,7 +67,7 @@ def check_model(
     encoder under tensor parallelism (`tensor_parallel/split_trial.py`, its first call), pipeline stages and the loss by
     rows (on the meta device, in `pipeline/stages.py` and `seams/forwards/row_loss.py`).
     """
-    with put_copied_depths_in_place(model):
+    with replace_copied_depths(model):
         adapter = _check_before_change(model, placement, stages)
     assert isinstance(model, PreTrainedModel)  # others were refused
     class_draws = try_class(model).draws
@@ -88,7 +88,7 @@ def _check_before_change(model: nn.Module, placement: Placement, stages: int) ->
     refuse_unsupported(model)
     assert isinstance(model, PreTrainedModel)
     refuse_class(model)
-    adapter = adapter_in(model)
+    adapter = find_adapter(model)
     if adapter is not None:
         check_adapter(model, adapter, placement.world)
     placement.check(model, stages)

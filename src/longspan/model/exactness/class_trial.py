@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import (
-    gradients_by_name,
+    parameter_gradients,
     relative_error,
     shrink_configuration,
     trial_error,
@@ -30,11 +30,11 @@ from longspan.model.exactness.small_copies import (
 )
 from longspan.model.experts.moe import expert_modules, mix_all_rows
 from longspan.model.layers import decoder_layers
-from longspan.model.seams.attention_calls import scale_queries_by_position
+from longspan.model.seams.attention_calls import defer_temperature
 from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.separate_rows import attend_separately
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS, _EXPERTS = 48, 8
@@ -56,7 +56,7 @@ def try_class(model: PreTrainedModel) -> ClassTrial:
     Classes of transformers without experts are not tried here, only before their first step. That a small model cannot
     be made or run is a reason only if it has experts.
     """
-    base, experts = _decoder(model), has_experts(model)
+    base, experts = _innermost_decoder(model), has_experts(model)
     if not experts and type(base).__module__.startswith("transformers."):
         return ClassTrial()
     key = "class", type(base), base.config.to_json_string()
@@ -64,7 +64,7 @@ def try_class(model: PreTrainedModel) -> ClassTrial:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a model has experts, by its configuration or its modules."""
+    """Return whether a model has experts, by its configuration or its modules."""
     return read_experts(model.config).of_layer > 1 or bool(expert_modules(model))
 
 
@@ -74,8 +74,8 @@ def refuse_class(model: PreTrainedModel) -> None:
         raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
 
 
-def _decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The innermost transformers model that holds the decoder layers."""
+def _innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the innermost transformers model that holds the decoder layers."""
     layer = next(iter(decoder_layers(model)))
     return [m for n, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(n)][-1]
 
@@ -85,7 +85,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     try:
         model = _small_model(kind, config)
         draws = _random_draws(model)
-        return ClassTrial(tuple(_reasons_of_rows(model.train(not draws))), draws)
+        return ClassTrial(tuple(_row_reasons(model.train(not draws))), draws)
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
@@ -94,12 +94,12 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
 
 
 def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A small model of a class on the host, in float64, whose attention and mixers see single rows."""
+    """Return a small model of a class on the host, in float64, whose attention and mixers see single rows."""
     small = shrink_configuration(config, experts=_EXPERTS)
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
-    scale_queries_by_position(model)  # attention's business: it is not tried here
+    defer_temperature(model)  # attention's business: it is not tried here
     for mixer in find_mixers(model).values():
         set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them
@@ -116,7 +116,7 @@ def _attend_by_row(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, without attention: each row by itself."""
+    """Stand in for transformers' attention function without attention: each row by itself."""
     return attend_separately(query, key, value, scaling), None
 
 
@@ -132,24 +132,24 @@ class _Pass(NamedTuple):
 
 
 def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
-    """One pass, forward and back, of the rows of these numbers; each has its own token and its own gradient."""
+    """Run one pass, forward and back, of the rows of these numbers; each has its own token and its own gradient."""
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     upstream = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hook = module.register_forward_hook(
-                lambda _, __, out, name=name: outputs.setdefault(name, []).extend(_tensors_of_rows(out, len(order)))
+                lambda _, __, out, name=name: outputs.setdefault(name, []).extend(_row_tensors(out, len(order)))
             )
             hooks.callback(hook.remove)
         places = torch.full((1, len(order)), 3)
         out = model(input_ids=order[None], position_ids=places, use_cache=False)[0][0]
-    gradients = gradients_by_name((out * upstream[order]).sum(), model.named_parameters())
+    gradients = parameter_gradients((out * upstream[order]).sum(), model.named_parameters())
     return _Pass(out.detach(), gradients, outputs)
 
 
-def _tensors_of_rows(out: Any, rows: int) -> Iterator[Tensor]:
-    """The tensors of so many rows, (R, …) or (1, R, …), among the outputs of a module, each as (R, ·)."""
+def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
+    """Yield the tensors of so many rows, (R, …) or (1, R, …), among the outputs of a module, each as (R, ·)."""
     for leaf in tree_leaves(out if isinstance(out, tuple | list) else [out]):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             leaf = leaf.detach()
@@ -170,7 +170,7 @@ def _random_draws(model: PreTrainedModel) -> tuple[str, ...]:
     return () if torch.equal(*outs) else ("numbers by which a small model of its class differs from seed to seed",)
 
 
-def _reasons_of_rows(model: PreTrainedModel) -> Iterator[str]:
+def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Yield how results of rows in pieces differ from those of all rows at once."""
     # What is not saved may be a log; where results depend on it, they differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
@@ -218,7 +218,7 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterat
 
 
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Whether our function for experts computes what those of this class do."""
+    """Yield whether our function for experts computes what those of this class do."""
     for name, experts in expert_modules(model).items():
         count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
         x = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)

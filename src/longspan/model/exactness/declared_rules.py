@@ -12,13 +12,13 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import base_of, decoder_layers, layer_list, reads_other_modalities, text_of
-from longspan.model.mtp.depths import depths_of, find_copied_layer
+from longspan.model.layers import base_model, decoder_layers, layer_list, reads_other_modalities, text_model
+from longspan.model.mtp.depths import find_copied_layer, model_depths
 from longspan.model.rope import rope_types
 from longspan.model.seams.attention_calls import has_temperature, is_llama4_temperature
-from longspan.model.seams.forwards.rope_by_length import is_by_length, kinds_by_length
+from longspan.model.seams.forwards.rope_by_length import depends_on_length, length_kinds
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers, is_mixer
-from longspan.model.seams.refusals import doctor_hint, is_wrapped_by_others, set_on_instances, shorten
+from longspan.model.seams.refusals import doctor_hint, find_set_forwards, is_wrapped_by_others, items_text
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -34,9 +34,9 @@ def refuse_unsupported(model: nn.Module) -> None:
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
-    reasons = [reason for rule in (_architecture_reasons, _outputs, _forward_reasons) for reason in rule(model)]
+    reasons = [reason for rule in (_architecture_reasons, _output_reasons, _forward_reasons) for reason in rule(model)]
     of_text = (_rope_reasons, _temperature_reasons, _layer_type_reasons, _convolution_reasons)
-    reasons += [reason for rule in of_text for reason in rule(text_of(model))]
+    reasons += [reason for rule in of_text for reason in rule(text_model(model))]
     if reasons:
         raise ModelError(
             f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
@@ -54,20 +54,21 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
     head = re.search(r"For(?!CausalLM)[A-Z]\w+$", name)
     if head and not (several and head.group() == "ForConditionalGeneration"):
         yield f"its head ({head.group()}) is not a language model's; use {_text_class(model)}"
-    if several and (model.get_output_embeddings() is None or text_of(model) in (model, base_of(model))):
+    if several and (model.get_output_embeddings() is None or text_model(model) in (model, base_model(model))):
         yield f"its text model, inside a model of several modalities, is not found; use {_text_class(model)}"
     if getattr(config, "add_cross_attention", False):
         yield "add_cross_attention is set, cross attention is not supported"
 
 
 def _text_class(model: PreTrainedModel) -> str:
-    """The class of only the language model, from transformers' list."""
+    """Return the class of only the language model, from transformers' list."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     config = type(model.config.get_text_config())
     return classes[config].__name__ if config in classes else "the causal language model"
 
 
-def _outputs(model: PreTrainedModel) -> Iterator[str]:
+def _output_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Yield why a model whose outputs are other than logits of rows is refused."""
     if model.config.return_dict is False:
         yield "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
 
@@ -76,19 +77,19 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Yield which modules have a forward other than their class's, where longspan replaces it."""
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers}
-    replaced |= {name: module for name, module in model.named_modules() if kinds_by_length(module)}
-    if depths_of(model) and find_copied_layer(model).of_tokens:  # which run what is around the layers by themselves
+    replaced |= {name: module for name, module in model.named_modules() if length_kinds(module)}
+    if model_depths(model) and find_copied_layer(model).of_tokens:  # which run what is around the layers by themselves
         around = layer_list(model)[0].rpartition(".")[0]
         replaced[around] = model.get_submodule(around)
-    if names := set_on_instances(replaced.items()):
+    if names := find_set_forwards(replaced.items()):
         yield (
-            f"{shorten(names)} has a forward set on the instance (module.forward = …, or accelerate's hooks), which "
+            f"{items_text(names)} has a forward set on the instance (module.forward = …, or accelerate's hooks), which "
             "would be left out; define it in a subclass, or use a forward hook"
         )
     wrapped = [f"{name} ({type(mixer).__name__})" for name, mixer in mixers.items() if is_wrapped_by_others(mixer)]
     if wrapped:
         yield (
-            f"{shorten(wrapped)} has a forward in a wrapper that is not transformers' own, which would be left out; "
+            f"{items_text(wrapped)} has a forward in a wrapper that is not transformers' own, which would be left out; "
             "use a forward hook"
         )
 
@@ -98,7 +99,7 @@ def _temperature_reasons(model: PreTrainedModel) -> Iterator[str]:
     modules = model.named_modules()
     if names := [name for name, module in modules if has_temperature(module) and not is_llama4_temperature(module)]:
         yield (
-            f"{shorten(names)} scales queries by a row's number (attn_temperature_tuning) without floor_scale and "
+            f"{items_text(names)} scales queries by a row's number (attn_temperature_tuning) without floor_scale and "
             "attn_scale, from which it could be computed by the row's position; set attn_temperature_tuning to False"
         )
 
@@ -109,7 +110,7 @@ def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
         return
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    for kind in sorted(filter(is_by_length, rope_types(rope))):
+    for kind in sorted(filter(depends_on_length, rope_types(rope))):
         yield (
             f"rope type {kind!r} chooses frequencies by the longest position of a call, and no module of the model has "
             "a rope_type that says where; use default, linear, llama3 or yarn"
@@ -125,7 +126,7 @@ def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
         if not layers:
             continue
         supported = f"supported are {', '.join(_LAYER_TYPES)}{_KNOWN_MIXERS if kind in _MIXING else ''}"
-        yield f"layers {shorten(layers)} are of type {kind!r}, {supported}"
+        yield f"layers {items_text(layers)} are of type {kind!r}, {supported}"
 
 
 def _convolution_reasons(model: PreTrainedModel) -> Iterator[str]:
@@ -134,4 +135,4 @@ def _convolution_reasons(model: PreTrainedModel) -> Iterator[str]:
     convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
     if names := [name for name in convolutions if not name.startswith(mixers)]:
         owners = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
-        yield f"{shorten(names)} (Conv1d of {', '.join(owners)}) mixes neighbouring rows outside attention"
+        yield f"{items_text(names)} (Conv1d of {', '.join(owners)}) mixes neighbouring rows outside attention"

@@ -18,7 +18,7 @@ from longspan.model.seams.meta_pass import run_on_meta
 
 
 def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
-    """The layer of a stock model that its depths copy; the last one if its forward does not run on the meta device.
+    """Find the layer of a stock model that its depths copy; the last one if its forward does not run on meta tensors.
 
     Raises ModelError for a model whose layers take hidden states of another shape than rows of the hidden size.
     """
@@ -61,7 +61,7 @@ def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
 
 
 def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> int:
-    """The last layer that runs with stand-ins for all others; `last` where all together do not run on the meta device.
+    """Find the last layer that runs with stand-ins for all others; `last` where all do not run on meta tensors.
 
     Then it does not show whether it is others that it lacks.
     """

@@ -19,24 +19,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import (
-    gradients_by_name,
+    make_tiny_model,
+    parameter_gradients,
     relative_error,
     shrink_configuration,
-    tiny_model,
     trial_error,
     try_once,
 )
 from longspan.model.exactness.trial_documents import (
     TOKEN_KINDS,
     TrialDocument,
-    stock_arguments,
-    trial_documents,
-    video_document,
+    make_stock_arguments,
+    make_trial_documents,
+    make_video_document,
 )
 from longspan.model.layers import decoder_layers
-from longspan.model.vision.image_encoder import VisionParts, pack_attention, split
+from longspan.model.vision.image_encoder import VisionParts, pack_attention, split_model
 from longspan.model.vision.video_tokens import VideoTokens
-from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
+from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
 _TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
@@ -52,27 +52,27 @@ class _Pass(NamedTuple):
 
 
 def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Why images do not enter a model of this configuration as rows and positions only; empty if they do.
+    """Return why images do not enter a model of this configuration as rows and positions only; empty if they do.
 
     A small copy is tried once for each configuration. If it cannot be made or run, that is a reason too.
     """
-    return _try_images_once(config, "images", lambda model: trial_documents(model, _SIZES))
+    return _try_images_once(config, "images", lambda model: make_trial_documents(model, _SIZES))
 
 
 def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Why groups of frames of videos do not enter so; for models whose images do."""
-    return _try_images_once(config, "videos", lambda model: [video_document(model)])
+    """Return why groups of frames of videos do not enter so; for models whose images do."""
+    return _try_images_once(config, "videos", lambda model: [make_video_document(model)])
 
 
 def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _Documents) -> tuple[str, ...]:
     key = modality, type(config), config.to_json_string()
-    return try_once(key, lambda: tuple(_reasons_of_images(config, make_documents)))
+    return try_once(key, lambda: tuple(_image_differences(config, make_documents)))
 
 
-def _reasons_of_images(config: PreTrainedConfig, make_documents: _Documents) -> Iterator[str]:
+def _image_differences(config: PreTrainedConfig, make_documents: _Documents) -> Iterator[str]:
     """Yield how a small model with images differs from its two parts, or why it cannot be run."""
     try:
-        model = tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
+        model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = make_documents(model)
         logits_of_whole = _run_whole(model, documents)
         parts = _run_parts(_split_model(model), documents)
@@ -87,29 +87,31 @@ def _reasons_of_images(config: PreTrainedConfig, make_documents: _Documents) -> 
 
 def _split_model(model: PreTrainedModel) -> VisionParts:
     """Take a model apart as `prepare` does."""
-    parts = split(model)
+    parts = split_model(model)
     pack_attention(parts.encoder)
     return parts
 
 
 def _run_whole(model: PreTrainedModel, documents: list[TrialDocument]) -> _Pass:
-    return _make_pass(dict(model.named_parameters()), documents, lambda d: model(**stock_arguments(model, d)).logits[0])
+    return _make_pass(
+        dict(model.named_parameters()), documents, lambda d: model(**make_stock_arguments(model, d)).logits[0]
+    )
 
 
 def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
     named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
-    return _make_pass(named, documents, partial(_logits_in_parts, parts))
+    return _make_pass(named, documents, partial(_part_logits, parts))
 
 
 def _make_pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]) -> _Pass:
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
-    return _Pass([x.detach() for x in logits], gradients_by_name(torch.stack(weighed).sum(), named.items()))
+    return _Pass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), named.items()))
 
 
-def _logits_in_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
-    """Logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time."""
+def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
+    """Compute logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time."""
     model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
     places = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [parts.encoder([image]) for image in document.images]
@@ -135,10 +137,10 @@ def _add_rows_to_layers(model: PreTrainedModel, places: Tensor, rows: tuple[Tens
     embedding = model.get_input_embeddings()
     hooks.callback(embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, first[None])).remove)
     for layer, part in zip(decoder_layers(model).values(), deeper, strict=False):
-        hooks.callback(layer.register_forward_hook(partial(_add_to_rows, places, part)).remove)
+        hooks.callback(layer.register_forward_hook(partial(_add_part, places, part)).remove)
 
 
-def _add_to_rows(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
+def _add_part(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
     if isinstance(out, tuple):
         return (out[0].index_add(1, places, part[None]), *out[1:])
     return out.index_add(1, places, part[None])
@@ -164,7 +166,7 @@ def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
 
 
 def video_tokens(config: PreTrainedConfig) -> VideoTokens:
-    """What a model of this configuration takes for videos, whose groups of frames are items as images are.
+    """Return what a model of this configuration takes for videos, whose groups of frames are items as images are.
 
     Once for each configuration a small copy of the model is given videos, whole and as items. Raises ModelError where
     the two differ, and for a model without videos.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from longspan.attention import AttendCall, Mask, choose
+from longspan.attention import AttendCall, Mask, choose_kernel
 from longspan.attention.call import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
@@ -61,7 +61,7 @@ def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, p
     if not draws:
         return MetaRecord(calls, (), ())
     evaluation = evaluation or _run_mode(model, training=False, judged=False)
-    return MetaRecord(calls, draws, _words(evaluation.draws))
+    return MetaRecord(calls, draws, _draw_words(evaluation.draws))
 
 
 class _Pass(NamedTuple):
@@ -73,13 +73,16 @@ class _Pass(NamedTuple):
 
 
 def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
-    """One pass in a mode. If it is `judged`, raises ModelError for an error of the pass, and for its attention."""
+    """Run one pass in a mode.
+
+    If it is `judged`, raises ModelError for an error of the pass, and for its attention.
+    """
     probe, names, draws = Probe(), _CallNames(), Counter[str]()
     try:
         with preserve_modes(model), names, _Draws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
-                if _is_of_adapter(name):
+                if _is_adapter_dropout(name):
                     module.eval()
             run_on_meta(model, probe)
     except Exception as error:  # whatever its forward raises there
@@ -95,7 +98,7 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
 
 
 def _cause_text(error: Exception) -> str:
-    """The meaning of an error of a forward pass on the meta device, and a remedy."""
+    """Return the meaning of an error of a forward pass on the meta device, and a remedy."""
     if isinstance(error, ModelError):  # our attention was reached, and had no shard
         return "its forward must hand keyword arguments down to its decoder layers"
     if "is not on the expected device meta" in str(error):
@@ -113,7 +116,7 @@ def _cause_text(error: Exception) -> str:
 
 
 def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
-    """The keys of a configuration, and rates, by which layers are left out at random in training.
+    """Return the rates by which layers are left out at random in training, by the keys of a configuration.
 
     Ranks that leave out different ones would wait for each other for ever.
     """
@@ -122,11 +125,11 @@ def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _training_draws(model: PreTrainedModel, training: _Pass) -> tuple[str, ...]:
-    """The draws of a pass; with those of dropout modules, if it did not come to its end."""
-    return _words(training.draws if training.complete else training.draws | Counter(_dropout_reasons(model)))
+    """Return the draws of a pass; with those of dropout modules, if it did not come to its end."""
+    return _draw_words(training.draws if training.complete else training.draws | Counter(_dropout_reasons(model)))
 
 
-def _words(calls: Mapping[str, int]) -> tuple[str, ...]:
+def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(calls.items()))
 
 
@@ -176,7 +179,7 @@ class _Draws(TorchDispatchMode):
 
 
 def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that may draw does so: not with a dropout rate of 0, nor in evaluation."""
+    """Return whether an operator that may draw does so: not with a dropout rate of 0, nor in evaluation."""
     parameters = operator._schema.arguments
     values = {parameter.name: parameter.default_value for parameter in parameters}
     values |= dict(zip(values, args, strict=False)) | dict(kwargs)
@@ -187,13 +190,13 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _dropout_reasons(model: nn.Module) -> Iterator[str]:
     """Yield a reason for each dropout outside attention and adapters."""
     for name, module in model.named_modules():
-        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not _is_of_adapter(name)
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not _is_adapter_dropout(name)
         if drops and "att" not in name.rpartition(".")[2]:
             yield f"dropout of {module.p:g}"
 
 
-def _is_of_adapter(name: str) -> bool:
-    """Whether a module, by its name, is the dropout of an adapter."""
+def _is_adapter_dropout(name: str) -> bool:
+    """Return whether a module, by its name, is the dropout of an adapter."""
     return ".lora_dropout." in f".{name}."
 
 
@@ -205,7 +208,9 @@ def check_kernel(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[AttendCall, ...]:
-    """Return the different calls among `recorded`. Raises ModelError where this kernel (None: any) cannot do one.
+    """Check the different calls among `recorded`, and return them.
+
+    Raises ModelError where this kernel (None: any) cannot do one.
 
     Tensors will be of `dtype` on `device`; in training calls have the dropout of their layer. Raises AttentionError for
     an unknown kernel, and for one that cannot do a layer's call.
@@ -217,7 +222,7 @@ def check_kernel(
         sizes, mask = (of_layer.head_size, of_layer.value_size), Mask(window=of_layer.window, chunk=of_layer.chunk)
         call = AttendCall(1, 1, *sizes, dtype, device, mask, softcap=of_layer.softcap)
         try:
-            choose(call, name)
+            choose_kernel(call, name)
         except AttentionError as error:
             heads = "heads of {} with values of {}".format(*sizes) + "".join(f", {f}" for f in sorted(call.features))
             raise AttentionError(f"{type(model).__name__} attends with {heads}: {error}") from error

@@ -46,37 +46,37 @@ class TrialRows:
     part: int
 
     def row_numbers(self, rows: int) -> Integers | None:
-        """The numbers of a tensor's rows, which are all or this rank's part of them; None for another size."""
+        """Return the numbers of a tensor's rows, which are all or this rank's part of them; None for another size."""
         if rows == len(self.numbers):
             return self.numbers
         return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
 
-    def choose(self, values: Tensor) -> Tensor:
-        """Of values (2, numbers, …) those of these rows (T, …): the second ones of rows that are others."""
+    def choose_values(self, values: Tensor) -> Tensor:
+        """Choose among values (2, numbers, …) those of these rows (T, …): the second ones of rows that are others."""
         others = (~is_compared(self.numbers) & self.others).astype(np.int64)
         return values[to_device(others, values.device), to_device(self.numbers, values.device)]
 
 
 def is_compared(numbers: Integers) -> Integers:
-    """Which rows are compared, by their numbers."""
+    """Return which rows are compared, by their numbers."""
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
 
 def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tuple[TrialRows, TrialRows, TrialRows]:
-    """The rows of a pass; the same ones next to others; and some of them, in another order, next to others."""
+    """Make the rows of a pass; the same ones next to others; and some of them, in another order, next to others."""
     longest = max(_LENGTHS) if table is None else table.positions
     lengths = [min(length, longest) for length in _LENGTHS]
     return (
-        _rows_of_documents(world, parts, lengths, _ALL, others=False),
-        _rows_of_documents(world, parts, lengths, _ALL, others=True),
-        _rows_of_documents(world, parts, lengths, _FEWER, others=True),
+        _document_rows(world, parts, lengths, _ALL, others=False),
+        _document_rows(world, parts, lengths, _ALL, others=True),
+        _document_rows(world, parts, lengths, _FEWER, others=True),
     )
 
 
-def _rows_of_documents(
+def _document_rows(
     world: World, parts: int, lengths: Sequence[int], documents: Sequence[int], *, others: bool
 ) -> TrialRows:
-    """The rows of one pass: these documents on every slot, once for each of `parts` ranks."""
+    """Return the rows of one pass: these documents on every slot, once for each of `parts` ranks."""
     starts = np.cumsum([0, *lengths])
     of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
     numbers = np.concatenate([part * COUNT + of_part for part in range(parts)])
@@ -96,29 +96,37 @@ class Precision(NamedTuple):
     experts: bool
 
     @property
-    def half(self) -> bool:
+    def rounds_coarsely(self) -> bool:
         """Whether products are rounded so much that passes of other shapes show little."""
         return self.tf32 or torch.finfo(self.dtype).bits <= 16
 
-    def exact(self, *, same_shapes: bool) -> bool:
-        """Whether rows must be the same bit by bit, as every product has the same shapes."""
+    def must_be_equal(self, *, same_shapes: bool) -> bool:
+        """Return whether rows must be the same bit by bit, as every product has the same shapes."""
         return same_shapes and not self.experts
 
     def tolerance(self, *, same_shapes: bool) -> float:
-        """How far a row may differ, relative to what a module adds to it; norms and routers may be in float32."""
-        if not self.half:
+        """Return how far a row may differ, relative to what a module adds to it.
+
+        Norms and routers may be in float32.
+        """
+        if not self.rounds_coarsely:
             return 1e-4
-        return 0.01 if self.exact(same_shapes=same_shapes) else 0.1 if self.experts and not same_shapes else 0.05
+        return (
+            0.01 if self.must_be_equal(same_shapes=same_shapes) else 0.1 if self.experts and not same_shapes else 0.05
+        )
 
     def rounding(self, x: Tensor, *, same_shapes: bool) -> float:
-        """By how much rounding may change a number, relative to it."""
-        if self.exact(same_shapes=same_shapes):
+        """Return by how much rounding may change a number, relative to it."""
+        if self.must_be_equal(same_shapes=same_shapes):
             return 0.0
-        return (2 if self.half else 16) * max(torch.finfo(x.dtype).eps, torch.finfo(self.dtype).eps)
+        return (2 if self.rounds_coarsely else 16) * max(torch.finfo(x.dtype).eps, torch.finfo(self.dtype).eps)
 
-    def combine(self, errors: Tensor, *, same_shapes: bool) -> Tensor:
-        """The error of a tensor from those of its rows; rounding may let a router choose other experts for some."""
-        return errors.median() if self.half and self.experts and not same_shapes else errors.max()
+    def combine_errors(self, errors: Tensor, *, same_shapes: bool) -> Tensor:
+        """Return the error of a tensor from those of its rows.
+
+        Rounding may let a router choose other experts for some.
+        """
+        return errors.median() if self.rounds_coarsely and self.experts and not same_shapes else errors.max()
 
 
 class Key(NamedTuple):
@@ -150,40 +158,40 @@ class ObservedPass:
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
                 note_inputs = module.register_forward_pre_hook(
-                    partial(self._enter, name), prepend=True, with_kwargs=True
+                    partial(self._note_inputs, name), prepend=True, with_kwargs=True
                 )
                 note_outputs: Callable[..., Any] = partial(self._note_outputs, name, name in layers)
                 for handle in (note_inputs, module.register_forward_hook(note_outputs)):
                     stack.callback(handle.remove)
             yield
 
-    def note(self, name: str, x: Tensor) -> None:
+    def note_value(self, name: str, x: Tensor) -> None:
         """Note a value that is not a module's."""
-        self._note(name, 0, x, None)
+        self._note_tensors(name, 0, x, None)
 
     def read_errors(self) -> dict[Key, float]:
-        """The error of every tensor; all are read from the device at once."""
+        """Read the error of every tensor; all are read from the device at once."""
         if not self.errors:
             return {}
         return dict(zip(self.errors, torch.stack(list(self.errors.values())).tolist(), strict=True))
 
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _note_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
         for leaf, x in enumerate(_row_tensors(self.rows, (args, kwargs))):
-            self._compare(Key(name, call, out=False, leaf=leaf), x, None)
+            self._compare_tensor(Key(name, call, out=False, leaf=leaf), x, None)
 
     def _note_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
         call = self._calls[name]
         entered = self.tensors.get(Key(name, call, out=False, leaf=0)) if is_layer else None
-        self._note(name, call, out, entered)
+        self._note_tensors(name, call, out, entered)
         return self._restore_rows(name, call, out) if is_layer and self.before is not None else None
 
-    def _note(self, name: str, call: int, out: Any, entered: Tensor | None) -> None:
+    def _note_tensors(self, name: str, call: int, out: Any, entered: Tensor | None) -> None:
         for leaf, x in enumerate(_row_tensors(self.rows, out)):
             added_to = entered if entered is not None and entered.shape == x.shape else None
-            self._compare(Key(name, call, out=True, leaf=leaf), x, added_to)
+            self._compare_tensor(Key(name, call, out=True, leaf=leaf), x, added_to)
 
-    def _compare(self, key: Key, x: Tensor, added_to: Tensor | None) -> None:
+    def _compare_tensor(self, key: Key, x: Tensor, added_to: Tensor | None) -> None:
         """Keep a tensor, and its error relative to the pass before; a layer adds to `added_to`."""
         x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
         if self.before is None or (earlier := self.before.tensors.get(key)) is None:
@@ -194,19 +202,19 @@ class ObservedPass:
             self.errors[key] = self._relative_error(x[places], earlier[earlier_places], entered)
 
     def _rows_to_compare(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The places of compared rows in a tensor, and in that of the pass before; None if there are none."""
+        """Return the places of compared rows in a tensor, and in that of the pass before; None if there are none."""
         sizes = len(x), len(earlier)
         if sizes not in self._places:
             assert self.before is not None
             numbers_here, earlier_numbers = self.rows.row_numbers(sizes[0]), self.before.rows.row_numbers(sizes[1])
             assert numbers_here is not None and earlier_numbers is not None
             common = np.intersect1d(numbers_here[is_compared(numbers_here)], earlier_numbers)
-            places = (to_device(_places(numbers, common), x.device) for numbers in (numbers_here, earlier_numbers))
+            places = (to_device(_find_places(numbers, common), x.device) for numbers in (numbers_here, earlier_numbers))
             self._places[sizes] = (*places,) if len(common) else None
         return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
 
     def _relative_error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
-        """The error of these rows (R, …) as a share of the tolerance."""
+        """Return the error of these rows (R, …) as a share of the tolerance."""
         assert self.before is not None
         same_shapes = len(self.rows.numbers) == len(self.before.rows.numbers)
         rounding, tolerance = (
@@ -218,15 +226,15 @@ class ObservedPass:
         excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
         size = added.norm(dim=1).clamp(min=1e-3 * torch.finfo(x.dtype).eps * b.norm(dim=1).max()).clamp(min=1e-30)
         errors = (excess / size).nan_to_num(nan=0.0) / tolerance
-        return self.precision.combine(errors, same_shapes=same_shapes).double()
+        return self.precision.combine_errors(errors, same_shapes=same_shapes).double()
 
     def _restore_rows(self, name: str, call: int, out: Any) -> Any:
-        """The output of a layer, with the compared rows of the pass before."""
+        """Return the output of a layer, with the compared rows of the pass before."""
         assert self.before is not None
         leaves, structure = tree_flatten(out)
         changed, leaf = list[Any](), 0
         for value in leaves:
-            if _as_rows(self.rows, value) is not None:
+            if _flatten_rows(self.rows, value) is not None:
                 changed.append(self._restore_tensor(value, Key(name, call, out=True, leaf=leaf)))
                 leaf += 1
             else:
@@ -236,7 +244,7 @@ class ObservedPass:
     def _restore_tensor(self, value: Tensor, key: Key) -> Tensor:
         """Return a tensor with the compared rows of the pass before, where both have them."""
         assert self.before is not None
-        x, earlier = _as_rows(self.rows, value), self.before.tensors.get(key)
+        x, earlier = _flatten_rows(self.rows, value), self.before.tensors.get(key)
         if x is None or earlier is None or (pairs := self._rows_to_compare(x, earlier)) is None:
             return value
         places, earlier_places = pairs
@@ -244,14 +252,14 @@ class ObservedPass:
 
 
 def _row_tensors(rows: TrialRows, values: Any) -> Iterator[Tensor]:
-    """The tensors of rows (R, …) among some values."""
+    """Yield the tensors of rows (R, …) among some values."""
     for leaf in tree_leaves(values):
-        if (x := _as_rows(rows, leaf)) is not None:
+        if (x := _flatten_rows(rows, leaf)) is not None:
             yield x
 
 
-def _as_rows(rows: TrialRows, value: Any) -> Tensor | None:
-    """A tensor of numbers of rows, (R, …) or (1, R, …), as (R, …)."""
+def _flatten_rows(rows: TrialRows, value: Any) -> Tensor | None:
+    """Return a tensor of numbers of rows, (R, …) or (1, R, …), as (R, …); None for another value."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
         return None
     if rows.row_numbers(value.shape[0]) is not None:
@@ -259,6 +267,6 @@ def _as_rows(rows: TrialRows, value: Any) -> Tensor | None:
     return value[0] if value.ndim > 2 and value.shape[0] == 1 and rows.row_numbers(value.shape[1]) is not None else None
 
 
-def _places(numbers: Integers, chosen: Integers) -> Integers:
+def _find_places(numbers: Integers, chosen: Integers) -> Integers:
     order = np.argsort(numbers)
     return order[np.searchsorted(numbers, chosen, sorter=order)]

@@ -23,9 +23,9 @@ from longspan.comm import SequenceShard, World, raise_first_error, world_of
 from longspan.errors import ModelError
 from longspan.model.exactness.class_trial import has_experts
 from longspan.model.exactness.observed_pass import COUNT, Key, ObservedPass, Precision, TrialRows, make_trial_rows
-from longspan.model.execution import execution_of
+from longspan.model.execution import model_execution
 from longspan.model.layers import decoder_layers
-from longspan.model.mtp.depths import depths_of
+from longspan.model.mtp.depths import model_depths
 from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
@@ -41,18 +41,18 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
 
     All ranks enter it together. A step without `backward` runs in evaluation mode.
     """
-    if not is_prepared(model) or backward in _modes_tried(model):
+    if not is_prepared(model) or backward in _trial_modes(model):
         return
     trial = _Trial(model, world)
     with _preserve_modes(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
         if not (backward and model.training):
             model.train(backward)
-        differences = trial.differences(every_module=False)
+        differences = trial.find_differences(every_module=False)
         if world.control.any_rank(bool(differences)):
-            named = trial.differences(every_module=True)  # by all ranks together
+            named = trial.find_differences(every_module=True)  # by all ranks together
             differences = named or differences
-            raise_first_error(world, trial.refusal(differences) if differences else None)
-    _modes_tried(model).add(backward)
+            raise_first_error(world, trial.refusal_error(differences) if differences else None)
+    _trial_modes(model).add(backward)
 
 
 def try_rows_at_first_call(model: nn.Module) -> None:
@@ -63,17 +63,17 @@ def try_rows_at_first_call(model: nn.Module) -> None:
 def _try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Try the rows on the ranks of the call, which see the same: passes of the model send all that is needed."""
     shard = kwargs.get("shard")
-    if model.training in _modes_tried(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
+    if model.training in _trial_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
     trial = _Trial(model, world_of(shard.world_key))
     with _preserve_modes(model):
-        if differences := trial.differences(every_module=False):
-            raise trial.refusal(differences)
-    _modes_tried(model).add(model.training)
+        if differences := trial.find_differences(every_module=False):
+            raise trial.refusal_error(differences)
+    _trial_modes(model).add(model.training)
 
 
-def _modes_tried(model: nn.Module) -> set[bool]:
-    """The modes, training or not, in which a prepared model has passed the trial."""
+def _trial_modes(model: nn.Module) -> set[bool]:
+    """Return the modes, training or not, in which a prepared model has passed the trial."""
     return vars(model).setdefault("modes_of_row_trial", set[bool]())
 
 
@@ -105,25 +105,25 @@ class _Trial:
         self.stages: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
         rules = call_rules(model)
         self.first, *self.others = make_trial_rows(world, rules.row_multiple, rules.position_table)
-        dtype = execution_of(model).compute_dtype
+        dtype = model_execution(model).compute_dtype
         if torch.is_autocast_enabled(world.device.type):
             dtype = torch.get_autocast_dtype(world.device.type)
         tf32 = world.device.type == "cuda" and dtype == torch.float32
         self.precision = Precision(dtype, tf32, has_experts(model))
-        if not self.precision.half:
+        if not self.precision.rounds_coarsely:
             self.others = self.others[1:]  # one pass shows all
         self.values = _Values(model, world, self.first.parts)
 
-    def differences(self, *, every_module: bool) -> list[_Difference]:
-        """What differs between passes, with the culprit first; among layers, or among `every_module`."""
+    def find_differences(self, *, every_module: bool) -> list[_Difference]:
+        """Find what differs between passes, with the culprit first; among layers, or among `every_module`."""
         return [
             difference
             for stage in self.stages
             for difference in self._yield_differences(stage, every_module=every_module)
         ]
 
-    def refusal(self, differences: Sequence[_Difference]) -> ModelError:
-        """Why this rank's part of the model is refused, by the first difference."""
+    def refusal_error(self, differences: Sequence[_Difference]) -> ModelError:
+        """Make the error by which this rank's part of the model is refused, from the first difference."""
         name, error, tolerance, comparison = differences[0]
         mode = "training" if self.model.training else "evaluation"
         architecture = call_rules(self.model).architecture
@@ -171,7 +171,7 @@ class _Values:
     def __init__(self, model: Any, world: World, parts: int) -> None:
         self.device, self.dtype, self.numbers = world.device, model.dtype, (2, COUNT * parts)
         self.width, vocabulary = (getattr(model.config.get_text_config(), n) for n in ("hidden_size", "vocab_size"))
-        depths = model.depths if isinstance(model, PipelineModel) else len(depths_of(model))
+        depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
         draw = torch.Generator().manual_seed(3)
         self.ids = torch.randint(vocabulary, self.numbers, generator=draw).to(world.device)
         self.later = torch.randint(vocabulary, (*self.numbers, depths), generator=draw).to(world.device)
@@ -179,39 +179,39 @@ class _Values:
     def run(self, stage: nn.Module, observed: ObservedPass) -> None:
         """Run one pass through a model, or a stage of one."""
         rows = observed.rows
-        ids, positions = rows.choose(self.ids)[None], rows.shard.position_ids[None]
-        later = {"future_ids": rows.choose(self.later).t().contiguous()} if self.later.shape[2] else {}
+        ids, positions = rows.choose_values(self.ids)[None], rows.shard.position_ids[None]
+        later = {"future_ids": rows.choose_values(self.later).t().contiguous()} if self.later.shape[2] else {}
 
-        def note(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
+        def note_hidden(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
             for name, x in (("the last hidden states", hidden), ("the logits", head(hidden))):
-                observed.note(name, x)
+                observed.note_value(name, x)
             for depth, x in enumerate(deeper):
-                observed.note(f"the hidden states of depth {depth + 1} of multi-token prediction", x)
+                observed.note_value(f"the hidden states of depth {depth + 1} of multi-token prediction", x)
             return hidden.new_zeros(())
 
         if not isinstance(stage, Stage):
-            stage(input_ids=ids, position_ids=positions, shard=rows.shard, row_loss=note, **later)
+            stage(input_ids=ids, position_ids=positions, shard=rows.shard, row_loss=note_hidden, **later)
             return
 
         def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-            return part(**arguments, row_loss=note, **later)
+            return part(**arguments, row_loss=note_hidden, **later)
 
         x = ids if stage.first else self._make_hidden_states(stage, rows)
         out = stage(x, stage_input=StageInput(rows.shard, ids, make_output))
         if not stage.last:
-            observed.note("the hidden states after its last layer", out.squeeze(0))
+            observed.note_value("the hidden states after its last layer", out.squeeze(0))
 
     def _make_hidden_states(self, stage: Stage, rows: TrialRows) -> Tensor:
-        """Hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
+        """Make hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
         draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
             values = torch.randn(*self.numbers, self.width, generator=draw).to(self.device, self.dtype)
-            inputs.append(rows.choose(values).unflatten(0, (rows.parts, -1))[rows.part])
+            inputs.append(rows.choose_values(values).unflatten(0, (rows.parts, -1))[rows.part])
         return torch.cat(inputs)[None]
 
 
 def _first_culprit(shares: Mapping[Key, float]) -> Key | None:
-    """The first module whose outputs differ while its inputs do not; or else the first difference."""
+    """Find the first module whose outputs differ while its inputs do not; or else the first difference."""
     different = [key for key, share in shares.items() if share > 1]
     with_other_inputs = {(key.module, key.call) for key in different if not key.out}
     culprits = [key for key in different if key.out and (key.module, key.call) not in with_other_inputs]

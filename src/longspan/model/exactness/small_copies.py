@@ -26,7 +26,7 @@ from transformers import (
 from longspan.errors import ModelError, plural
 from longspan.model.exactness.small_image_values import least_layers, small_image_values
 from longspan.model.exactness.small_layers import choose_layers, small_periods
-from longspan.model.exactness.small_values import OVERRIDES, SCALED_FROM, Sizes, alternatives, small_values
+from longspan.model.exactness.small_values import OVERRIDES, SCALED_FROM, Sizes, alternative_sizes, small_values
 from longspan.model.seams.mixers import use_torch_operations
 
 _T = TypeVar("_T")
@@ -39,21 +39,21 @@ _LEFT_OUT += ("transformers_version", "architectures", "attn_implementation", "_
 def shrink_configuration(
     config: PreTrainedConfig, *, true_heads: bool = False, experts: int = 4, images: bool = False
 ) -> PreTrainedConfig:
-    """A configuration of the same class and of every kind of layer of `config`, at widths of tens.
+    """Shrink a configuration to one of the same class and of every kind of layer, at widths of tens.
 
     It has two to six layers, one of each kind at least, and keeps rope types, windows, sinks, soft caps, experts and
     switches; windows and chunks are shorter, and scalings begin earlier, than the documents of a proof are long.
     Dropout is left out. `true_heads`: heads as large as those of `config`, of queries, keys and values, in every layer.
     `images`: for the class from images and text to text, if `config` belongs to another class too.
 
-    >>> shrunken(Qwen3Config()).hidden_size
+    >>> shrink_configuration(Qwen3Config()).hidden_size
     48
 
     Raises ModelError, with the errors of its construction, if no small copy of the class can be made.
     """
     sizes = Sizes(true_heads=true_heads, experts=experts)
     errors: list[str] = []
-    for attempt in alternatives(sizes):
+    for attempt in alternative_sizes(sizes):
         try:
             small = _small_configuration(config, attempt)
             _check_small_model(small, attempt, images=images)
@@ -68,10 +68,10 @@ def shrink_configuration(
     )
 
 
-def tiny_model(
+def make_tiny_model(
     config: PreTrainedConfig, dtype: torch.dtype, *, seed: int = 0, attention: str = "sdpa", images: bool = False
 ) -> PreTrainedModel:
-    """A model of a small configuration, on the CPU, with random weights that depend only on the seed.
+    """Make a model of a small configuration, on the CPU, with random weights that depend only on the seed.
 
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random, as
     are the biases of routers, which are buffers. State-space layers run in torch's operations.
@@ -90,7 +90,7 @@ def tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    """A model with `attention` if its class has that, else with its own."""
+    """Make a model with `attention` if its class has that, else with its own."""
     settings: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -106,13 +106,13 @@ def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> Pr
 
 
 def reads_images_alone(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a class from images and text to text for a configuration, and no causal one."""
+    """Return whether transformers has a class from images and text to text for a configuration, and no causal one."""
     kind = type(config)
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
-    """Return a configuration of the same class with small values, and so many layers as show every kind."""
+    """Make a configuration of the same class with small values, and so many layers as show every kind."""
     base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
     return type(config).from_dict(
         small_image_values(_small_attributes(config, sizes, least_layers(config)), sizes, base)
@@ -120,11 +120,11 @@ def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedCo
 
 
 def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:
-    """The small values of a configuration and of those inside it, of so many layers at least."""
+    """Return the small values of a configuration and of those inside it, of so many layers at least."""
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
-    cut = {name: layers.value_of(name, value) for name, value in values.items() if name not in inner}
+    cut = {name: layers.layer_value(name, value) for name, value in values.items() if name not in inner}
     small = small_values(cut, sizes) | small_periods(values)
     small |= {name: _small_attributes(value, sizes, least) for name, value in inner.items()}
     override: Mapping[str, Any] = OVERRIDES.get(config.model_type, {})
@@ -144,7 +144,7 @@ def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) 
         )
     ids = torch.arange(1, 2 * SCALED_FROM)[None] % sizes.vocabulary
     with torch.no_grad(), _warnings_silenced():
-        tiny_model(config, torch.float32, images=images)(input_ids=ids, use_cache=False)
+        make_tiny_model(config, torch.float32, images=images)(input_ids=ids, use_cache=False)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _warnings_silenced() -> Iterator[None]:
 
 
 def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
-    """Return the result of a trial of a small copy on the host, which runs once for each key in a process.
+    """Try a small copy on the host once for each key in a process; returns the result of the trial.
 
     It draws random numbers of its own, in one thread: operations on tens of numbers take longer in several, above all
     if processes share the cores.
@@ -180,18 +180,18 @@ _results: dict[Hashable, Any] = {}
 
 
 def trial_error(error: Exception) -> str:
-    """The error of a configuration, a constructor or a forward pass, in one line."""
+    """Write the error of a configuration, a constructor or a forward pass, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def gradients_by_name(loss: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
-    """Return the gradient of a loss for every parameter that requires one; None if the loss does not depend on it."""
+def parameter_gradients(loss: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
+    """Compute the gradient of a loss for every parameter that requires one; None if the loss does not depend on it."""
     trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return dict(zip(trained, gradients, strict=True))
 
 
 def relative_error(result: Tensor, exact: Tensor, least: float = 1e-30) -> float:
-    """The largest difference over the largest value, which is at least `least`; infinite instead of NaN."""
+    """Return the largest difference over the largest value, which is at least `least`; infinite instead of NaN."""
     error = float((result - exact).abs().max() / exact.abs().max().clamp(min=least))
     return float("inf") if error != error else error

@@ -28,12 +28,15 @@ _LAYERS = ("depth", "num_hidden_layers", "n_layers")
 
 
 def least_layers(config: Any) -> int:
-    """How many layers a small copy needs: with rows for two deeper layers (DeepStack), two in each of two stages."""
+    """Return how many layers a small copy needs.
+
+    With rows for two deeper layers (DeepStack) it needs two in each of two stages.
+    """
     return 4 if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) else 2
 
 
 def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) -> dict[str, Any]:
-    """Small values of a model with images, whose parts were made small by themselves, so that they fit each other.
+    """Return small values of a model with images that fit each other, as its parts were made small separately.
 
     `base` is its class below the head, which says whether positions are in three parts.
     """
@@ -52,7 +55,7 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
 
 
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
-    """The small values of a tower, whose outputs have the `width` of the text model."""
+    """Return the small values of a tower, whose outputs have the `width` of the text model."""
     result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
     result |= {name: width for name in _OF_TEXT if name in vision and width}
     for name in ("image_size", "patch_size"):
@@ -68,7 +71,7 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
 
 
 def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Rotary positions in three parts of the small head, where the class has sections of its own for a large one."""
+    """Set rotary positions in three parts of the small head, if the class has sections of its own for a large head."""
     rope = text.get("rope_parameters")
     of_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
     if not isinstance(rope, dict) or of_kinds or "mrope_section" in rope:
@@ -84,7 +87,7 @@ def _text_width(values: Mapping[str, Any]) -> int | None:
 
 
 def _placeholder_names(values: Mapping[str, Any]) -> list[str]:
-    """The names of special tokens of images, videos and audio, the image's own first."""
+    """Return the names of special tokens of images, videos and audio, the image's own first."""
     names = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
     usual = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
     names = [name for name in names if not name.startswith(usual)]

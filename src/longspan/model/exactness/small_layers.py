@@ -22,13 +22,13 @@ _MOST = 6
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The layers, of `count`, that a small copy has; `value_of` gives the values of a configuration for them."""
+    """The layers, of `count`, that a small copy has; `layer_value` gives the values of a configuration for them."""
 
     count: int
     layers: tuple[int, ...]
 
-    def value_of(self, name: str, value: Any) -> Any:
-        """The value of one attribute for the chosen layers; values that do not depend on layers stay."""
+    def layer_value(self, name: str, value: Any) -> Any:
+        """Return the value of one attribute for the chosen layers; values that do not depend on layers stay."""
         if name in LAYER_COUNTS and value == self.count:
             return len(self.layers)
         if name in _INDICES and _is_list(value):
@@ -47,7 +47,7 @@ class LayerChoice:
 
 
 def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
-    """The first layer of every kind, and further ones up to `least`.
+    """Choose the first layer of every kind, and further ones up to `least`.
 
     >>> choose_layers({"num_hidden_layers": 8, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 3})
     LayerChoice(count=8, layers=(0, 5))
@@ -62,11 +62,11 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
         layers = _covering_layers(kinds, layers)
     others = [layer for layer in range(count) if layer not in layers]
     layers += others[: max(0, least - len(layers))]
-    return LayerChoice(count, _with_periods(values, tuple(sorted(layers)), count))
+    return LayerChoice(count, _cover_periods(values, tuple(sorted(layers)), count))
 
 
 def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
-    """What the values of a configuration say of one layer, as texts that can be compared."""
+    """Return what the values of a configuration say of one layer, as texts that can be compared."""
     properties = list[str]()
     for name, value in sorted(values.items()):
         if name in _INDICES and _is_list(value):
@@ -83,7 +83,7 @@ def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list
 
 
 def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]) -> list[int]:
-    """The candidates, in order, that show a property which those before them do not."""
+    """Select the candidates, in order, that show a property which those before them do not."""
     layers, properties = list[int](), set[str]()
     for layer in candidates:
         if not properties.issuperset(kinds[layer]):
@@ -92,14 +92,14 @@ def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]
     return layers
 
 
-def _with_periods(values: Mapping[str, Any], layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """These layers, or the first four if a period above one (which becomes two) would not show both its kinds."""
+def _cover_periods(values: Mapping[str, Any], layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return these layers, or the first four if a period above one (two, when small) would not show both its kinds."""
     periods = [name for name in _PERIODS if isinstance(values.get(name), int) and values[name] > 1]
     return tuple(range(min(4, count))) if periods and len(layers) < 4 else layers
 
 
 def small_periods(values: Mapping[str, Any]) -> dict[str, int]:
-    """Periods above one as periods of two, with offsets of 0 or 1."""
+    """Return periods above one as periods of two, with offsets of 0 or 1."""
     small: dict[str, int] = {}
     for name, offset in _PERIODS.items():
         if isinstance(values.get(name), int) and values[name] > 1:

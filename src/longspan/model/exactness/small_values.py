@@ -15,34 +15,34 @@ from longspan.model.rope import rope_types
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
-def _rope_of_both_kinds(small: Mapping[str, Any]) -> Any:
+def _rope_by_kind(small: Mapping[str, Any]) -> Any:
     return small["rope_parameters"] or dict.fromkeys(("full_attention", "sliding_attention"), _DEFAULT_ROPE)
 
 
-def _unless(name: str, value: Any) -> Any:
+def _replace_value(name: str, value: Any) -> Any:
     return lambda small: value if small.get(name) is None else small[name]
 
 
 _QWEN4_INDEXER = {
-    "indexer_n_heads": _unless("indexer_n_heads", 2),
-    "indexer_kv_heads": _unless("indexer_kv_heads", 1),
-    "indexer_head_dim": _unless("indexer_head_dim", 16),
-    "indexer_budget": _unless("indexer_budget", 8),
-    "indexer_compress_ratio": _unless("indexer_compress_ratio", 4),
+    "indexer_n_heads": _replace_value("indexer_n_heads", 2),
+    "indexer_kv_heads": _replace_value("indexer_kv_heads", 1),
+    "indexer_head_dim": _replace_value("indexer_head_dim", 16),
+    "indexer_budget": _replace_value("indexer_budget", 8),
+    "indexer_compress_ratio": _replace_value("indexer_compress_ratio", 4),
 }
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
-    "cohere_compass_text": {"rope_parameters": _rope_of_both_kinds},
+    "cohere_compass_text": {"rope_parameters": _rope_by_kind},
     "dbrx": {"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}},
-    "deepseek_v2": {"num_experts_per_tok": _unless("num_experts_per_tok", 2)},
+    "deepseek_v2": {"num_experts_per_tok": _replace_value("num_experts_per_tok", 2)},
     "dots1": {
-        "n_shared_experts": _unless("n_shared_experts", 1),
-        "n_routed_experts": _unless("n_routed_experts", 4),
-        "num_experts_per_tok": _unless("num_experts_per_tok", 2),
+        "n_shared_experts": _replace_value("n_shared_experts", 1),
+        "n_routed_experts": _replace_value("n_routed_experts", 4),
+        "num_experts_per_tok": _replace_value("num_experts_per_tok", 2),
     },
     "kimi_k25": {"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]},
-    "lfm2_moe": {"layer_types": _unless("layer_types", ["conv", "full_attention"])},
+    "lfm2_moe": {"layer_types": _replace_value("layer_types", ["conv", "full_attention"])},
     "llama4_vision_model": {
         "intermediate_size": lambda small: int(small["hidden_size"] / small["pixel_shuffle_ratio"] ** 2),
         "vision_output_dim": lambda small: small["projector_output_dim"],
@@ -123,20 +123,20 @@ class _Rules:
 
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
         self.values = values
-        self.hidden = _first(values, _HIDDEN)
-        self.heads = _first(values, _HEADS)
-        self.head_size = _first(values, _HEAD_SIZES)
+        self.hidden = _first_count(values, _HIDDEN)
+        self.heads = _first_count(values, _HEADS)
+        self.head_size = _first_count(values, _HEAD_SIZES)
         if sizes.true_heads and self.hidden and self.heads:
             sizes = replace(sizes, head_size=self.head_size or self.hidden // self.heads)
         self.sizes = sizes
-        self.experts = _first(values, _EXPERTS)
+        self.experts = _first_count(values, _EXPERTS)
         full = sizes.heads * sizes.head_size
         differs = bool(self.head_size and self.hidden and self.heads and self.heads * self.head_size != self.hidden)
         latent = values.get("kv_lora_rank") is not None
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
     def small_value(self, name: str, value: Any) -> Any:
-        """The small value of one attribute."""
+        """Return the small value of one attribute."""
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
             return [self.small_value(name, entry) for entry in value] if sized else value
@@ -155,20 +155,20 @@ class _Rules:
         return self._small_integer(name, value)
 
     def _fill_missing(self, name: str) -> int | None:
-        """A value in place of None, which classes would compute from others that no longer fit the small sizes."""
+        """Return a value in place of None, which a class would compute from others that no longer fit."""
         if name in _HEAD_SIZES and self.hidden and self.heads:
             return self.sizes.head_size
         return self.sizes.heads if name in _KV_HEADS else None
 
     def _small_integer(self, name: str, value: int) -> int:
-        """The small value of an integer: by its name if that is known, otherwise by its ratio to widths."""
+        """Return the small value of an integer: by its name if that is known, otherwise by its ratio to widths."""
         simple = {
             **dict.fromkeys(_HEADS, self.sizes.heads),
             **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),
             **dict.fromkeys(PICKED, min(value, 2)),
             **dict.fromkeys(EXPERT_GROUPS, min(value, 2)),
             **dict.fromkeys(_WINDOWS, WINDOW),
-            **dict.fromkeys(_LENGTHS, self._positions()),
+            **dict.fromkeys(_LENGTHS, self._position_limit()),
             **dict.fromkeys(_VOCABULARIES, self.sizes.vocabulary),
             "topk_group": 1,
             "original_max_position_embeddings": SCALED_FROM,
@@ -209,11 +209,11 @@ class _Rules:
         if _NETWORK.search(name):
             return 32 if self.experts and "moe_intermediate_size" not in self.values else self.small_hidden * 3 // 2
         if self.hidden and value > 64 and re.search(r"(size|dim|width|channels)$", name):
-            return self._width_by_ratio(value)
+            return self._scale_width(value)
         return value
 
-    def _width_by_ratio(self, value: int) -> int:
-        """A width by its ratio to the hidden size if one divides the other, else three quarters of it."""
+    def _scale_width(self, value: int) -> int:
+        """Scale a width by its ratio to the hidden size if one divides the other, else to three quarters of it."""
         assert self.hidden
         if value % self.hidden == 0:
             return self.small_hidden * (value // self.hidden)
@@ -228,13 +228,13 @@ class _Rules:
             return 1
         return self.sizes.heads if value == queries or not self.sizes.grouped else self.sizes.heads // 2
 
-    def _positions(self) -> int:
-        """The length beyond which `dynamic` and its kind scale; others must have positions for every row."""
+    def _position_limit(self) -> int:
+        """Return the length beyond which `dynamic` and its kind scale; others must have positions for every row."""
         return SCALED_FROM if "dynamic" in rope_types(self.values.get("rope_parameters")) else POSITIONS
 
 
 def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Every attribute at its small size; nested values of single layers too, by the same rules.
+    """Return every attribute at its small size; nested values of single layers too, by the same rules.
 
     >>> small_values({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}, Sizes())
     {'hidden_size': 64, 'num_attention_heads': 4, 'num_key_value_heads': 2}
@@ -275,13 +275,13 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes)
     return out
 
 
-def alternatives(sizes: Sizes) -> list[Sizes]:
-    """Sizes to try in turn until a class accepts them."""
+def alternative_sizes(sizes: Sizes) -> list[Sizes]:
+    """Return sizes to try in turn until a class accepts them."""
     equal, wide = replace(sizes, grouped=False), replace(sizes, narrow=False)
     padded = [replace(sizes, pad=0), replace(sizes, pad=1)]
     return [sizes, wide, equal, replace(equal, narrow=False), *padded, replace(equal, narrow=False, pad=0)]
 
 
-def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+def _first_count(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     present = (values[name] for name in names if name in values)
     return next((value for value in present if isinstance(value, int) and not isinstance(value, bool) and value), None)

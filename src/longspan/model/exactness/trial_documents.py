@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.model.layers import base_of
+from longspan.model.layers import base_model
 from longspan.model.seams.call_rules import has_prefix
 from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, MASK, SIZES, image_arguments, image_parameters
-from longspan.model.vision.image_encoder import rows_of_images
+from longspan.model.vision.image_encoder import encode_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.model.vision.video_tokens import Video, VideoTokens
 
@@ -36,7 +36,7 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
     """
     parameters, vision = image_parameters(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    patch, whole = _int(getattr(vision, "patch_size", None)), _int(getattr(vision, "image_size", None))
+    patch, whole = _first_side(getattr(vision, "patch_size", None)), _first_side(getattr(vision, "image_size", None))
     if GRIDS in parameters:
         return _draw_patches(base, merge, side, channels * patch**2, draw)
     if _SHAPES in parameters:
@@ -45,7 +45,7 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
         return _cut_image(base, side, (channels, whole, whole), draw)
     if _is_merged(base):
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
-        return ImageInput(_pixels((1, channels, height, width), draw), size=(height, width))
+        return ImageInput(_draw_pixels((1, channels, height, width), draw), size=(height, width))
     return _draw_tiles(base, side, (channels, whole, whole), draw)
 
 
@@ -57,32 +57,34 @@ def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
 
 
 def _is_merged(base: Any) -> bool:
-    """Whether images of any size have rows of merged patches, without a grid (Mistral 3)."""
+    """Return whether images of any size have rows of merged patches, without a grid (Mistral 3)."""
     return SIZES in image_parameters(base) and bool(getattr(base.config, "spatial_merge_size", None))
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Patches (n, C · t · p²), or (n, C, p, p), and their grid; where asked for, how many a side make a row."""
+    """Draw patches (n, C · t · p²), or (n, C, p, p), and their grid; where asked for, how many a side make a row."""
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_parameters(base):
         merge = side[1] % 2 + 1
         fields[_MERGES] = torch.tensor([merge])
-    patch, of_patch = _int(base.config.vision_config.patch_size), (frames * width,)
+    patch, of_patch = _first_side(base.config.vision_config.patch_size), (frames * width,)
     if base.config.model_type in _SQUARE:
         of_patch = (width // patch**2, patch, patch)
     shape = (merge**2 * side[0] * side[1], *of_patch)
-    return ImageInput(_pixels(shape, draw), (1, merge * side[0], merge * side[1]), fields=fields)
+    return ImageInput(_draw_pixels(shape, draw), (1, merge * side[0], merge * side[1]), fields=fields)
 
 
 def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Tiles of patches (n, most, C · p²), the last smaller than 3 x 3 rows, with a mask (n, most) and shapes (n, 2).
+    """Draw tiles of patches (n, most, C · p²), with a mask (n, most) and shapes (n, 2).
+
+    The last tile is smaller than 3 x 3 rows.
 
     There are `side[0]` tiles, and the last one has `side[0]` x `side[1]` rows.
     """
     factor, tiles = getattr(base.config, "downsample_factor", 1), side[0]
     shapes = torch.tensor([(3 * factor, 3 * factor)] * (tiles - 1) + [(factor * side[0], factor * side[1])])
     mask = torch.arange(9 * factor**2) < shapes.prod(1)[:, None]
-    pixels = _pixels((tiles, 9 * factor**2, width), draw) * mask[..., None]
+    pixels = _draw_pixels((tiles, 9 * factor**2, width), draw) * mask[..., None]
     return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
 
 
@@ -92,34 +94,34 @@ def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rando
     count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
     tiles = count(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
     if IN_DOCUMENT not in image_parameters(base):
-        return ImageInput(_pixels((tiles, *tile), draw), size=size)
+        return ImageInput(_draw_pixels((tiles, *tile), draw), size=size)
     among = 1 if side[0] < 3 else 3
-    pixels = _pixels((tiles if among == 1 else 1, *tile), draw)
+    pixels = _draw_pixels((tiles if among == 1 else 1, *tile), draw)
     return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([among])})
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
     """Draw tiles of one size; the last is padded at its right where masks say so. Some models see them finer too."""
     parameters, vision, tiles = image_parameters(base), base.config.vision_config, min(side)
-    pixels, fields = _pixels((tiles, *tile), draw), dict[str, Tensor]()
+    pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
     if MASK in parameters and _FINE not in parameters:
         fields[MASK] = torch.ones(tiles, *tile[1:], dtype=torch.int64)
-        fields[MASK][-1, :, tile[2] - _int(vision.patch_size) * (side[1] % 2) :] = 0
+        fields[MASK][-1, :, tile[2] - _first_side(vision.patch_size) * (side[1] % 2) :] = 0
         pixels = pixels * fields[MASK][:, None]
     if _FINE in parameters:
         fields[MASK] = torch.ones(tiles, dtype=torch.bool)
     if _FINER in parameters:
-        finer = _int(base.config.high_res_vision_config.image_size)
-        fields[_FINER] = _pixels((tiles, tile[0], finer, finer), draw)
+        finer = _first_side(base.config.high_res_vision_config.image_size)
+        fields[_FINER] = _draw_pixels((tiles, tile[0], finer, finer), draw)
     return ImageInput(pixels, fields=fields)
 
 
-def _int(value: Any) -> int:
-    """A side that may be given for both dims."""
+def _first_side(value: Any) -> int:
+    """Return a side that may be given for both dims."""
     return int(value[0] if isinstance(value, list | tuple) else value or 0)
 
 
-def _pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
+def _draw_pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
     return torch.from_numpy(draw.normal(size=shape))
 
 
@@ -166,24 +168,29 @@ class TrialVideo(NamedTuple):
 
 
 def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
-    """What models are told of the rows of a document of text (1, T): 0, and where a model has a prefix, 1 after it."""
+    """Return what models are told of the rows of a document of text (1, T).
+
+    It is 0, and where a model has a prefix, 1 after it.
+    """
     kinds = torch.arange(rows) >= (prefix if has_prefix(model.config) else rows)
     return kinds.long()[None]
 
 
-def trial_documents(model: PreTrainedModel, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[TrialDocument]:
-    """Documents of these numbers of tokens of text and of images, for a whole small model.
+def make_trial_documents(
+    model: PreTrainedModel, sizes: Sequence[tuple[int, int]], seed: int = 0
+) -> list[TrialDocument]:
+    """Make documents of these numbers of tokens of text and of images, for a whole small model.
 
     Raises ModelError, and whatever the model's own code raises, where it makes no rows of such images.
     """
     tokens, draw = image_tokens(model.config), np.random.default_rng(seed)
     words = np.array(ordinary_ids(model.config))
-    pool = _make_images(base_of(model), tokens, max((images for _, images in sizes), default=0), draw)
+    pool = _make_images(base_model(model), tokens, max((images for _, images in sizes), default=0), draw)
     return [_make_document(tokens, draw.choice(words, text), pool[:images], draw) for text, images in sizes]
 
 
 def ordinary_ids(config: PreTrainedConfig) -> list[int]:
-    """The token ids without those that mean something to the model: padding, images and the like."""
+    """List the token ids without those that mean something to the model: padding, images and the like."""
     text = config.get_text_config()
     special = {
         value
@@ -194,11 +201,11 @@ def ordinary_ids(config: PreTrainedConfig) -> list[int]:
     return [token for token in range(text.vocab_size) if token not in special]
 
 
-def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str, Any]:
+def make_stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str, Any]:
     """Make the arguments that the whole unchanged model takes for a document, as its processor would."""
     ids = torch.from_numpy(document.ids)[None]
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    base, like, parameters = base_of(model), next(model.parameters()), signature(model.forward).parameters
+    base, like, parameters = base_model(model), next(model.parameters()), signature(model.forward).parameters
     if images := [image for i, image in enumerate(document.images) if i not in document.groups]:
         arguments |= image_arguments(base, images, like)
     if document.videos:
@@ -213,7 +220,7 @@ def stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str
 def _make_document(
     tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], draw: np.random.Generator
 ) -> TrialDocument:
-    """A document of these words with images at random places among them."""
+    """Make a document of these words with images at random places among them."""
     places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
     for part, image in zip(np.split(words, places), (*images, None), strict=True):
@@ -228,12 +235,12 @@ def _make_document(
     return TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix)
 
 
-def video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:
-    """A document with two videos of several groups of frames around an image, for a whole small model.
+def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:
+    """Make a document with two videos of several groups of frames around an image, for a whole small model.
 
     Raises ModelError for a model without videos by grids of patches, and whatever its own code raises.
     """
-    videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_of(model)
+    videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_model(model)
     merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))
     ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
     for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):
@@ -254,7 +261,7 @@ def video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> Tria
 
 
 def _make_images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:
-    """So many images, and how many rows the model's own code makes of each."""
+    """Make so many images; returns how many rows the model's own code makes of each, too."""
     images = [sample_image(base, tokens.merge, side, draw) for side in (_SIDES * count)[:count]]
     with torch.no_grad():
-        return [(image, len(rows_of_images(base, [image])[0])) for image in images]
+        return [(image, len(encode_images(base, [image])[0])) for image in images]

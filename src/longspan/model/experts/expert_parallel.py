@@ -75,7 +75,7 @@ def _keep_local_experts(experts: nn.Module, world: World) -> None:
 
 
 def _shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
-    """Which dim of an experts' parameter (E, …) FSDP2 shards: the first that the ranks divide after `ep`."""
+    """Return which dim of an experts' parameter (E, …) FSDP2 shards: the first that the ranks divide after `ep`."""
     width = home.slots // home.dp_replicate // home.ep * home.tp
     sizes = (shape[0] // home.ep, *shape[1:])
     for dim, size in enumerate(sizes):

@@ -18,20 +18,20 @@ from torch.nn import functional as F
 from torch.nn.functional import silu
 from transformers.integrations import moe
 
-from longspan.model.experts.rows import kernels_for
+from longspan.model.experts.rows import find_kernels
 from longspan.model.weights.local_tensors import local_tensor
 
 _COLUMNS = 1024  # of a row, that a program has
 
 
 def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
-    """Rows (S, 2 I) of gates and values to (S, I), by the model's gate."""
+    """Apply the model's gate to rows (S, 2 I) of gates and values: (S, I)."""
     module: Any = experts
-    return one_pass(x) if _is_plain(module) and kernels_for(x) is not None else module._apply_gate(x)
+    return gate_in_one_pass(x) if _is_plain(module) and find_kernels(x) is not None else module._apply_gate(x)
 
 
-def one_pass(x: Tensor) -> Tensor:
-    """SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
+def gate_in_one_pass(x: Tensor) -> Tensor:
+    """Compute SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
     return _Gated.apply(x)  # pyright: ignore[reportReturnType]
 
 
@@ -44,7 +44,7 @@ def _is_plain(experts: Any) -> bool:
 @cache
 @torch.no_grad()
 def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether an activation is SiLU, shown by numbers: transformers has several classes, LFM2-MoE torch's function."""
+    """Return whether an activation is SiLU by its numbers: transformers has several classes, LFM2-MoE torch's own."""
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
         return False
     x = torch.linspace(-20.0, 20.0, 81)
@@ -72,7 +72,7 @@ def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
     rows, width = len(x), x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
-        getattr(kernels_for(x), name)[blocks](x, *others, x.stride(0), width, COLUMNS=_COLUMNS)
+        getattr(find_kernels(x), name)[blocks](x, *others, x.stride(0), width, COLUMNS=_COLUMNS)
 
 
 # torch 2.10 made the private name public.
@@ -87,51 +87,51 @@ class Loads:
     device: Tensor  # (e,) int64
     host: Sequence[int] | None = None
 
-    def sizes(self) -> Sequence[int]:
-        """The counts on the host; waits for the device if they have not been read yet."""
+    def host_counts(self) -> Sequence[int]:
+        """Return the counts on the host; waits for the device if they have not been read yet."""
         return self.device.tolist() if self.host is None else self.host
 
 
 def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
-    """Rows (S, D) sorted by local expert, `loads` of them for each, to (S, D), not yet weighted."""
+    """Run experts over rows (S, D) sorted by local expert, `loads` of them for each: (S, D), not yet weighted."""
     module: Any = experts
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = _weights(module, first), _weights(module, "down_proj")
+    up, down = _layer_weights(module, first), _layer_weights(module, "down_proj")
     if expert_kernel(x, up[0], down[0]) == "loop":
-        loads = Loads(loads.device, loads.sizes())
-        linear = _run_one_by_one
+        loads = Loads(loads.device, loads.host_counts())
+        linear = _multiply_one_by_one
     else:
-        linear = _run_grouped
+        linear = _multiply_grouped
     inner = linear(x, *up, loads, module.is_transposed)  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
     return linear(inner, *down, loads, module.is_transposed)
 
 
 def expert_kernel(x: Tensor, *weights: Tensor) -> Literal["grouped_mm", "loop"]:
-    """How `run_experts` multiplies these rows (S, D) and weights (e, …, …)."""
+    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …)."""
     can_group = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
     low = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     aligned = all(size % _ALIGNED_ELEMENTS == 0 for weight in weights for size in weight.shape[1:])
     return "grouped_mm" if can_group and low and aligned else "loop"
 
 
-def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+def _layer_weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
     bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
     return local_tensor(getattr(module, name)), bias
 
 
-def _run_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
-    """One matrix product for each expert."""
+def _multiply_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+    """Multiply rows by the matrices of their experts, one product for each expert."""
     biases = [None] * weight.shape[0] if bias is None else bias.unbind()
     pieces: list[Tensor] = []
-    for rows, matrix, offset in zip(x.split(list(loads.sizes())), weight.unbind(), biases, strict=True):
+    for rows, matrix, offset in zip(x.split(list(loads.host_counts())), weight.unbind(), biases, strict=True):
         piece = rows @ (matrix if transposed else matrix.T)
         pieces.append(piece if offset is None else piece + offset)
     return torch.cat(pieces)
 
 
-def _run_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
-    """One grouped matrix product for all experts."""
+def _multiply_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+    """Multiply rows by the matrices of their experts in one grouped product."""
     assert _grouped_mm is not None
     ends = loads.device.cumsum(0).to(torch.int32)
     y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)

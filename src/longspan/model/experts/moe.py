@@ -30,11 +30,11 @@ from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
-from longspan.model.experts.rows import Visits, gather, spread
+from longspan.model.experts.rows import Visits, spread_rows, sum_visits
 from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.mtp.depths import PREFIX, mtp_blocks
 from longspan.model.seams.attention_record import Probe
-from longspan.model.seams.layer_arguments import router_of_layer, shard_of_layer
+from longspan.model.seams.layer_arguments import find_layer_router, find_layer_shard
 from longspan.model.seams.mixers import is_mixer
 
 IMPLEMENTATION = "longspan"
@@ -51,7 +51,7 @@ _layer_arguments: ContextVar[_LayerArguments | None] = ContextVar("longspan_laye
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold a layer's experts and use transformers' interface, by qualified name."""
+    """Return the modules that hold a layer's experts and use transformers' interface, by qualified name."""
     return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}
 
 
@@ -73,7 +73,7 @@ def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def router_sizes(model: nn.Module) -> tuple[int, ...]:
-    """How many experts each router of the model chooses from."""
+    """Return how many experts each router of the model chooses from."""
     return tuple(int(router.num_experts) for router in router_modules(model).values())  # pyright: ignore
 
 
@@ -132,7 +132,7 @@ def _note_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: M
     """Forward pre-hook of a layer: note its shard and sums of routers for the routers inside."""
     shard, router = kwargs.get("shard"), kwargs.get("router")
     if shard is None:
-        shard, router = shard_of_layer(), router_of_layer()
+        shard, router = find_layer_shard(), find_layer_router()
     _layer_arguments.set(None if shard is None else _LayerArguments(shard, router))
 
 
@@ -148,7 +148,7 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """transformers' experts function: rows (T, D), their experts (T, k) and weights (T, k) to weighted sums (T, D).
+    """Stand in for transformers' experts function: rows (T, D), their experts and weights (T, k) to sums (T, D).
 
     Padding rows become zeros. Raises ModelError outside a layer that was called with a shard.
     """
@@ -172,7 +172,10 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 
 
 def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
-    """Indices of the real rows among the `count` that experts get: the shard's, or a tensor-parallel rank's part."""
+    """Return the indices of the real rows among the `count` that experts get.
+
+    They are the shard's, or those of a tensor-parallel rank's part.
+    """
     local, tp, rows = shard.local_rows, world.home.tp, shard.real_rows
     if tp > 1 and count == -(-local // tp):
         start = world.coordinates.tp * count
@@ -189,26 +192,29 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 def mix_all_rows(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sums (R, D) of what each row's experts, which are all here, make of it."""
+    """Compute the weighted sums (R, D) of what each row's experts, which are all here, make of it."""
     return _mix_experts(experts, x, chosen, weights, None)
 
 
 def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
-    """The weighted sums (R, D) of what each row's experts make of it. With a channel, its members split the experts."""
+    """Compute the weighted sums (R, D) of what each row's experts make of it.
+
+    With a channel, its members split the experts.
+    """
     count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]
     by_expert, order = chosen.flatten().sort(stable=True)  # (R k,)
     bounds = torch.searchsorted(by_expert, torch.arange(count + 1, device=x.device))
     loads = bounds.diff()  # (E,): rows for each expert, without waiting for the device
     visits = Visits.of(order, top_k)
-    going = spread(x, visits)  # (R k, D)
+    going = spread_rows(x, visits)  # (R k, D)
     if channel is None:
         outputs = run_experts(experts, going, Loads(loads))
     else:
-        outputs = _run_over_members(experts, going, loads, channel)
-    return gather(outputs, weights, visits).to(x.dtype)
+        outputs = _run_on_members(experts, going, loads, channel)
+    return sum_visits(outputs, weights, visits).to(x.dtype)
 
 
-def _run_over_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
+def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
     """Send rows (S, D), sorted by expert, to the members that hold their experts, and back: (S, D), as before."""
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
     sends = counts[channel.index].sum(1).tolist()  # counts (sender, member, its experts)
@@ -218,12 +224,12 @@ def _run_over_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Cha
     visits = Visits.of(torch.from_numpy(_order_by_expert(counts_here)).to(x.device), 1)
     local = counts_here.sum(0)
     sizes = Loads(torch.from_numpy(local).to(x.device), local.tolist())
-    outputs = run_experts(experts, spread(arrived, visits), sizes)
-    return all_to_all_rows(spread(outputs, visits.inverse()), receives, sends, channel)
+    outputs = run_experts(experts, spread_rows(arrived, visits), sizes)
+    return all_to_all_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
 
 
 def _order_by_expert(here: np.ndarray) -> np.ndarray:
-    """The order that sorts rows by expert, which arrive sorted by sender."""
+    """Return the order that sorts rows by expert, which arrive sorted by sender."""
     starts = (here.cumsum() - here.ravel()).reshape(here.shape)
     runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), here.T.ravel(), strict=True)]
     return np.concatenate([np.zeros(0, dtype=np.int64), *runs])

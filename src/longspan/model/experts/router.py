@@ -101,29 +101,29 @@ class RouterStatistics:
     def fix_loads(self) -> None:
         """Fix F by the micro-batches so far, which must be the step's; all slots call it before any backward pass."""
         if self.coefficients.balance:
-            local = _total([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
+            local = _sum_lists([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
             loads = self.world.control.sum_over_stages(local, "loads of experts")
             self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.token_layers
         self.counted_ahead.clear()
 
     def sums(self) -> list[float]:
-        """This rank's loads, sums of probabilities (E each) and sum of z: to be summed over slots for `losses`."""
-        return _total(self.micro_batches, self.experts)
+        """Return this rank's loads, sums of probabilities (E each) and sum of z, to be summed over slots."""
+        return _sum_lists(self.micro_batches, self.experts)
 
     def losses(self, sums: Sequence[float]) -> RouterLosses:
-        """The step's balance and z from `sums()` added over all slots: loads (E), probabilities (E), z."""
+        """Return the step's balance and z from `sums()` added over all slots: loads (E), probabilities (E), z."""
         loads, probabilities = torch.tensor(sums[:-1], dtype=torch.float64).view(2, -1) / self.token_layers
         return RouterLosses(float(self.experts * (loads * probabilities).sum()), sums[-1] / self.token_layers)
 
 
-def _total(micro_batches: Sequence[RouterSums], experts: int) -> list[float]:
+def _sum_lists(micro_batches: Sequence[RouterSums], experts: int) -> list[float]:
     sums = [router for micro_batch in micro_batches for router in micro_batch.by_router.values()]
     return torch.stack(sums).sum(0).tolist() if sums else [0.0] * (2 * experts + 1)
 
 
 def _routing_sums(logits: Tensor, top_k: int) -> Tensor:
-    """Sums (2 E + 1,) in float64 over rows (R, E): visits of each expert, its probability, and squares of lse."""
-    wide = _as_wide(logits)
+    """Sum over rows (R, E), to (2 E + 1,) in float64: visits of each expert, its probability, and squares of lse."""
+    wide = _widen_logits(logits)
     softmax = wide.softmax(-1)
     chosen = softmax.topk(top_k, dim=-1).indices
     loads = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
@@ -133,7 +133,7 @@ def _routing_sums(logits: Tensor, top_k: int) -> Tensor:
     return torch.cat([loads, probabilities, z[None]])
 
 
-def _as_wide(logits: Tensor) -> Tensor:
+def _widen_logits(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -149,12 +149,12 @@ class _WithRouterLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         logits, rows = ctx.saved_tensors
-        of_rows = _logit_gradient(_as_wide(logits[rows]), ctx.statistics).to(logits.dtype)
+        of_rows = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics).to(logits.dtype)
         return gradients[0], torch.zeros_like(logits).index_copy(0, rows, of_rows), None, None
 
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
-    """The gradient of both losses times their coefficients, (R, E): p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
+    """Return the gradient of both losses times coefficients (R, E): p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
     coefficients, token_layers = statistics.coefficients, statistics.token_layers
     p = logits.softmax(-1)
     gradient = torch.zeros_like(p)

@@ -18,7 +18,7 @@ def sum_visits_kernel(
     WEIGHTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Triton kernel: out[r] = sum over j of done[place[r · TOP_K + j]] (times weights[r, j]).
+    """Compute out[r] = sum over j of done[place[r · TOP_K + j]] (times weights[r, j]).
 
     One program computes COLUMNS columns of one row. `done` has a row for each visit of an expert, `done_row` elements
     apart; `place` is where each visit's row is.
@@ -49,7 +49,7 @@ def visit_gradients_kernel(
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Triton kernel: gradients of the visits' rows and weights from those of the rows that they are summed to.
+    """Compute the gradients of the visits' rows and weights from those of the rows that they are summed to.
 
     One program does place p of a visit: with n = order[p] and r = n // TOP_K it stores of_done[p] = weights[n] dout[r]
     and of_weights[n] = <done[p], dout[r]>, COLUMNS columns at a time.
@@ -71,7 +71,7 @@ def visit_gradients_kernel(
 
 @triton.jit
 def gated_kernel(x, out, x_row, width, COLUMNS: tl.constexpr):
-    """Triton kernel: out = SiLU(x[:, :width]) · x[:, width:].
+    """Compute out = SiLU(x[:, :width]) · x[:, width:].
 
     One program computes COLUMNS columns of one row; rows of x lie `x_row` elements apart.
     """
@@ -87,7 +87,7 @@ def gated_kernel(x, out, x_row, width, COLUMNS: tl.constexpr):
 
 @triton.jit
 def gated_backward_kernel(x, dout, dx, x_row, width, COLUMNS: tl.constexpr):
-    """Triton kernel: the gradient dx (S, 2 width) of `gated_kernel`, COLUMNS columns of one row in each program."""
+    """Compute the gradient dx (S, 2 width) of `gated_kernel`, COLUMNS columns of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

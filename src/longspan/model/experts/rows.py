@@ -17,17 +17,17 @@ from torch.autograd.function import once_differentiable
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
 
 
-def kernels_for(*tensors: Tensor | None) -> Any:
-    """The module of the kernels where they can take these tensors, rows of elements in order; else None."""
+def find_kernels(*tensors: Tensor | None) -> Any:
+    """Find the module of the kernels where they can take these tensors, rows of elements in order; else None."""
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
             return None
-    return kernels()
+    return kernel_module()
 
 
 @cache
-def kernels() -> Any:
-    """The module of the kernels; None without Triton."""
+def kernel_module() -> Any:
+    """Return the module of the kernels; None without Triton."""
     return None if find_spec("triton") is None else import_module("longspan.model.experts.row_kernels")
 
 
@@ -46,13 +46,13 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, order: Tensor, top_k: int) -> "Visits":
-        """The visits in an order, which is a permutation of their numbers."""
+        """Make the visits in an order, which is a permutation of their numbers."""
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return cls(order, place, top_k)
 
     def inverse(self) -> "Visits":
-        """The way back of rows with one visit each."""
+        """Return the way back of rows with one visit each."""
         return Visits(self.place, self.order, self.top_k)
 
     @property
@@ -61,12 +61,12 @@ class Visits(NamedTuple):
         return self.order if self.top_k == 1 else self.order // self.top_k
 
 
-def spread(x: Tensor, visits: Visits) -> Tensor:
-    """Rows (R, D) once for each visit, in their order: (R · top_k, D)."""
+def spread_rows(x: Tensor, visits: Visits) -> Tensor:
+    """Copy rows (R, D) once for each visit, in their order: (R · top_k, D)."""
     return _Spread.apply(x, *visits)  # pyright: ignore[reportReturnType]
 
 
-def gather(done: Tensor, weights: Tensor, visits: Visits) -> Tensor:
+def sum_visits(done: Tensor, weights: Tensor, visits: Visits) -> Tensor:
     """Add up what the visits of each row made, (R · top_k, D), weighted by weights (R, top_k): (R, D).
 
     In the dtype of `done`, or of the weights where these have more digits.
@@ -83,7 +83,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sum_visits(gradients[0], None, ctx.visits), None, None, None
+        return _add_visits(gradients[0], None, ctx.visits), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -91,22 +91,22 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, done: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         ctx.visits = Visits(order, place, top_k)
         ctx.save_for_backward(done, weights)
-        return _sum_visits(done, weights, ctx.visits)
+        return _add_visits(done, weights, ctx.visits)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         done, weights = ctx.saved_tensors
-        return *_gradients_of_visits(gradients[0], done, weights, ctx.visits), None, None, None
+        return *_visit_gradients(gradients[0], done, weights, ctx.visits), None, None, None
 
 
-def _sum_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
+def _add_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
     """Add up the visits of each row, (R, D), times their weights if there are any."""
-    if (kernels := kernels_for(done, weights)) is None:
+    if (kernels := find_kernels(done, weights)) is None:
         of_visits = done.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
         return (of_visits if weights is None else of_visits * weights.unsqueeze(2)).sum(1)
     rows, width = len(visits.place) // visits.top_k, done.shape[1]
-    columns = _columns(width)
+    columns = _program_columns(width)
     dtype = done.dtype if weights is None else torch.promote_types(done.dtype, weights.dtype)
     out = done.new_empty((rows, width), dtype=dtype)
     if out.numel():
@@ -116,9 +116,9 @@ def _sum_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
     return out
 
 
-def _gradients_of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
-    """Gradients of what visits made, and of their weights."""
-    if (kernels := kernels_for(done, weights, dout)) is None:
+def _visit_gradients(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
+    """Return gradients of what visits made, and of their weights."""
+    if (kernels := find_kernels(done, weights, dout)) is None:
         going = dout.index_select(0, visits.rows)
         of_done = going * weights.flatten()[visits.order].unsqueeze(1)
         of_weights = (going * done).sum(1)[visits.place]
@@ -127,10 +127,10 @@ def _gradients_of_visits(dout: Tensor, done: Tensor, weights: Tensor, visits: Vi
     of_done, of_weights = done.new_empty(done.shape), torch.zeros_like(weights)
     if done.numel():
         arguments = (of_done, of_weights, dout, done, weights, visits.order, width, done.stride(0))
-        kernels.visit_gradients_kernel[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_columns(width))
+        kernels.visit_gradients_kernel[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width))
     return of_done, of_weights
 
 
-def _columns(width: int) -> int:
-    """The columns of a row that a program holds at once."""
+def _program_columns(width: int) -> int:
+    """Return the columns of a row that a program holds at once."""
     return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))

@@ -43,7 +43,7 @@ class NewAdapter:
 
 
 def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
-    """The model with a new adapter in it, as a PeftModel; `prepare` fills what has no memory yet.
+    """Return the model with a new adapter in it, as a PeftModel; `prepare` fills what has no memory yet.
 
     Adapters are float32, over a float64 model float64. Raises ModelError where peft is missing, and for targets and
     parts that the model lacks.
@@ -82,7 +82,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
 
 
 def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """The initial values of a parameter of an adapter, float32, on the CPU: those of A uniform, those of B zero."""
+    """Draw the initial values of a parameter of an adapter, float32, on the CPU: of A uniform, of B zero."""
     if ".lora_A." not in name:
         return torch.zeros(tuple(shape))
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
@@ -101,7 +101,7 @@ class AdapterOver:
         return str(self.base)
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters, by name; the adapter's come first."""
+        """Yield the part of each of these parameters, by name; the adapter's come first."""
         for name, shape in self._shapes.items():
             if part := parts.get(name):
                 yield name, initial_values(name, shape, self._seed)[part.block].to(part.dtype)
@@ -109,7 +109,7 @@ class AdapterOver:
 
 
 def is_drawn_when_prepared(model: nn.Module) -> bool:
-    """Whether `prepare` draws the adapter in a model: `add_lora` made it, over weights that are yet to come."""
+    """Return whether `prepare` draws the adapter in a model: `add_lora` made it, over weights that are yet to come."""
     weights = vars(model).get("weights_to_come")
     return weights is not None and isinstance(weights.source, AdapterOver)
 

@@ -26,40 +26,39 @@ class AdapterTargets(NamedTuple):
 
 
 def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequence[str]) -> AdapterTargets:
-    """Choose an adapter's targets in these parts; without names every linear of decoder layers, tower or
-    projector.
+    """Choose an adapter's targets in these parts: without names every linear of decoder layers, tower or projector.
 
     Raises ModelError for parts that the model lacks, for a name of no linear in the parts, and for those that peft
     refuses or takes for experts.
     """
-    linears = _linears_of_parts(model, parts)
+    linears = _part_linears(model, parts)
     names = (
         _check_target_names(model, requested, linears, parts) if requested else _default_names(model, linears, parts)
     )
     return AdapterTargets(names, _exclusion_pattern(model, names, linears, parts))
 
 
-def _modules_by_part(model: PreTrainedModel) -> dict[str, str]:
-    """The part of every module, by qualified name."""
-    towers = tuple(f"{tower}." for tower in _towers(model))
+def _part_by_module(model: PreTrainedModel) -> dict[str, str]:
+    """Return the part of every module, by qualified name."""
+    towers = tuple(f"{tower}." for tower in _tower_names(model))
     return {
         name: LANGUAGE_MODEL if not f"{name}.".startswith(towers) else PROJECTOR if is_in_projector(name) else TOWER
         for name, _ in model.named_modules()
     }
 
 
-def _towers(model: PreTrainedModel) -> list[str]:
-    """The names of the towers of other modalities, and of their projectors if these are modules next to them."""
+def _tower_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of the towers of other modalities, and of their projectors if these are modules next to them."""
     towers = {id(tower) for tower in other_towers(model)}
     return [name for name, module in model.named_modules() if id(module) in towers]
 
 
-def _linears_of_parts(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
-    """The part of each linear in the parts, by qualified name. Raises ModelError for a part that has none.
+def _part_linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
+    """Return the part of each linear in the parts, by qualified name. Raises ModelError for a part that has none.
 
     In towers other classes of linears are left out: those in torch's own attention are never called.
     """
-    by_part = _modules_by_part(model)
+    by_part = _part_by_module(model)
     linears = {
         name: by_part[name]
         for name, module in model.named_modules()
@@ -79,7 +78,7 @@ def _check_target_names(
 ) -> list[str]:
     """Check the targets, each the end of some linear's name. Raises ModelError for others, and for names of experts."""
     for target in targets:
-        if not _matches(target, [*linears]):
+        if not _matching_names(target, [*linears]):
             _refuse_other_part(model, target, parts)
             endings = sorted({name.rpartition(".")[2] for name in linears})
             matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
@@ -88,12 +87,12 @@ def _check_target_names(
                 f"lora.targets has {target!r}, which is no linear of {type(model).__name__}; {hint} "
                 f"{', '.join(endings)}"
             )
-    if experts := _names_of_experts(model, targets):
+    if experts := _expert_names(model, targets):
         raise ModelError(
             f"lora.targets has {', '.join(experts)}, which peft takes for the experts of a {type(model).__name__}, and "
             "adapters of experts are not supported; leave them out"
         )
-    if refused := _names_refused_by_peft(model, targets):
+    if refused := _peft_refusals(model, targets):
         raise ModelError(
             f"lora.targets has {', '.join(refused)}, which peft refuses in a {type(model).__name__}; leave it out"
         )
@@ -101,17 +100,17 @@ def _check_target_names(
 
 
 def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Sequence[str]) -> list[str]:
-    """The names of the linears in decoder layers, towers and projectors, except those that peft takes for experts."""
+    """List the names of linears in decoder layers, towers and projectors, without those that peft takes for experts."""
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name, part in linears.items() if part != LANGUAGE_MODEL or name.startswith(layers)]
-    names = sorted({_ending(name) for name in inside})
-    if experts := _names_of_experts(model, names):
+    names = sorted({_name_ending(name) for name in inside})
+    if experts := _expert_names(model, names):
         warnings.warn(
             f"the adapter leaves out {', '.join(experts)}, which peft takes for the experts of a "
             f"{type(model).__name__}: dense layers and shared experts have no adapter there",
             stacklevel=3,
         )
-    if refused := _names_refused_by_peft(model, names):
+    if refused := _peft_refusals(model, names):
         warnings.warn(
             f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}", stacklevel=3
         )
@@ -121,8 +120,8 @@ def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Seque
     raise ModelError(f"{type(model).__name__} has no nn.Linear in {place} for an adapter; name lora.targets")
 
 
-def _ending(name: str) -> str:
-    """The last word of a module's name; all of it for an entry of a list, whose number others have too."""
+def _name_ending(name: str) -> str:
+    """Return the last word of a module's name; all of it for an entry of a list, whose number others have too."""
     last = name.rpartition(".")[2]
     return name if last.isdigit() else last
 
@@ -130,27 +129,27 @@ def _ending(name: str) -> str:
 def _exclusion_pattern(
     model: PreTrainedModel, names: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> str | None:
-    """A pattern of the modules of other parts, and of what is no linear and has a target's name."""
-    towers = "|".join(map(re.escape, _towers(model)))
+    """Return a pattern of the modules of other parts, and of what is no linear and has a target's name."""
+    towers = "|".join(map(re.escape, _tower_names(model)))
     if not towers:
         return None
     if tuple(parts) == (LANGUAGE_MODEL,):
         return f"({towers})(\\..*)?"
-    inside = [name for name, part in _modules_by_part(model).items() if part != LANGUAGE_MODEL and name not in linears]
-    others = [name for name in inside if any(_matches(target, [name]) for target in names)]
+    inside = [name for name, part in _part_by_module(model).items() if part != LANGUAGE_MODEL and name not in linears]
+    others = [name for name in inside if any(_matching_names(target, [name]) for target in names)]
     beyond = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]
     return "|".join([*map(re.escape, others), *beyond]) or None
 
 
-def _matches(target: str, linears: Sequence[str]) -> list[str]:
+def _matching_names(target: str, linears: Sequence[str]) -> list[str]:
     return [name for name in linears if name == target or name.endswith(f".{target}")]
 
 
 def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]) -> None:
     """Raise ModelError for a target that no linear in the chosen parts has, if a linear in another part has it."""
     everywhere = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if elsewhere := _matches(target, everywhere):
-        part = _modules_by_part(model)[elsewhere[0]]
+    if elsewhere := _matching_names(target, everywhere):
+        part = _part_by_module(model)[elsewhere[0]]
         raise ModelError(
             f"lora.targets has {target!r}, which stands in the {part} of {type(model).__name__} alone "
             f"({elsewhere[0]}), and lora.parts is {', '.join(parts)}; leave it out, or add {part!r} to lora.parts"
@@ -158,8 +157,8 @@ def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]
         )
 
 
-def _names_of_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """The names of linears that peft replaces by parameters of the model's fused experts, as of transformers 4."""
+def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return the names of linears that peft replaces by parameters of the model's fused experts (transformers 4)."""
     import peft
 
     try:
@@ -178,8 +177,8 @@ def _names_of_experts(model: PreTrainedModel, names: Sequence[str]) -> list[str]
     return experts
 
 
-def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """The names of linears in mixers that some kernels read around an adapter, in families that peft lists."""
+def _peft_refusals(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return the names of linears in mixers that some kernels read around an adapter, in families that peft lists."""
     import peft
 
     try:

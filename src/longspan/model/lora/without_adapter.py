@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 from torch import nn
 
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_of, peft_modules
+from longspan.model.adapters import model_adapter, peft_modules
 
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Inside, a model computes what its base model does; all ranks enter it together.
+    """Let a model compute what its base model does inside; all ranks enter it together.
 
     >>> with without_adapter(model):
     ...     reference = run_step(model, plan, documents, world, backward=False).loss
@@ -28,7 +28,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     Raises ModelError for a model that has no adapter.
     """
     modules: list[Any] = [*peft_modules(model).values()]
-    if not modules and adapter_of(model) is None:
+    if not modules and model_adapter(model) is None:
         raise ModelError(
             f"{type(model).__name__} has no adapter to leave out; call without_adapter with the model that prepare "
             "returned"
@@ -45,7 +45,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 def refuse_adapter_left_out(model: nn.Module) -> None:
     """Raise ModelError if a model is to be trained while its adapter, the only part that is trained, is left out."""
-    if adapter_of(model) is None:
+    if model_adapter(model) is None:
         return
     modules: list[Any] = [*peft_modules(model).values()]
     if any(module._disable_adapters for module in modules):

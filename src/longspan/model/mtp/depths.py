@@ -37,7 +37,7 @@ class MtpBlocks(nn.ModuleList):
     """The decoder layers of a depth, one after another, if each is only attention, a mixer or an MLP."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Hidden states (1, T, D) through all of them, each called with the same arguments."""
+        """Run hidden states (1, T, D) through all blocks, each called with the same arguments."""
         for block in self:
             hidden = take_hidden_states(block(hidden, *args, **kwargs))
         return hidden
@@ -59,13 +59,13 @@ class MtpDepth(nn.Module):
         self.mtp_block = block
 
     def forward(self, embedded: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Embeddings of later tokens and hidden states of the depth before, (1, T, D) each, to hidden states."""
+        """Project embeddings of later tokens and hidden states of the depth before, (1, T, D), and run the layer."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return self.post_norm(take_hidden_states(self.mtp_block(x, *args, **kwargs)))
 
 
 def take_hidden_states(output: Any) -> Tensor:
-    """The hidden states in what a decoder layer returns: all of it, or the first of several things."""
+    """Return the hidden states in what a decoder layer returns: all of it, or the first of several things."""
     return output if isinstance(output, Tensor) else output[0]
 
 
@@ -78,23 +78,23 @@ class MtpDepths(nn.Module):
         self.copied: CopiedLayer = copied
 
 
-def depths_of(model: nn.Module) -> tuple[MtpDepth, ...]:
-    """The depths that `add_mtp` gave a model, in order; none for another model."""
+def model_depths(model: nn.Module) -> tuple[MtpDepth, ...]:
+    """Return the depths that `add_mtp` gave a model, in order; none for another model."""
     mtp = model._modules.get(PREFIX)
     return tuple(depth for depth in mtp.layers if isinstance(depth, MtpDepth)) if isinstance(mtp, MtpDepths) else ()
 
 
 def find_copied_layer(model: nn.Module) -> CopiedLayer:
-    """The layer of a model that its depths copy."""
+    """Find the layer of a model that its depths copy."""
     mtp = model._modules[PREFIX]
     assert isinstance(mtp, MtpDepths)
     return mtp.copied
 
 
 def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers of a model's depths, by qualified name."""
+    """Return the decoder layers of a model's depths, by qualified name."""
     blocks = dict[str, nn.Module]()
-    for i, depth in enumerate(depths_of(model)):
+    for i, depth in enumerate(model_depths(model)):
         name, block = f"{PREFIX}.layers.{i}.mtp_block", depth.mtp_block
         several = isinstance(block, MtpBlocks)
         blocks |= {f"{name}.{j}": part for j, part in enumerate(block)} if several else {name: block}
@@ -103,7 +103,7 @@ def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
     """Raise ModelError for a depth in which no module is among those that reach our attention, or are mixers."""
-    for i, depth in enumerate(depths_of(model)):
+    for i, depth in enumerate(model_depths(model)):
         if not any(module is inner for inner in depth.mtp_block.modules() for module in reached):
             raise ModelError(
                 f"{type(model).__name__}: {PREFIX}.layers.{i}.mtp_block ({type(depth.mtp_block).__name__}) reaches no "
@@ -114,16 +114,16 @@ def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
 def deeper_states(
     model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, inputs: LayerInputs, shard: Any = None
 ) -> tuple[Tensor, ...]:
-    """The hidden states (T, D) of each depth, of the model's last ones (1, T, D) and ids (depths, T) of later tokens.
+    """Compute the hidden states (T, D) of each depth, from the model's (1, T, D) and ids (depths, T) of later tokens.
 
     A later token that is an image's placeholder has the image's row as its embedding, by the `shard`. Raises ModelError
     if the layer that depths copy gets inputs made of its own rows, and how these are made could not be seen.
     """
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()
-    for number, (depth, ids) in enumerate(zip(depths_of(model), future_ids, strict=True), 1):
+    for number, (depth, ids) in enumerate(zip(model_depths(model), future_ids, strict=True), 1):
         embedded = embedding(ids[None], **embedding_arguments(shard, number))
-        args, kwargs = inputs.of(ids, embedded)
+        args, kwargs = inputs.make_call(ids, embedded)
         hidden = depth(embedded, hidden, *args, **kwargs)
         states.append(hidden.squeeze(0))
     return tuple(states)
@@ -148,7 +148,7 @@ def take_copied_depths(model: nn.Module) -> nn.Module | None:
 
 
 @contextmanager
-def put_copied_depths_in_place(model: nn.Module) -> Iterator[None]:
+def replace_copied_depths(model: nn.Module) -> Iterator[None]:
     """Take copied depths as `take_copied_depths` does; an error inside undoes it."""
     original = take_copied_depths(model)
     try:
@@ -169,7 +169,7 @@ def select_depth_weights(names: Iterable[str]) -> list[str]:
 
 
 def depth_reasons(model: nn.Module) -> Iterator[str]:
-    """Why depths cannot be trained with an adapter: only in part, or having adapters too."""
+    """Yield why depths cannot be trained with an adapter: only in part, or having adapters too."""
     mtp = model._modules.get(PREFIX)
     weights = dict(mtp.named_parameters()) if mtp is not None else {}
     depth_weights = select_depth_weights(f"{PREFIX}.{name}" for name in weights)

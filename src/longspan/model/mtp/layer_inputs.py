@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, architecture_name, layer_list, norm_after_layers, shallow_module
+from longspan.model.layers import Absent, architecture_name, final_norm, layer_list, shallow_module
 
 LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with, without hidden states
 _NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
@@ -62,8 +62,8 @@ class NotedLayer(Absent):
         self.note: Note = Note()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The first input as it is."""
-        self.note.hidden_states, self.note.call = x, (args, _kwargs_for_depths(kwargs))
+        """Return the first input as it is."""
+        self.note.hidden_states, self.note.call = x, (args, _depth_arguments(kwargs))
         return super().forward(x)
 
 
@@ -81,13 +81,13 @@ class _Embedded(nn.Module):
 def copy_without_layers(
     model: PreTrainedModel, embedded: Tensor, outputs: int, *, keep: Container[int] = ()
 ) -> tuple[Any, list[nn.Module]]:
-    """The module around a model's decoder layers with stand-ins for them, and these; layers `keep` are themselves.
+    """Copy the module around a model's decoder layers with stand-ins for them, and these; layers `keep` are themselves.
 
     Its embedding gives the rows `embedded` (1, T, D) whatever the ids are, and it has no norm after the layers.
     """
     name, layers = layer_list(model)
     path, _, attribute = name.rpartition(".")
-    around, embedding, norm = model.get_submodule(path), model.get_input_embeddings(), norm_after_layers(model)
+    around, embedding, norm = model.get_submodule(path), model.get_input_embeddings(), final_norm(model)
     bare, stands = shallow_module(around), shallow_module(layers)
     for child, module in around.named_children():
         if module is embedding:
@@ -113,17 +113,17 @@ class LayerInputs:
         )  # of the layer, or, where inputs are made of tokens, of what is around the layers
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Forward pre-hook."""
+        """Note the call of a layer: a forward pre-hook."""
         self._noted = args, kwargs
 
-    def of(self, ids: Tensor, embedded: Tensor) -> LayerCall:
-        """The inputs of a layer that reads these ids (T,), whose embedding is (1, T, D).
+    def make_call(self, ids: Tensor, embedded: Tensor) -> LayerCall:
+        """Return the inputs of a layer that reads these ids (T,), whose embedding is (1, T, D).
 
         Raises ModelError if the layer gets inputs made of its own rows, and that was not seen when depths were added.
         """
         args, kwargs = self._noted
         if not self._copied.of_tokens:
-            call = args[1:], _kwargs_for_depths(kwargs)
+            call = args[1:], _depth_arguments(kwargs)
             if depends_on_parameters(call):
                 raise ModelError(
                     f"{architecture_name(self._model)} gives its last decoder layer, beside hidden "
@@ -142,7 +142,7 @@ class LayerInputs:
 
 @contextmanager
 def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerInputs]:
-    """Inside, what a pass of the model gives the layer that depths copy is noted."""
+    """Note inside what a pass of the model gives the layer that depths copy."""
     inputs, (name, layers) = LayerInputs(model, copied), layer_list(model)
     noted = model.get_submodule(name.rpartition(".")[0]) if copied.of_tokens else layers[copied.index]
     handle = noted.register_forward_pre_hook(inputs.note, with_kwargs=True, prepend=True)
@@ -153,14 +153,14 @@ def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerI
 
 
 def depends_on_parameters(call: LayerCall) -> bool:
-    """Whether a tensor among these inputs depends on a parameter, in a pass with gradients."""
+    """Return whether a tensor among these inputs depends on a parameter, in a pass with gradients."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((call[0], dict(call[1]))))
 
 
-def _kwargs_for_depths(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _depth_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
 
 
 def _depends_on_rows(value: Any) -> bool:
-    """Whether an input of the model is made of the rows' tokens, as hidden states are: such inputs are no integers."""
+    """Return whether an input of the model is made of the rows' tokens, as hidden states are and integers are not."""
     return isinstance(value, Tensor) and torch.is_floating_point(value)

@@ -38,18 +38,20 @@ _LAST_NORMS = dict.fromkeys((_SHARED_NORM, *_LAST_NORM.values()), "post_norm.")
 _LIKE_QWEN = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"})
 
 
-def to_our_name(key: str, layers: int, blocks: int = 1) -> str:
+def translate_name(key: str, layers: int, blocks: int = 1) -> str:
     """Translate a depth's weight name in files of a model of so many layers to ours; another key stays as it is.
 
     A depth has so many `blocks`, the layers of Nemotron-H's, which are published with one depth.
 
-    >>> to_our_name("model.layers.61.mlp.up_proj.weight", layers=61)
+    >>> translate_name("model.layers.61.mlp.up_proj.weight", layers=61)
     'mtp.layers.0.mtp_block.mlp.up_proj.weight'
-    >>> to_our_name("model.layers.61.shared_head.norm.weight", layers=61), to_our_name("mtp.norm.weight", layers=48)
-    ('mtp.layers.0.post_norm.weight', 'mtp.layers.0.post_norm.weight')
-    >>> to_our_name("model.mtp_layers.0.input_proj.weight", layers=36)
+    >>> translate_name("model.layers.61.shared_head.norm.weight", layers=61)
+    'mtp.layers.0.post_norm.weight'
+    >>> translate_name("mtp.norm.weight", layers=48)
+    'mtp.layers.0.post_norm.weight'
+    >>> translate_name("model.mtp_layers.0.input_proj.weight", layers=36)
     'mtp.layers.0.eh_proj.weight'
-    >>> to_our_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
+    >>> translate_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
     'mtp.layers.0.mtp_block.1.mixer.gate.weight'
     """
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
@@ -63,32 +65,32 @@ def to_our_name(key: str, layers: int, blocks: int = 1) -> str:
         return (
             _depth_name(int(match[1]), match[2])
             if blocks == 1
-            else _name_in_block(*divmod(int(match[1]), blocks), match[2])
+            else _block_name(*divmod(int(match[1]), blocks), match[2])
         )
     bare = key.removeprefix(f"{PREFIX}.")
     return _depth_name(0, inside) if bare != key and (inside := _replace_prefix(bare, _QWEN)) != bare else key
 
 
-def as_our_columns(key: str, tensor: Any) -> Any:
-    """A file's tensor, which safetensors reads in parts, with the columns in our order."""
+def order_columns(key: str, tensor: Any) -> Any:
+    """Order the columns of a file's tensor, which safetensors reads in parts, as ours are."""
     return _HalvesExchanged(tensor) if _MIMO_PROJECTION.fullmatch(key) else tensor
 
 
-def to_published_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
-    """The function from our names to those that a family's models are published with; None if it has none.
+def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
+    """Return the function from our names to those that a family's models are published with; None if it has none.
 
     `blocks` are those of a depth.
 
-    >>> to_published_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
+    >>> publication_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
     'model.layers.61.mlp.up_proj.weight'
-    >>> to_published_names("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
+    >>> publication_names("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
     'mtp.fc.weight'
     """
     if model_type in _AFTER_LAYERS:
-        return lambda name: _name_after_layers(name, layers, _LAST_NORM.get(model_type, _SHARED_NORM))
+        return lambda name: _trailing_layer_name(name, layers, _LAST_NORM.get(model_type, _SHARED_NORM))
     if blocks > 1:
         return (lambda name: _nemotron_name(name, blocks)) if depths == 1 else None
-    return _name_from_qwen if model_type in _LIKE_QWEN and depths == 1 else None
+    return _qwen_name if model_type in _LIKE_QWEN and depths == 1 else None
 
 
 def count_depths(folder: Path, layers: int) -> int:
@@ -106,7 +108,7 @@ def count_depths(folder: Path, layers: int) -> int:
         except Exception as error:  # safetensors raises errors of its own kind
             raise ModelError(f"{file} cannot be read: {error}") from error
     for name in names:
-        if match := re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.eh_proj\.weight", to_our_name(name, layers)):
+        if match := re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.eh_proj\.weight", translate_name(name, layers)):
             depths_here.add(int(match[1]))
     return next(depth for depth in range(len(depths_here) + 1) if depth not in depths_here)
 
@@ -118,7 +120,7 @@ class _HalvesExchanged:
         self._tensor = tensor
 
     def get_shape(self) -> Any:
-        """As in the file."""
+        """Return the shape that the tensor has in the file."""
         return self._tensor.get_shape()
 
     def __getitem__(self, block: Any) -> Tensor:
@@ -130,7 +132,7 @@ def _depth_name(depth: int, inside: str) -> str:
     return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
 
 
-def _name_in_block(depth: int, block: int, inside: str) -> str:
+def _block_name(depth: int, block: int, inside: str) -> str:
     ours = _replace_prefix(inside, {"final_layernorm.": "post_norm."})
     return f"{PREFIX}.layers.{depth}.{ours if ours != inside else f'mtp_block.{block}.{inside}'}"
 
@@ -139,7 +141,7 @@ def _replace_prefix(name: str, begins: dict[str, str]) -> str:
     return next((ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name)
 
 
-def _name_after_layers(name: str, layers: int, last_norm: str) -> str:
+def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
     """Name a depth's weight as files do that number depths after the model's layers."""
     match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
     if match is None:
@@ -148,7 +150,7 @@ def _name_after_layers(name: str, layers: int, last_norm: str) -> str:
     return f"model.layers.{layers + int(match[1])}.{inside}"
 
 
-def _name_from_qwen(name: str) -> str:
+def _qwen_name(name: str) -> str:
     """Translate our name of a depth's weight to the one in Qwen's files."""
     inside = name.removeprefix(f"{PREFIX}.layers.0.")
     if inside == name:

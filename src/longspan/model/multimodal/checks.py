@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.layout.layout import short
-from longspan.model.multimodal.encoder import Encoder, modalities_in_spans
+from longspan.layout.layout import excerpt
+from longspan.model.multimodal.encoder import Encoder, span_modalities
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
+from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 
 def check_encoder(modality: str, encoder: object) -> None:
@@ -30,8 +30,8 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
     home = world.home
     if sorted(home.ranks) != sorted(encoder_home.ranks):
         raise ModelError(
-            f"the encoder of {modality} is over ranks {short(encoder_home.ranks)}, the language model over "
-            f"{short(home.ranks)}; give both the same ranks, in any order"
+            f"the encoder of {modality} is over ranks {excerpt(encoder_home.ranks)}, the language model over "
+            f"{excerpt(home.ranks)}; give both the same ranks, in any order"
         )
     if encoder_home.pp > 1:
         raise ModelError(
@@ -43,7 +43,7 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
 def check_image_mask(encoders: Mapping[str, Encoder], language_model: nn.Module) -> None:
     """Raise ModelError where the mask of a model's images would be left out."""
     kind = getattr(getattr(language_model, "config", None), "model_type", None)
-    if kind in SEEN_BY_IMAGES and not modalities_in_spans(encoders):
+    if kind in SEEN_BY_IMAGES and not span_modalities(encoders):
         raise ModelError(
             f"tokens of an image see each other in {kind}, and none of its {len(encoders)} encoders says so; give "
             "Encoder(..., in_spans=True), or use prepare(model, world, encoder=Layout(...))"

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.bridge.splice import AHEAD, add_rows, splice
+from longspan.bridge.splice import AHEAD, add_rows, splice_rows
 from longspan.comm import SequenceShard, World
 from longspan.model.layers import decoder_layers
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.layer_arguments import shard_of_layer
+from longspan.model.seams.layer_arguments import find_layer_shard
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 
 
@@ -56,8 +56,8 @@ class Encoder:
         return not any(parameter.requires_grad for parameter in self.module.parameters())
 
 
-def modalities_in_spans(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
-    """The modalities whose items' rows see each other."""
+def span_modalities(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
+    """Return the modalities whose items' rows see each other."""
     return tuple(modality for modality, encoder in encoders.items() if encoder.in_spans)
 
 
@@ -66,11 +66,11 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
     for root, inside, first in _parts_that_embed(model):
         _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders))
         if first:
-            _add_after_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
+            _hook_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
 
 
 def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
-    """What is called with a shard, the model with the input embedding, and whether its first layers are in it.
+    """Yield what is called with a shard, the model with the input embedding, and whether its first layers are in it.
 
     Yields nothing if tokens are embedded elsewhere; depths of multi-token prediction embed them on the last stage.
     """
@@ -81,15 +81,15 @@ def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[
         yield model, model, True
 
 
-def _add_after_layers(model: PreTrainedModel, count: int) -> None:
+def _hook_layers(model: PreTrainedModel, count: int) -> None:
     """Have the first layers return their hidden states with the rows that their shard has for them added."""
     for index, layer in enumerate([*decoder_layers(model).values()][:count]):
-        layer.register_forward_hook(partial(_add_to_output, index), with_kwargs=True)
+        layer.register_forward_hook(partial(_add_rows, index), with_kwargs=True)
 
 
-def _add_to_output(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
-    """Forward hook of layer `index`: add the rows that items have for it to its hidden states."""
-    shard = kwargs.get("shard") or shard_of_layer()
+def _add_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
+    """Add the rows that items have for layer `index` to its hidden states: a forward hook."""
+    shard = kwargs.get("shard") or find_layer_shard()
     if not isinstance(shard, SequenceShard):
         return out
     if isinstance(out, tuple):
@@ -103,29 +103,31 @@ class _SpliceHook:
     def __init__(self, root: nn.Module, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
         self._encoders = encoders
         self._shard: SequenceShard | None = None
-        root.register_forward_pre_hook(self._enter, with_kwargs=True)
-        root.register_forward_hook(self._leave, always_call=True)
+        root.register_forward_pre_hook(self._note_shard, with_kwargs=True)
+        root.register_forward_hook(self._forget_shard, always_call=True)
         self._ahead = 0  # of the call of the embedding that is running
-        embedding.register_forward_pre_hook(self._take_ahead, with_kwargs=True)
+        embedding.register_forward_pre_hook(self._drop_later_tokens, with_kwargs=True)
         embedding.register_forward_hook(self._splice_rows)
 
-    def _enter(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _note_shard(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         shard = kwargs["stage_input"].shard if "stage_input" in kwargs else kwargs.get("shard")
         self._shard = shard if isinstance(shard, SequenceShard) else None
 
-    def _leave(self, *_: Any) -> None:
+    def _forget_shard(self, *_: Any) -> None:
         self._shard = None
 
-    def _take_ahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Take away the keyword for later tokens, which the embedding's own forward does not know."""
+    def _drop_later_tokens(
+        self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Drop the keyword for later tokens, which the embedding's own forward does not know."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
     def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
-        """Forward hook of the embedding: put the rows of items into their places."""
+        """Put the rows of items into their places: a forward hook of the embedding."""
         if self._shard is None:
             return embeddings
         if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):
             # Under a frozen language model all ranks enter its backward pass, also those that got no rows.
             embeddings = embeddings.detach().requires_grad_()
-        return splice(embeddings, self._shard, self._ahead)
+        return splice_rows(embeddings, self._shard, self._ahead)

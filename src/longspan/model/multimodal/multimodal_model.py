@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_of
-from longspan.model.execution import execution_of
+from longspan.model.adapters import Adapter, model_adapter
+from longspan.model.execution import model_execution
 from longspan.model.multimodal.checks import (
     check_deep_layers,
     check_encoder,
@@ -26,7 +26,7 @@ from longspan.model.multimodal.checks import (
     check_image_mask,
     check_shared,
 )
-from longspan.model.multimodal.encoder import Encoder, hook_item_rows, modalities_in_spans
+from longspan.model.multimodal.encoder import Encoder, hook_item_rows, span_modalities
 from longspan.model.multimodal.prepare_encoder import check_prepared
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules, is_prepared
@@ -63,7 +63,7 @@ class MultimodalModel(nn.Module):
         self.language_model = language_model
         self.config: Any = language_model.config
         rules: Any = language_model
-        rules.call_rules = replace(call_rules(language_model), in_spans=modalities_in_spans(encoders))
+        rules.call_rules = replace(call_rules(language_model), in_spans=span_modalities(encoders))
         self.training: bool = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
         check_deep_layers(encoders, language_model)
@@ -72,15 +72,15 @@ class MultimodalModel(nn.Module):
     @property
     def execution(self) -> Any:
         """What the language model computes with."""
-        return execution_of(self.language_model)
+        return model_execution(self.language_model)
 
     @property
     def adapter(self) -> Adapter | None:
         """The adapter of the language model; None if it has none."""
-        return adapter_of(self.language_model)
+        return model_adapter(self.language_model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ModelError: a step goes through both modules with `run_step` or `evaluate`."""
+        """Raise ModelError: a step goes through both modules with `run_step` or `evaluate`."""
         raise ModelError(
             "a MultimodalModel is run with longspan.run_step(model, plan, documents, world) or longspan.evaluate; call "
             "model.language_model for text alone"
@@ -96,13 +96,13 @@ def check_world(model: nn.Module, world: World) -> None:
         )
 
 
-def language_model_of(model: nn.Module) -> nn.Module:
-    """The language model of a MultimodalModel; any other model itself."""
+def find_language_model(model: nn.Module) -> nn.Module:
+    """Find the language model of a MultimodalModel; any other model is its own."""
     return model.language_model if isinstance(model, MultimodalModel) else model
 
 
 def modules_and_worlds(model: nn.Module, world: World) -> list[tuple[nn.Module, World]]:
-    """The modules of a model that lie in homes of their own, the language model first, each with its world."""
+    """Return the modules of a model that lie in homes of their own, the language model first, each with its world."""
     if not isinstance(model, MultimodalModel):
         return [(model, world)]
     encoders = [(encoder.module, encoder.world) for encoder in model.encoder_settings.values()]

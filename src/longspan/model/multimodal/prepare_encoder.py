@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
+from longspan.model.activations.recompute import Recomputation, run_checkpointed
 from longspan.model.multimodal.split_encoder import split_encoder
-from longspan.model.multimodal.tp_plan import parts_to_split
-from longspan.model.recompute import Recomputation, run_checkpointed
+from longspan.model.multimodal.tp_plan import find_split_parts
 from longspan.model.seams.forwards.norms import split_long_norms
 from longspan.model.sharding import Sharding, shard_over_slots
 
 
 def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """The blocks by qualified name, in the module's order: those given, or the modules of its longest lists.
+    """Return the blocks by qualified name, in the module's order: those given, or the modules of its longest lists.
 
     >>> [*encoder_blocks(CLIPVisionModel(config))][:2]
     ['encoder.layers.0', 'encoder.layers.1']
 
-    Of lists inside lists the outer one counts. Empty without a list. Raises ModelError for blocks that are not
-    inside the module, or inside each other.
+    Of lists inside lists the outer one counts. The result is empty without a list. Raises ModelError for blocks that
+    are not inside the module, or inside each other.
     """
     names = {child: name for name, child in module.named_modules()}
     if blocks is None:
@@ -56,7 +56,7 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
 
 
 def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Lists of modules that are in no other list, by qualified name."""
+    """Yield lists of modules that are in no other list, by qualified name."""
     for name, child in module.named_children():
         qualified = f"{path}.{name}".lstrip(".")
         if isinstance(child, nn.ModuleList) or _is_list_of_blocks(child):
@@ -66,7 +66,7 @@ def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Whether a Sequential holds blocks of one class one after another, as timm's vision towers do."""
+    """Return whether a Sequential holds blocks of one class one after another, as timm's vision towers do."""
     children = [*module.children()]
     return (
         isinstance(module, nn.Sequential)
@@ -119,8 +119,8 @@ def prepare_encoder(
     )
     recomputation = Recomputation.of(activation_checkpointing)
     _check_arguments(module, world, sharding)
-    units = _blocks_by_name(module, blocks, recomputation)
-    parts = parts_to_split(module, units, world.home.tp, tp_plan)
+    units = _sharding_units(module, blocks, recomputation)
+    parts = find_split_parts(module, units, world.home.tp, tp_plan)
     _refuse_unlike_weights(module, world)
     if world.device.type == "cuda":
         split_long_norms(module)
@@ -128,7 +128,7 @@ def prepare_encoder(
     for block in units.values():
         _recompute_block(block, recomputation)
     for trial in trials:
-        trial.install()
+        trial.hook_next_call()
     if sharding.parameters:
         _cast_first_tensor(units.values(), compute_dtype)
         _refuse_second_calls(module, units)
@@ -170,10 +170,13 @@ def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> Non
         sharding.check(dtype)
 
 
-def _blocks_by_name(
+def _sharding_units(
     module: nn.Module, blocks: Sequence[nn.Module] | None, recomputation: Recomputation
 ) -> dict[str, nn.Module]:
-    """What is sharded and recomputed one at a time, by name. Raises ModelError if there is nothing to recompute."""
+    """Return what is sharded and recomputed one at a time, by name.
+
+    Raises ModelError if there is nothing to recompute.
+    """
     units = encoder_blocks(module, blocks)
     if not units and recomputation.measure != "none":
         raise ModelError(
@@ -185,7 +188,7 @@ def _blocks_by_name(
 
 def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
     """Raise ModelError, on every rank, where ranks begin with different weights: 64 numbers of each are compared."""
-    samples = {name: _sample(parameter) for name, parameter in module.named_parameters()}
+    samples = {name: _sample_digest(parameter) for name, parameter in module.named_parameters()}
     digest = sha256(repr(samples).encode()).hexdigest()
     if world.control.is_same(digest, "comparison of weights"):
         return
@@ -194,14 +197,14 @@ def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
     names = [name for name in first if any(digest_there.get(name) != first[name] for digest_there in others)]
     raise on_all_ranks(
         ModelError(
-            f"ranks {short(ranks)} hold other weights of {type(module).__name__} than rank {world.home.ranks[0]}: "
-            f"{short(names, 4)}; all begin with the same: seed every rank alike (torch.manual_seed) or load the same "
+            f"ranks {excerpt(ranks)} hold other weights of {type(module).__name__} than rank {world.home.ranks[0]}: "
+            f"{excerpt(names, 4)}; all begin with the same: seed every rank alike (torch.manual_seed) or load the same "
             "weights before prepare_encoder"
         )
     )
 
 
-def _sample(parameter: Tensor) -> str:
+def _sample_digest(parameter: Tensor) -> str:
     numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
     return f"{tuple(parameter.shape)} {sha256(repr(numbers).encode()).hexdigest()[:12]}"
 
@@ -246,7 +249,9 @@ def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> N
 def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
     """Have blocks cast their hidden states, and nothing else, to what they compute in."""
 
-    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cast_input(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for index, value in enumerate(args):
             if isinstance(value, Tensor):
                 return (*args[:index], value.to(dtype), *args[index + 1 :]), kwargs
@@ -256,4 +261,4 @@ def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
         return args, kwargs
 
     for block in blocks if dtype is not None else ():
-        block.register_forward_pre_hook(cast, with_kwargs=True)
+        block.register_forward_pre_hook(cast_input, with_kwargs=True)

@@ -18,10 +18,10 @@ from longspan.model.tensor_parallel.family_plans import QKV, ROWWISE
 from longspan.model.tensor_parallel.split_adapters import split_adapted
 from longspan.model.tensor_parallel.split_trial import SplitTrial
 from longspan.model.tensor_parallel.styles import (
-    columnwise,
-    columnwise_of_three,
     copy_inputs,
-    rowwise,
+    split_columns,
+    split_rows,
+    split_three_columns,
     sum_partial_gradients,
     wrap_forward,
 )
@@ -36,7 +36,7 @@ def split_encoder(
     module; to be installed where blocks have the forward that they keep.
     """
     _ = world.meshes.tp  # made by all ranks together
-    trials = [SplitTrial(name, unit, world) for name, unit in _units_of_trials(module, blocks, parts)]
+    trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
     split_modules = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
@@ -56,11 +56,11 @@ def _split_linears(part: SplitModule, world: World) -> None:
         if is_adapted(linear):
             split_adapted(linear, style, world, sequence_parallel=False)
         elif style == ROWWISE:
-            rowwise(linear, world, sequence_parallel=False)
+            split_rows(linear, world, sequence_parallel=False)
         elif style == QKV:
-            columnwise_of_three(linear, world, part.widths)
+            split_three_columns(linear, world, part.widths)
         else:
-            columnwise(linear, world)
+            split_columns(linear, world)
         if part.several and style != ROWWISE:
             copy_inputs(linear, world)
 
@@ -74,14 +74,14 @@ def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
 
 
 def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:
-    """How a module sees the counts of heads that it holds: those of one rank."""
+    """Return how a module sees the counts of heads that it holds: those of one rank."""
     return dict.fromkeys(part.local_attributes, lambda count: count // tp)
 
 
-def _units_of_trials(
+def _trial_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """What a trial calls: one block of each kind, and one of each kind of parts outside blocks, by name."""
+    """Yield what a trial calls: one block of each kind, and one of each kind of parts outside blocks, by name."""
     kinds = set[Any]()
     for part in parts:
         name = next((block for block in blocks if f"{part.name}.".startswith(f"{block}.")), part.name)

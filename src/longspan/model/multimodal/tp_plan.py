@@ -82,7 +82,7 @@ class SplitModule:
         for name, style in self.styles.items():
             linear = base_module(self.module.get_submodule(name))
             if style == QKV and isinstance(linear, nn.Linear):
-                heads, keys = self._count(HEADS), self._count(KEY_HEADS)
+                heads, keys = self._read_count(HEADS), self._read_count(KEY_HEADS)
                 head = linear.out_features // (heads + 2 * keys) if heads and keys else 0
                 if head * (heads + 2 * keys) == linear.out_features:
                     return heads * head, keys * head, keys * head
@@ -92,23 +92,25 @@ class SplitModule:
                 return linear.out_features, linear.out_features, linear.out_features
         return 0, 0, 0
 
-    def _count(self, names: tuple[str, ...]) -> int:
+    def _read_count(self, names: tuple[str, ...]) -> int:
         values = vars(self.module)
         return next((values[name] for name in names if type(values.get(name)) is int), 0)
 
 
-def parts_to_split(
+def find_split_parts(
     module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
 ) -> list[SplitModule]:
-    """The parts of an encoder that are split over tp ranks, in its order; none at tp 1, where a plan is still checked.
+    """Find the parts of an encoder that are split over tp ranks, in its order.
+
+    There are none at tp 1, where a plan is still checked.
 
     Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
     divide heads or widths.
     """
-    callers_styles = _styles_of_caller(module, plan or {})
+    callers_styles = _read_caller_styles(module, plan or {})
     if tp == 1:
         return []
-    styles = _styles_by_name(module) | callers_styles
+    styles = _find_styles(module) | callers_styles
     _refuse_unknown(module, blocks, styles)
     parts = dict[str, dict[str, str]]()
     for name, style in styles.items():
@@ -131,33 +133,33 @@ def _make_part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: 
 # ---- linears and their styles
 
 
-def _styles_by_name(module: nn.Module) -> dict[str, str]:
-    """The style of every linear that is recognised by its name and its neighbours', by qualified name."""
+def _find_styles(module: nn.Module) -> dict[str, str]:
+    """Return the style of every linear that is recognised by its name and its neighbours', by qualified name."""
     return {
         f"{name}.{child}".lstrip("."): style
         for name, owner in module.named_modules()
-        for child, style in (_linears_around_convolution(owner) or _styles_of_module(_linears(owner))).items()
+        for child, style in (_convolution_linears(owner) or _module_styles(_own_linears(owner))).items()
     }
 
 
-def _linears(owner: nn.Module) -> dict[str, nn.Linear]:
+def _own_linears(owner: nn.Module) -> dict[str, nn.Linear]:
     return {name: linear for name, child in owner.named_children() if type(linear := base_module(child)) is nn.Linear}
 
 
-def _linears_inside(module: nn.Module) -> dict[str, nn.Linear]:
-    """The linears inside a module by name: of adapted ones the linear that is adapted, and not the adapter's."""
+def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linears inside a module by name: of adapted ones the linear that is adapted, and not the adapter's."""
     inside = tuple(f"{name}." for name in peft_modules(module))
     modules = {n: base_module(child) for n, child in module.named_modules() if not (inside and n.startswith(inside))}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
-def _linears_around_convolution(owner: nn.Module) -> dict[str, str]:
-    """The linears of a module that convolves between them (LFM3-VL), which every rank computes whole."""
+def _convolution_linears(owner: nn.Module) -> dict[str, str]:
+    """Return the linears of a module that convolves between them (LFM3-VL), which every rank computes whole."""
     convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in owner.children())
-    return dict.fromkeys(_linears(owner), REPLICATED) if convolves else {}
+    return dict.fromkeys(_own_linears(owner), REPLICATED) if convolves else {}
 
 
-def _styles_of_module(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
     """Return the styles of the linears of one module: those of attention, and those of one MLP."""
     styles = dict[str, str]()
     output = next((name for name in _AFTER_ATTENTION if name in linears), None)
@@ -170,10 +172,10 @@ def _styles_of_module(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
     return styles
 
 
-def _styles_of_caller(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
+def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
     styles = dict[str, str]()
-    linears = [*_linears_inside(module)]
+    linears = [*_find_linears(module)]
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ModelError(f"tp_plan gives {pattern!r} the style {style!r}; use one of {', '.join(STYLES)}")
@@ -192,7 +194,7 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
-        for name, child in _linears_inside(block).items()
+        for name, child in _find_linears(block).items()
         if f"{path}.{name}" not in styles
     ]
     if unknown or not styles:
@@ -212,7 +214,7 @@ def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> N
     """Raise ModelError, with the sizes that would fit, where tp does not divide heads or widths."""
     sizes = dict[str, int]()
     for part in parts:
-        sizes.update({f"{count} of {part.name}": size for count, size in _sizes_to_divide(part)})
+        sizes.update({f"{count} of {part.name}": size for count, size in _tp_sizes(part)})
     wrong = [f"{size} ({count})" for count, size in sizes.items() if size % tp]
     if wrong:
         common = math.gcd(*sizes.values())
@@ -222,13 +224,13 @@ def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> N
         )
 
 
-def _sizes_to_divide(part: SplitModule) -> Iterator[tuple[str, int]]:
+def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
     """Yield the heads and features that tp must divide, with their names for messages."""
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
     if is_attention and not counts:
-        yield "heads", _heads_by_size(part)
+        yield "heads", _count_heads(part)
     for name, style in part.styles.items():
         linear = base_module(part.module.get_submodule(name))
         assert isinstance(linear, nn.Linear)
@@ -241,10 +243,8 @@ def _sizes_to_divide(part: SplitModule) -> Iterator[tuple[str, int]]:
         yield name, linear.in_features if style == ROWWISE else keys if style == QKV else linear.out_features
 
 
-def _heads_by_size(part: SplitModule) -> int:
-    """Return the number of heads from the size of one, where the module holds no number. Raises ModelError without a
-    size.
-    """
+def _count_heads(part: SplitModule) -> int:
+    """Count the heads by the size of one, where the module holds no number. Raises ModelError without a size."""
     size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
     if not size:
         raise ModelError(

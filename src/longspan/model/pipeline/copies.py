@@ -33,7 +33,7 @@ class SharedParameter(NamedTuple):
 
 
 def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tuple[SharedParameter, ...]:
-    """The parameters of a whole model that several of its stages have, in the model's order.
+    """Return the parameters of a whole model that several of its stages have, in the model's order.
 
     `stages` are all of them, with the model's own parameters.
     """
@@ -46,7 +46,7 @@ def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tu
     return tuple(SharedParameter(tuple(names[key]), tuple(holders[key])) for key in names if len(holders[key]) > 1)
 
 
-def refuse_shared_in_part(model: PreTrainedModel, stages: Sequence[nn.Module]) -> None:
+def refuse_partly_shared(model: PreTrainedModel, stages: Sequence[nn.Module]) -> None:
     """Raise ModelError where stages share one parameter of a module and not its others.
 
     A module is then no other one's copy, and its parameters have no common name. The embedding and the head are spared:
@@ -132,21 +132,24 @@ class StageCopies:
         self.trained: dict[nn.Module, nn.Module] = {}  # modules of later stages here, and whose parameters are trained
         for entry in shared:
             holders = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
-            self._places.append([_place(model, here[0]) for model, here in holders])
+            self._places.append([_find_place(model, here[0]) for model, here in holders])
             self._note_modules(entry.names[0], holders)
 
     def _note_modules(self, first_name: str, holders: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
         """Note which module of this rank has the trained copy: for its first name, and for modules of other copies."""
         if not holders:
             return
-        trained = _place(holders[0][0], holders[0][1][0]).module
+        trained = _find_place(holders[0][0], holders[0][1][0]).module
         if first_name not in holders[0][1]:
             self.first_names[first_name.rpartition(".")[0]] = trained
         for model, names in holders[1:]:
-            self.trained |= {_place(model, name).module: trained for name in names}
+            self.trained |= {_find_place(model, name).module: trained for name in names}
 
     def of(self, name: str) -> list[nn.Parameter]:
-        """The copies here of a parameter, by any of its names in the whole model; those of earlier stages first."""
+        """Return the copies here of a parameter, by any of its names in the whole model.
+
+        Those of earlier stages come first.
+        """
         places = (places for entry, places in zip(self._shared, self._places, strict=True) if name in entry.names)
         return [place.parameter for place in next(places, ())]
 
@@ -165,7 +168,7 @@ class StageCopies:
 
     @contextmanager
     def gradients_summed(self, world: World) -> Iterator[None]:
-        """At the end of the `with` block, sum over all copies what backward passes inside added to their gradients.
+        """Sum over all copies, at the end of the `with` block, what backward passes inside added to their gradients.
 
         All ranks of the home enter. A parameter that no stage used keeps no gradient.
         """
@@ -182,16 +185,16 @@ class StageCopies:
             used = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
             for places, holders, count in zip(self._places, self._holders, used, strict=True):
                 if places and count and len(holders) > 1:
-                    _sum_over_holders(places[0].parameter, holders, world)
+                    _sum_gradient(places[0].parameter, holders, world)
 
 
-def _place(model: nn.Module, name: str) -> _Place:
+def _find_place(model: nn.Module, name: str) -> _Place:
     path, _, attribute = name.rpartition(".")
     return _Place(model.get_submodule(path), attribute)
 
 
 @torch.no_grad()
-def _sum_over_holders(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
+def _sum_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
     """Replace a gradient by the sum of those at these pipeline positions.
 
     Each of them adds one slice of all, in the order of positions, and gives the others its sum.

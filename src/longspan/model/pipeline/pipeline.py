@@ -19,9 +19,9 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
-from longspan.model.layers import Absent, decoder_of, layers_of_stages, text_name
-from longspan.model.mtp.depths import depths_of
-from longspan.model.parts import parts_of
+from longspan.model.layers import Absent, decoder_model, stage_layers, text_name
+from longspan.model.mtp.depths import model_depths
+from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
@@ -31,7 +31,7 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import reshard
 
 
-def name_as_in_whole(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:
+def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:
     """Give `into` the modules of a rank's stages as children, by their names in the whole model.
 
     Of a parameter that several stages have it gets the copy that is trained, under each of its names in the stages and
@@ -41,45 +41,45 @@ def name_as_in_whole(into: nn.Module, models: list[PreTrainedModel], copies: Sta
         *around, last = name.split(".")
         node = into
         for part in around:
-            node = _child(node, part)
+            node = _child_module(node, part)
         node.add_module(last, module)
     for model in models:
-        _add_children(into, model, _modules_around_layers(model), copies)
+        _add_children(into, model, _outer_modules(model), copies)
 
 
 def modules_without_name(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
-    """The modules of a stage that the whole model's names do not lead to: those around layers and around copies.
+    """Return the modules of a stage that the whole model's names do not lead to: those around layers and around copies.
 
     Modules whose own parameters are copies that are not trained are left out.
     """
-    around = {stage, *_modules_around_layers(stage.model), stage.model}
-    return [(n, m) for n, m in stage.named_modules() if m in around or _is_around_copies(m, copies)]
+    around = {stage, *_outer_modules(stage.model), stage.model}
+    return [(n, m) for n, m in stage.named_modules() if m in around or _holds_copies(m, copies)]
 
 
-def _is_around_copies(module: nn.Module, copies: StageCopies) -> bool:
+def _holds_copies(module: nn.Module, copies: StageCopies) -> bool:
     return module not in copies.trained and any(inside in copies.trained for inside in module.modules())
 
 
 def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module], copies: StageCopies) -> None:
     """Put the children of a stage's module into one of the whole; what an earlier stage of the rank holds stays."""
     for name, child in source.named_children():
-        if child in around or _is_around_copies(child, copies):
-            _add_children(_child(into, name), child, around, copies)
+        if child in around or _holds_copies(child, copies):
+            _add_children(_child_module(into, name), child, around, copies)
         elif not isinstance(child, Absent) and name not in into._modules:
             into.add_module(name, copies.trained.get(child, child))
 
 
-def _child(node: nn.Module, name: str) -> nn.Module:
+def _child_module(node: nn.Module, name: str) -> nn.Module:
     if name not in node._modules:
         node.add_module(name, nn.Module())
     return node.get_submodule(name)
 
 
-def _modules_around_layers(model: PreTrainedModel) -> set[nn.Module]:
-    """The modules of a stage's copy that every stage has a copy of: those around its layers, and their list."""
+def _outer_modules(model: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules of a stage's copy that every stage has a copy of: those around its layers, and their list."""
     path = text_name(model).split(".")
     around = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
-    return {*around, getattr(decoder_of(model), parts_of(model).layers)}
+    return {*around, getattr(decoder_model(model), find_parts(model).layers)}
 
 
 class _Schedule(NamedTuple):
@@ -129,9 +129,9 @@ class PipelineModel(nn.Module):
         _ = world.channels.pipeline  # makes its group, on all ranks together
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
         self.routers: tuple[int, ...] = router_sizes(model)
-        self.depths: int = len(depths_of(model))  # of multi-token prediction, which is on the last stage
+        self.depths: int = len(model_depths(model))  # of multi-token prediction, which is on the last stage
         self._schedules: dict[tuple[int, bool], _Schedule] = {}
-        name_as_in_whole(self, [stage.model for stage in self.stages], self.copies)
+        add_named_modules(self, [stage.model for stage in self.stages], self.copies)
         self._unnamed = {
             f"stages.{stage.index}{'.' * bool(name)}{name}": module
             for stage in self.stages
@@ -141,7 +141,7 @@ class PipelineModel(nn.Module):
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """The modules by their names in the whole model, then the stages, which FSDP2 manages as roots."""
+        """Yield the modules by their names in the whole model, then the stages, which FSDP2 manages as roots."""
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         for name, module in self._unnamed.items():
@@ -175,7 +175,7 @@ class PipelineModel(nn.Module):
         with self.copies.gradients_summed(world) if backward else nullcontext():
             step, stages = self._make_schedule(len(inputs), backward, world)
             for stage_input in inputs:
-                stage_input.keywords = call_rules(self).with_kernel(stage_input.keywords)
+                stage_input.keywords = call_rules(self).put_kernel(stage_input.keywords)
             for stage in stages:
                 stage.inputs = inputs
             if inputs and not self.probed:
@@ -203,7 +203,7 @@ class PipelineModel(nn.Module):
         self.probed: bool = True
 
     def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
-        """The schedule for so many micro-batches with its stages, made once."""
+        """Make the schedule for so many micro-batches with its stages, made once."""
         key = (micro_batches, backward)
         if key not in self._schedules:
             hidden, parts = self.config.get_text_config().hidden_size, call_rules(self).row_multiple
@@ -218,7 +218,7 @@ class PipelineModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
-        """Logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline, without a gradient."""
+        """Compute logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline; no gradient."""
         if position_ids.ndim == 3:
             kwargs["position_ids"] = position_ids
         elif not torch.equal(position_ids[0], shard.position_ids):
@@ -231,9 +231,9 @@ class PipelineModel(nn.Module):
 
         keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}
         self.run([StageInput(shard, input_ids, make_output, keywords)], backward=False)
-        return CausalLMOutput(logits=self._send_to_all_stages(logits, shard))
+        return CausalLMOutput(logits=self._share_logits(logits, shard))
 
-    def _send_to_all_stages(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
+    def _share_logits(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
         """Send the logits of the last stage to all others; returns them on every stage."""
         pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.loss_place
@@ -248,12 +248,12 @@ class PipelineModel(nn.Module):
 
 
 def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: PipelineSettings) -> tuple[Stage, ...]:
-    """This rank's stages of a model; the rest of it is freed.
+    """Cut a model into this rank's stages; the rest of it is freed.
 
     Raises ModelError or PlanError, before anything is changed, for what would not be exact or not fit.
     """
-    parts = parts_of(model)
-    layers = layers_of_stages(len(getattr(decoder_of(model), parts.layers)), pipeline_settings.stages)
+    parts = find_parts(model)
+    layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), pipeline_settings.stages)
     refuse_inexact(model, parts)
     refuse_dependent_layers(model, parts, layers)
     return cut_model(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
@@ -274,7 +274,7 @@ def _run_watched(step: Callable[[], None], world: World) -> None:
 
 
 def _original_error(error: BaseException) -> BaseException | None:
-    """What torch wrapped into this error of a stage's forward or backward pass; None if nothing is wrapped."""
+    """Return what torch wrapped into this error of a stage's forward or backward pass; None if nothing is wrapped."""
     origin = error.__cause__
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
         origin = origin.__cause__

@@ -30,7 +30,7 @@ from torch.distributed.pipelining import (
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.pipeline.split_backward import backward_to_input, backward_to_weights
+from longspan.model.pipeline.split_backward import compute_input_gradient, compute_weight_gradients
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.sharding import unshard, widen_gradients
 
@@ -61,25 +61,25 @@ class ScheduledStage(PipelineStage):
         self._leaves: tuple[Tensor, ...] = ()
         self._freed = torch.empty(0, dtype=dtype, device=world.device)
 
-    def _rows_of(self, stage_input: StageInput) -> int:
+    def _count_rows(self, stage_input: StageInput) -> int:
         return stage_input.shard.local_rows // self._row_parts * (1 + self._stage.with_embedding)
 
-    def _buffer(self, micro_batch: int) -> Tensor:
-        rows = self._rows_of(self.inputs[micro_batch])
+    def _make_buffer(self, micro_batch: int) -> Tensor:
+        rows = self._count_rows(self.inputs[micro_batch])
         return torch.empty(1, rows, self._row.shape[2], dtype=self._row.dtype, device=self.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Do as torch's method does, with a buffer of this micro-batch's rows."""
         if not self.is_first:
             (info,) = self.args_recv_info[fwd_chunk_id]
-            info.buffer = self._buffer(fwd_chunk_id)
+            info.buffer = self._make_buffer(fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Do as torch's method does, with a buffer of this micro-batch's rows."""
         if self.has_backward and not self.is_last:
             (info,) = self.grad_recv_info[bwd_chunk_id]
-            info.buffer = self._buffer(bwd_chunk_id)
+            info.buffer = self._make_buffer(bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(
@@ -102,12 +102,12 @@ class ScheduledStage(PipelineStage):
         return out
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """The stage's forward; what is no tensor stays out of the inputs that torch differentiates by."""
+        """Run the stage forward; what is no tensor stays out of the inputs that torch differentiates by."""
         return self.submod(*args, stage_input=self._input)
 
     def _check_output(self, out: Tensor, stage_input: StageInput) -> None:
         """Raise ModelError for hidden states of another shape or dtype than the next stage awaits."""
-        shape = (1, self._rows_of(stage_input), self._row.shape[2])
+        shape = (1, self._count_rows(stage_input), self._row.shape[2])
         if tuple(out.shape) != shape or out.dtype != self._row.dtype:
             raise ModelError(
                 f"stage {self.stage_index} made hidden states {tuple(out.shape)} of {out.dtype}, the next stage awaits "
@@ -126,7 +126,7 @@ class ScheduledStage(PipelineStage):
         self._leaves = self.inputs[bwd_chunk_id].shard.derived.leaves
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
-            self._free(bwd_chunk_id)
+            self._free_received(bwd_chunk_id)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -142,13 +142,13 @@ class ScheduledStage(PipelineStage):
         # stage's parameters would be shards, which are in no graph, and its gradients lost.
         unshard(self.submod)
         if backward_type == "weight":
-            backward_to_weights(bwd_kwargs["param_groups"])
+            compute_weight_gradients(bwd_kwargs["param_groups"])
             widen_gradients(self.submod)
             return (), None
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]
         weights = (*self.submod.parameters(), *self._leaves)  # gradients of images' rows are found as those of weights
-        of_input, pending = backward_to_input(output, gradients and gradients[0], x, weights)
+        of_input, pending = compute_input_gradient(output, gradients and gradients[0], x, weights)
         return (of_input,), pending
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -172,10 +172,10 @@ class ScheduledStage(PipelineStage):
         self.bwd_cache.clear()
         self.dw_runner.clear()
         for micro_batch in self.args_recv_info:
-            self._free(micro_batch)
+            self._free_received(micro_batch)
         self.inputs, self._input, self._leaves = (), None, ()
 
-    def _free(self, micro_batch: int) -> None:
+    def _free_received(self, micro_batch: int) -> None:
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
             if getattr(info, "buffer", None) is not None:
                 info.buffer = self._freed
@@ -187,13 +187,13 @@ class ScheduledStage(PipelineStage):
         """
 
     def _validate_fwd_input(self, *_: Any) -> None:
-        """torch 2.11 compares with the first micro-batch."""
+        """Check nothing: torch 2.11 compares with the first micro-batch."""
 
     def _validate_fwd_outputs(self, *_: Any) -> None:
-        """torch 2.11 compares with the first micro-batch."""
+        """Check nothing: torch 2.11 compares with the first micro-batch."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """torch 2.11 greets neighbours, in a V schedule itself; our group is warm."""
+        """Return no operations: torch 2.11 greets neighbours, in a V schedule itself; our group is warm."""
         return []
 
 
@@ -204,19 +204,19 @@ def make_schedule(
 
     Few micro-batches for 1F1B, and evaluation, run all forward passes first: there 1F1B would do the same.
     """
-    settings: dict[str, Any] = {"loss_fn": _loss_as_made if backward else None, "scale_grads": False}
+    settings: dict[str, Any] = {"loss_fn": _return_loss if backward else None, "scale_grads": False}
     kind = _schedule_class(pipeline_settings, micro_batches, backward=backward)
     of_one_stage = kind in (Schedule1F1B, ScheduleGPipe)
     schedule = kind(stages[0] if of_one_stage else list(stages), micro_batches, **settings)
 
-    def step() -> None:
+    def run_schedule() -> None:
         schedule.step(target=torch.arange(micro_batches), return_outputs=False)
 
-    return step
+    return run_schedule
 
 
 def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
-    """torch's class for this schedule."""
+    """Return torch's class for this schedule."""
     if pipeline_settings.is_folded:
         return ScheduleZBVZeroBubble
     if pipeline_settings.schedule == "zero_bubble" and backward:
@@ -227,6 +227,6 @@ def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, 
     return Schedule1F1B if alternating and micro_batches >= pipeline_settings.pp else ScheduleGPipe
 
 
-def _loss_as_made(output: Tensor, _: Tensor) -> Tensor:
-    """The last stage makes the loss itself."""
+def _return_loss(output: Tensor, _: Tensor) -> Tensor:
+    """Return the loss as it is, since the last stage makes it itself."""
     return output

@@ -53,7 +53,7 @@ class PipelineSettings:
         return 0 if self.is_folded else self.pp - 1
 
     def stages_at(self, place: int) -> tuple[int, ...]:
-        """The stages, in model order, that the ranks at a pipeline position hold: round and round, or folded."""
+        """Return the stages, in model order, that the ranks at a pipeline position hold: round and round, or folded."""
         if self.is_folded:
             return place, self.stages - 1 - place
         return tuple(range(place, self.stages, self.pp))
@@ -65,7 +65,7 @@ class PipelineSettings:
         return tuple(positions[stage] for stage in range(self.stages))
 
     def enough_micro_batches(self, count: int) -> int:
-        """The least number of micro-batches, `count` or more, that a training step can take; dummies are added.
+        """Return the least number of micro-batches, `count` or more, that a training step can take; dummies are added.
 
         Interleaved schedules run n micro-batches in n // pp rounds of equal size.
         """

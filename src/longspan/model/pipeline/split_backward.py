@@ -35,10 +35,10 @@ class PendingWeights(NamedTuple):
     gradients: dict[Node, tuple[Tensor | None, ...]]
 
 
-def backward_to_input(
+def compute_input_gradient(
     output: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[Tensor]
 ) -> tuple[Tensor, PendingWeights]:
-    """The gradient of the input `x`, and what `backward_to_weights` goes on from.
+    """Compute the gradient of the input `x`; returns it, and what `compute_weight_gradients` goes on from.
 
     `weights` are leaves, parameters and others. `gradient` is that of the output, None for a loss.
     """
@@ -54,8 +54,8 @@ def backward_to_input(
     return of_input, pending
 
 
-def backward_to_weights(pending: PendingWeights) -> None:
-    """Add the gradients of the weights to their `.grad`; empties `pending`."""
+def compute_weight_gradients(pending: PendingWeights) -> None:
+    """Compute the gradients of the weights, added to their `.grad`; empties `pending`."""
     while pending.groups:
         nodes, weights = pending.groups.popitem()
         gradients = {node: pending.gradients[node] for node in nodes if node in pending.gradients}
@@ -71,7 +71,7 @@ def backward_to_weights(pending: PendingWeights) -> None:
 
 
 def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
-    """Backward from these nodes to only these weights.
+    """Run backward from these nodes to only these weights.
 
     `torch.autograd.grad` does the same, but in torch 2.11 it reads the shapes of nodes, which autograd.Functions lack.
     """
@@ -93,8 +93,8 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
 
 
 def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
-    """The weights that the output depends on, by the nodes where their paths to it first meet those of the input."""
-    users = _users_of_nodes(output)
+    """Group the weights that the output depends on by the nodes where their paths first meet those of the input."""
+    users = _find_users(output)
     of_input = _dependent_nodes(x, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}
     for weight in weights:
@@ -103,8 +103,8 @@ def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[fro
     return groups
 
 
-def _users_of_nodes(output: Node) -> dict[Node, list[Node]]:
-    """For every node that the output depends on, the nodes that use its result: the graph turned around."""
+def _find_users(output: Node) -> dict[Node, list[Node]]:
+    """Find, for every node that the output depends on, the nodes that use its result: the graph turned around."""
     users: dict[Node, list[Node]] = {output: []}
     to_visit = [output]
     while to_visit:
@@ -120,7 +120,7 @@ def _users_of_nodes(output: Node) -> dict[Node, list[Node]]:
 
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], ends: Set[Node] = frozenset()) -> set[Node]:
-    """The nodes that depend on `start`, itself among them; none beyond those of `ends`."""
+    """Return the nodes that depend on `start`, itself among them; none beyond those of `ends`."""
     dependents, to_visit = {start}, [start]
     while to_visit:
         node = to_visit.pop()

@@ -20,17 +20,17 @@ from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_of, text_name
+from longspan.model.layers import decoder_model, text_name
 from longspan.model.parts import ModelParts, PartCall, shallow_copy, trace_parts
 from longspan.model.pipeline.copies import (
     SharedParameter,
-    refuse_shared_in_part,
+    refuse_partly_shared,
     separate_copies,
     shared_parameters,
 )
 from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.refusals import set_on_instances
+from longspan.model.seams.refusals import find_set_forwards
 
 KEYWORD = "longspan_embedding"  # what layers are called with: rows of the embedding, or where they are put
 
@@ -42,7 +42,7 @@ class TakenEmbedding:
 
 
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
-    """The argument, by position or name, in which layers get the embedding as it is; None if there is none.
+    """Return the argument, by position or name, in which layers get the embedding as it is; None if there is none.
 
     Also None if another part gets it, or if layers get other earlier hidden states or no keyword arguments.
     """
@@ -52,12 +52,12 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
     return arguments.pop() if of_layers and len(arguments) == 1 else None
 
 
-def take_or_give_embedding(layer: nn.Module, argument: int | str) -> None:
-    """From here on, a layer that is called with `KEYWORD` puts this argument there, or gets it from there."""
-    layer.register_forward_pre_hook(partial(_hook_embedding, argument), with_kwargs=True)
+def hook_embedding(layer: nn.Module, argument: int | str) -> None:
+    """Let a layer that is called with `KEYWORD` put this argument there, or get it from there, from here on."""
+    layer.register_forward_pre_hook(partial(_pass_embedding, argument), with_kwargs=True)
 
 
-def _hook_embedding(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pass_embedding(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Replace `argument` of a layer by the embedding, or put `argument` into the `TakenEmbedding`."""
     kwargs = dict(kwargs)
     embedding = kwargs.pop(KEYWORD)
@@ -130,7 +130,7 @@ class Stage(nn.Module):
         return self.index == self.count - 1
 
     def forward(self, x: Tensor, *, stage_input: StageInput) -> Tensor:
-        """Hidden states for the next stage; on the last one what `stage_input.make_output` makes."""
+        """Compute hidden states for the next stage; on the last one what `stage_input.make_output` makes."""
         embedding: Tensor | TakenEmbedding = TakenEmbedding()
         if self.with_embedding and not self.first:
             x, embedding = x.chunk(2, dim=1)
@@ -140,7 +140,7 @@ class Stage(nn.Module):
         inputs |= stage_input.keywords
         if self.last:
             return stage_input.make_output(self.model, inputs)
-        hidden = decoder_of(self.model)(**inputs).last_hidden_state
+        hidden = decoder_model(self.model)(**inputs).last_hidden_state
         if not self.with_embedding:
             return hidden
         rows = embedding.rows if isinstance(embedding, TakenEmbedding) else embedding
@@ -158,7 +158,7 @@ def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
     """
     _refuse_set_forwards(model)
     calls, unchanged = trace_parts(model, parts, shard=Probe())
-    name, order, called = type(model).__name__, _parts_in_order(model, parts), [call.part for call in calls]
+    name, order, called = type(model).__name__, _order_parts(model, parts), [call.part for call in calls]
     if wrong := [part for part in order if called.count(part) != 1]:
         raise ModelError(
             f"{name} calls {wrong[0]} {called.count(wrong[0])} times in a forward pass from hidden states; pipeline "
@@ -183,7 +183,7 @@ def _refuse_set_forwards(model: PreTrainedModel) -> None:
     """Refuse forwards set on the model or its base model: a stage copies both, and would call the originals."""
     path = text_name(model).split(".")
     around = [".".join(path[: i + 1]) for i in range(len(path))]
-    if names := set_on_instances((name, model.get_submodule(name)) for name in around):
+    if names := find_set_forwards((name, model.get_submodule(name)) for name in around):
         raise ModelError(
             f"{type(model).__name__}: {', '.join(names)} has a forward set on the instance (module.forward = …), which "
             "copies of it in pipeline stages would leave out; define it in a subclass, or use pp 1"
@@ -198,7 +198,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
     """
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
     for indices in (range(sum(map(len, layers))), *layers):
-        stage = decoder_of(shallow_copy(model, parts, indices, first=False, last=False))
+        stage = decoder_model(shallow_copy(model, parts, indices, first=False, last=False))
         try:
             run_on_meta(stage, Probe(), input_ids=None, inputs_embeds=hidden)
         except Exception as error:  # whatever a forward raises
@@ -210,16 +210,16 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
             ) from error
 
 
-def _parts_in_order(model: PreTrainedModel, parts: ModelParts) -> list[str]:
-    """The parts that hidden states go through, in order: not the embedding, which token ids go through."""
-    base = decoder_of(model)
+def _order_parts(model: PreTrainedModel, parts: ModelParts) -> list[str]:
+    """List the parts that hidden states go through, in order: not the embedding, which token ids go through."""
+    base = decoder_model(model)
     parts_before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     layers = [f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))]
     return [*parts_before, *layers, *parts.after]
 
 
 def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
-    """The model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
+    """Make the model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
     last = len(layers) - 1
     return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
@@ -227,20 +227,20 @@ def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[ran
 def cut_model(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], local_stages: Sequence[int]
 ) -> tuple[Stage, ...]:
-    """This rank's stages of a model, whose other modules are freed: afterwards the model itself is of no use.
+    """Cut a model into this rank's stages; its other modules are freed, and the model itself is of no use afterwards.
 
     Each has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed, for
     modules that stages share in part.
     """
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
     models = stage_models(model, parts, layers)
-    refuse_shared_in_part(model, models)
+    refuse_partly_shared(model, models)
     shared = shared_parameters(model, models)
     separate_copies([models[index] for index in local_stages])
     stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in local_stages)
-    for layer in [getattr(decoder_of(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
+    for layer in [getattr(decoder_model(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:
-            take_or_give_embedding(layer, argument)
+            hook_embedding(layer, argument)
     ids_here = {id(parameter) for stage in stages for parameter in stage.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in ids_here:

@@ -22,13 +22,13 @@ from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, reads_other_modalities
 from longspan.model.seams.attention_record import Probe, RecordedCall, call_record, unknown_tensors
 from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
-from longspan.model.seams.layer_arguments import check_shard, find_shard, kernel_of_layer, shard_of_layer
+from longspan.model.seams.layer_arguments import check_shard, find_layer_kernel, find_layer_shard, find_shard
 from longspan.model.seams.separate_rows import SeparateRows, attend_separately
 
 _BY_POSITION = "scales_queries_by_position"
 
 
-def scale_queries_by_position(model: nn.Module) -> None:
+def defer_temperature(model: nn.Module) -> None:
     """Leave the temperature of every attention module that has one to our attention function."""
     for module in model.modules():
         if has_temperature(module):
@@ -38,12 +38,12 @@ def scale_queries_by_position(model: nn.Module) -> None:
 
 
 def has_temperature(module: nn.Module) -> bool:
-    """Whether this attention module scales queries by the number of a row among those that it is given."""
+    """Return whether this attention module scales queries by the number of a row among those that it is given."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def is_llama4_temperature(module: nn.Module) -> bool:
-    """Whether it has the numbers of its temperature, as Llama 4's does."""
+    """Return whether a module has the numbers of its temperature, as Llama 4's does."""
     return all(isinstance(getattr(module, name, None), int | float) for name in ("floor_scale", "attn_scale"))
 
 
@@ -56,8 +56,8 @@ def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
     return (query * scales[:, None]).to(query.dtype)
 
 
-def chunk_of(module: nn.Module) -> int | None:
-    """How many positions see each other in this attention module's layer; None if all earlier ones are seen."""
+def chunk_size(module: nn.Module) -> int | None:
+    """Return how many positions see each other in this attention module's layer; None if all earlier ones are seen."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if not types or not isinstance(layer, int) or not 0 <= layer < len(types) or types[layer] != "chunked_attention":
@@ -70,7 +70,7 @@ _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_lengt
 PARTS_OF_POSITIONS = (3, 4)  # time, height and width, or the place in the text before them
 
 
-def attention(
+def sharded_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -86,16 +86,16 @@ def attention(
     attention_kernel: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query (1, N, T, H), key and value (1, K, T, H) to (1, T, N, H) and no weights.
+    """Stand in for transformers' attention function: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
     Raises ModelError without a shard, with a mask, or with more than one batch row.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # its layer keeps keyword arguments to itself
-        shard, attention_kernel = shard_of_layer(), attention_kernel or kernel_of_layer()
+        shard, attention_kernel = find_layer_shard(), attention_kernel or find_layer_kernel()
     if (calls := call_record(shard)) is not None:
         sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(kwargs)
-        limits = {"window": sliding_window, "chunk": chunk_of(module)}
+        limits = {"window": sliding_window, "chunk": chunk_size(module)}
         calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
     if isinstance(shard, Probe):
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -109,17 +109,17 @@ def attention(
     if isinstance(rows, SeparateRows):
         return attend_separately(query, key, value, scaling), None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
-    mask = {"causal": causal, "window": sliding_window, "chunk": chunk_of(module), "sinks": s_aux, "softcap": softcap}
+    mask = {"causal": causal, "window": sliding_window, "chunk": chunk_size(module), "sinks": s_aux, "softcap": softcap}
     first_head = _first_head(module, q.shape[1], rows) if dropout else 0
     layer = {"layer": layer_index(module), "kernel": attention_kernel, "first_head": first_head}
     return attend(q, k, v, rows, scale=scaling, dropout=dropout, **layer, **mask).unsqueeze(0), None
 
 
-AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionInterface.register(IMPLEMENTATION, sharded_attention)
 
 
 def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
-    """The index of this rank's first query head among all of the layer's, by which dropout's masks go."""
+    """Return the index of this rank's first query head among all of the layer's, by which dropout's masks go."""
     world = world_of(shard.world_key)
     tp, all_heads = world.home.tp, getattr(getattr(module, "config", None), "num_attention_heads", None)
     if tp == 1 or heads == all_heads:
@@ -134,26 +134,26 @@ def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Forward pre-hook of a prepared model: refuse what would not be exact, on the host, before any collective.
+    """Refuse what would not be exact, on the host, before any collective: a forward pre-hook of a prepared model.
 
     Rows without a batch dim are taken too: `input_ids` (T,) becomes (1, T). Raises ModelError.
     """
     if len(args) > 1:
-        raise ModelError(f"call {_call(model)} with keyword arguments; got {len(args)} positional ones")
+        raise ModelError(f"call {_call_text(model)} with keyword arguments; got {len(args)} positional ones")
     inputs = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
     if isinstance(inputs.get("shard"), Probe):
         return (), inputs
-    shard = find_shard(architecture_name(model), inputs.get("shard"), _call(model))
+    shard = find_shard(architecture_name(model), inputs.get("shard"), _call_text(model))
     _refuse_arguments(model, inputs)
     refuse_randomness(model, training=model.training)
     for name in ("input_ids", "inputs_embeds", "position_ids"):
         if name in inputs:
-            inputs[name] = _as_one_row(name, inputs[name], shard)
+            inputs[name] = _make_one_row(name, inputs[name], shard)
     rules = call_rules(model)
     rules.check_rows(shard)
     rules.check_spans(shard)
     refuse_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
-    return (), rules.with_kernel(inputs) | {"use_cache": False}
+    return (), rules.put_kernel(inputs) | {"use_cache": False}
 
 
 def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -173,7 +173,8 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
             raise ModelError(f"{architecture} got {name}=: {reason}")
     if "position_ids" not in inputs:
         raise ModelError(
-            f"{architecture_name(model)} got no position_ids; the local rows are not consecutive: call {_call(model)}"
+            f"{architecture_name(model)} got no position_ids; the local rows are not consecutive: call "
+            f"{_call_text(model)}"
         )
     if isinstance(model, PreTrainedModel) and reads_other_modalities(model):
         _refuse_other_modalities(model, inputs)
@@ -191,10 +192,10 @@ def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> Non
         )
 
 
-def _as_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
-    """The tensor as (1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) as (n, 1, T)."""
+def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
+    """Make the tensor (1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) become (n, 1, T)."""
     if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
-        _as_one_row(name, x[0], shard)
+        _make_one_row(name, x[0], shard)
         return x
     plain_dims = 2 if name == "inputs_embeds" else 1
     x = x.unsqueeze(0) if x.ndim == plain_dims else x
@@ -208,9 +209,9 @@ def _as_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
 
 
 def layer_index(module: nn.Module) -> int | None:
-    """The global layer index that transformers gives an attention module."""
+    """Return the global layer index that transformers gives an attention module."""
     return getattr(module, "layer_idx", None)
 
 
-def _call(model: nn.Module) -> str:
+def _call_text(model: nn.Module) -> str:
     return f"{architecture_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

@@ -20,7 +20,7 @@ from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
-from longspan.model.seams.refusals import architecture, doctor_hint, shorten
+from longspan.model.seams.refusals import doctor_hint, items_text, stock_class_name
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ _recorded = WeakKeyDictionary[SequenceShard, list[RecordedCall]]()  # the passes
 
 
 def call_record(shard: object) -> list[RecordedCall] | None:
-    """The list in which attention calls of this pass are recorded; None if they are not recorded."""
+    """Return the list in which attention calls of this pass are recorded; None if they are not recorded."""
     if isinstance(shard, Probe):
         return shard.calls
     return _recorded.get(shard) if isinstance(shard, SequenceShard) else None
@@ -61,7 +61,7 @@ def record_calls(shard: SequenceShard) -> list[RecordedCall]:
 
 
 def unknown_tensors(arguments: dict[str, object]) -> tuple[str, ...]:
-    """Names of tensors that would change attention, and for which `attend` has no argument."""
+    """Return names of tensors that would change attention, and for which `attend` has no argument."""
     unused = {"position_ids", "cache_position"}
     return tuple(name for name, value in arguments.items() if isinstance(value, Tensor) and name not in unused)
 
@@ -91,11 +91,11 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
         if not any(id(module) in reached for module in layer.modules()):
             bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))
         else:
-            bypassing += [f"{name}.{f}" for f, m in _attention_modules(layer) if not _reaches(m, reached)]
+            bypassing += [f"{name}.{f}" for f, m in _attention_modules(layer) if not _reaches_attention(m, reached)]
     if bypassing:
         kinds = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
         raise ModelError(
-            f"{architecture(model)}: {shorten(bypassing)} ({', '.join(kinds)}) bypasses transformers' "
+            f"{stock_class_name(model)}: {items_text(bypassing)} ({', '.join(kinds)}) bypasses transformers' "
             "AttentionInterface and would attend to the local rows alone; use a model whose attention goes through "
             "the interface (Qwen3, Llama, …)"
             f"{doctor_hint(model)}"
@@ -108,7 +108,7 @@ def _attention_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _reaches(module: nn.Module, reached: set[int]) -> bool:
+def _reaches_attention(module: nn.Module, reached: set[int]) -> bool:
     return any(id(inner) in reached for inner in module.modules())
 
 
@@ -118,7 +118,7 @@ def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) ->
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or []
     for call in calls:
-        layer_name = f"{architecture(model)}: {names[id(call.module)]}"
+        layer_name = f"{stock_class_name(model)}: {names[id(call.module)]}"
         layer = getattr(call.module, "layer_idx", None)
         if not call.causal:
             raise ModelError(f"{layer_name} is not causal; only causal decoders are supported")
@@ -132,7 +132,7 @@ def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) ->
             raise ModelError(f"{layer_name} is a chunked_attention layer, and its config has no attention_chunk_size")
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap and any(call.softcap is None for call in calls):
-        raise ModelError(f"{architecture(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
+        raise ModelError(f"{stock_class_name(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
 
 
 class FirstPass:
@@ -155,7 +155,7 @@ class FirstPass:
     def _check_pass(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
     ) -> None:
-        """Forward hook: judge the calls recorded in the pass, and remove the hooks."""
+        """Judge the calls recorded in the pass, and remove the hooks: a forward hook."""
         if isinstance(shard := kwargs.get("shard"), SequenceShard):
             check_recorded_calls([model], shard)
             for handle in self._handles:

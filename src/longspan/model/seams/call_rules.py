@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_of
+from longspan.model.adapters import model_adapter
 from longspan.model.layers import decoder_layers, text_name
 from longspan.plan import MicroBatch
 
@@ -35,7 +35,7 @@ class PositionTable(NamedTuple):
 
 
 def position_table(model: PreTrainedModel) -> PositionTable | None:
-    """The table around the decoder layers, of as many rows as the configuration's `max_position_embeddings`, or None.
+    """Find the table around the decoder layers with as many rows as `max_position_embeddings`; None without one.
 
     Rows that a module skips at the start of its table (`offset`) are no positions.
     """
@@ -94,8 +94,8 @@ class CallRules:
     prefix: bool = False
     prefix_window: int | None = None
 
-    def with_kernel(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of a call, with the model's kernel unless the caller chose one."""
+    def put_kernel(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Put the model's kernel into the keyword arguments of a call, unless the caller chose one."""
         kernel = {} if self.attention_kernel is None else {"attention_kernel": self.attention_kernel}
         return {**kernel, **arguments}
 
@@ -120,17 +120,17 @@ class CallRules:
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """Whether `prepare` has brought this model under a home."""
+    """Return whether `prepare` has brought this model under a home."""
     return hasattr(model, "call_rules")
 
 
 def call_rules(model: nn.Module) -> CallRules:
-    """The rules of a prepared model; those of another one refuse nothing."""
+    """Return the rules of a prepared model; those of another one refuse nothing."""
     return getattr(model, "call_rules", None) or CallRules(type(model).__name__)
 
 
 def has_prefix(config: PreTrainedConfig) -> bool:
-    """Whether a model of this configuration has one."""
+    """Return whether a model of this configuration has a prefix."""
     return config.model_type in _WITH_PREFIX
 
 
@@ -163,7 +163,7 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
 
 
 def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
-    """Say how to end these random draws: by keys of the configuration, or that there is no key.
+    """Write how to end these random draws: by keys of the configuration, or that there is no key.
 
     `in_evaluation`: they happen in evaluation too.
     """
@@ -175,24 +175,24 @@ def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
 
 
 def _random_keys(config: Any) -> str:
-    """The keys of a configuration for dropout and noise outside attention, with their values."""
+    """Return the keys of a configuration for dropout and noise outside attention, with their values."""
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")
     keys = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
     keys += [key for key in values if "layerdrop" in key and key not in keys]
-    return ", ".join(f"{key} ({values[key]:g})" for key in keys if _positive(values[key]))
+    return ", ".join(f"{key} ({values[key]:g})" for key in keys if _is_positive(values[key]))
 
 
-def refuse_dropout_in_two_passes(model: nn.Module, losses: str) -> None:
+def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
     """Raise ModelError if training this prepared model drops attention weights, or inputs of its adapter.
 
     `losses`, in words, need two forward passes that are equal.
     """
-    config, adapter = getattr(model, "config", None), adapter_of(model)
+    config, adapter = getattr(model, "config", None), model_adapter(model)
     values = {} if config is None else config.get_text_config().to_dict()
     if adapter is not None:
         values["lora_dropout"] = adapter.dropout
-    if keys := [f"{key} ({value:g})" for key, value in values.items() if _drops(key) and _positive(value)]:
+    if keys := [f"{key} ({value:g})" for key, value in values.items() if _is_dropout_key(key) and _is_positive(value)]:
         raise ModelError(
             f"{losses}: their loss takes two forward passes, which dropout would make differ; set {', '.join(keys)} to "
             "0.0 in the configuration before the model is built, or plan so that one micro-batch in lockstep holds "
@@ -200,9 +200,9 @@ def refuse_dropout_in_two_passes(model: nn.Module, losses: str) -> None:
         )
 
 
-def _drops(key: str) -> bool:
+def _is_dropout_key(key: str) -> bool:
     return key == "lora_dropout" or ("att" in key and "drop" in key)
 
 
-def _positive(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

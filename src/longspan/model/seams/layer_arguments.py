@@ -22,7 +22,7 @@ from longspan.model.mtp.depths import find_copied_layer, mtp_blocks
 
 
 def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
-    """The shard that a model or layer of this name was called with. Raises ModelError for something else."""
+    """Find the shard that a model or layer of this name was called with. Raises ModelError for something else."""
     if isinstance(shard, SequenceShard):
         return shard
     got = "no shard" if shard is None else f"shard={type(shard).__name__}"
@@ -31,7 +31,7 @@ def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") 
 
 
 def _trainer_hint() -> str:
-    """The end of a message where a Trainer of transformers or TRL made the call: what runs one over plans."""
+    """Return the end of a message where a Trainer of transformers or TRL made the call: what runs one over plans."""
     frame = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -45,7 +45,7 @@ def _trainer_hint() -> str:
 
 
 def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
-    """The shard that a layer of this name was called with, which must be one packed row of all the layer's rows."""
+    """Return the shard that a layer of this name was called with, if it is one packed row of all the layer's rows."""
     shard = find_shard(name, shard)
     if batch != 1 or rows != shard.local_rows:
         raise ModelError(f"{name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}")
@@ -53,7 +53,7 @@ def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShar
 
 
 def number_layers(model: PreTrainedModel) -> None:
-    """From here on, a module with `layer_idx` -1 gets the index of its decoder layer, if it is in only one.
+    """Give a module with `layer_idx` -1 the index of its decoder layer from here on, if it is in only one.
 
     In a depth of multi-token prediction it gets that of the layer that the depth copies.
     """
@@ -79,43 +79,43 @@ class _Running(NamedTuple):
 _running: ContextVar[_Running | None] = ContextVar("longspan_running_layer", default=None)
 
 
-def shard_of_layer() -> Any:
-    """The shard of the decoder layer that is running; None outside of one."""
+def find_layer_shard() -> Any:
+    """Find the shard of the decoder layer that is running; None outside of one."""
     layer = _running.get()
     return None if layer is None else layer.shard
 
 
-def kernel_of_layer() -> str | None:
-    """The name of the attention kernel that the decoder layer that is running was called with."""
+def find_layer_kernel() -> str | None:
+    """Find the name of the attention kernel that the decoder layer that is running was called with."""
     layer = _running.get()
     return None if layer is None else layer.attention_kernel
 
 
-def router_of_layer() -> Any:
-    """The router statistics of the pass that is running; None if there are none."""
+def find_layer_router() -> Any:
+    """Find the router statistics of the pass that is running; None if there are none."""
     layer = _running.get()
     return None if layer is None else layer.router
 
 
 def keep_layer_arguments(model: PreTrainedModel) -> None:
-    """From here on, attention in decoder layers can look up what its layer, or the model, was called with."""
+    """Let attention in decoder layers look up what its layer, or the model, was called with, from here on."""
     for layer in (model, *decoder_layers(model).values(), *mtp_blocks(model).values()):
         layer.register_forward_pre_hook(_note_arguments, with_kwargs=True)
         layer.register_forward_hook(_forget_arguments, always_call=True)
 
 
 def run_within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward, bound to its keyword arguments by `functools.partial`, that notes them whenever it is called.
+    """Wrap a layer's forward, bound to its keyword arguments by `functools.partial`, to note them at every call.
 
     Another callable, such as a layer itself, is returned as it is.
     """
     keywords: Mapping[str, Any] = getattr(run, "keywords", {})
     if "shard" not in keywords and (running := _running.get()) is not None:
         keywords = {"shard": running.shard, "attention_kernel": running.attention_kernel, "router": running.router}
-    return _note_around(run, keywords) if keywords.get("shard") is not None else run
+    return _wrap_with_note(run, keywords) if keywords.get("shard") is not None else run
 
 
-def _note_around(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
+def _wrap_with_note(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
     """Wrap a function so that these keyword arguments of its layer are noted while it runs."""
 
     def run_and_note(*args: Any) -> Any:
@@ -137,7 +137,7 @@ def _note_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Forward pre-hook of a layer: note its shard, kernel and router, or those of the model around it."""
+    """Note a layer's shard, kernel and router, or those of the model around it: a forward pre-hook."""
     outer = _running.get()
     shard, kernel, router = (kwargs.get(name) for name in ("shard", "attention_kernel", "router"))
     if shard is None and outer is not None:  # the model keeps keyword arguments from its layers

@@ -49,7 +49,7 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
 
 
 def _meta_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Meta tensors by name, once for each module's own parameters and buffers.
+    """Return meta tensors by name, once for each module's own parameters and buffers.
 
     A module under two names, as a layer that others share, must be named once: torch would put the first stand-in back
     in place of the parameter.
@@ -68,7 +68,7 @@ _CONTAINERS = (list, dict, set, deque)
 @contextmanager
 def preserve_attributes(model: nn.Module) -> Iterator[None]:
     """Restore attributes of modules, buffers among them, and the contents of their lists and dicts."""
-    attributes = [(vars(module), dict(vars(module)), _contents(module)) for module in model.modules()]
+    attributes = [(vars(module), dict(vars(module)), _list_contents(module)) for module in model.modules()]
     try:
         yield
     finally:
@@ -76,16 +76,16 @@ def preserve_attributes(model: nn.Module) -> Iterator[None]:
             current.clear()
             current.update(saved)
             for container, content in contents:
-                _refill(container, content)
+                _refill_container(container, content)
 
 
-def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Each container among a module's attributes, and a copy of what is in it now."""
+def _list_contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Return each container among a module's attributes, and a copy of what is in it now."""
     values = [value for name, value in vars(module).items() if name not in _OF_MODULES or name == "_buffers"]
     return [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
 
 
-def _refill(container: Any, content: Any) -> None:
+def _refill_container(container: Any, content: Any) -> None:
     container.clear()
     (container.extend if isinstance(container, list | deque) else container.update)(content)
 

@@ -22,10 +22,10 @@ from transformers.activations import ACT2FN
 from longspan.comm import SequenceShard
 from longspan.errors import LayoutError, ModelError
 from longspan.model.seams.attention_record import Probe
-from longspan.model.seams.layer_arguments import check_shard, shard_of_layer
+from longspan.model.seams.layer_arguments import check_shard, find_layer_shard
 from longspan.model.seams.mixers import find_mixers, replace_functions
 from longspan.model.seams.separate_rows import SeparateRows, convolve_separately, scan_separately
-from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit
+from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
 from longspan.ssm.kernels import check_scan_kernels
 from longspan.ssm.kernels.call import state_dtype
 
@@ -57,11 +57,11 @@ class ShardedMixerOps:
     kernels: tuple[str, ...] = ()
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        """Each row with the rows before it in its document."""
+        """Convolve each row with the rows before it in its document."""
         return causal_conv(x, weight, bias, self.shard, silu=silu, kernels=self.kernels)
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-        """The recurrence over each document."""
+        """Scan the recurrence over each document."""
         return linear_scan(q, k, v, g, beta, self.shard, scale, kernels=self.kernels)
 
 
@@ -72,11 +72,11 @@ class SeparateMixerOps:
     kernels: tuple[str, ...] = ()
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        """Each row by itself."""
+        """Convolve each row by itself."""
         return convolve_separately(x, weight, bias, silu)
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-        """Each row by itself."""
+        """Scan each row by itself."""
         return scan_separately(q, k, v, g, beta, scale)
 
 
@@ -97,11 +97,11 @@ ROWS_ALONE = SeparateMixerOps()
 
 
 def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, rows: int) -> MixerOps:
-    """The operations over the shard that a mixer of this name, or the decoder layer around it, was called with.
+    """Find the operations over the shard that a mixer of this name, or the decoder layer around it, was called with.
 
     Raises ModelError without a shard, with more than one batch row, or with other rows than the shard's.
     """
-    shard = shard_of_layer() if shard is None else shard
+    shard = find_layer_shard() if shard is None else shard
     if isinstance(shard, Probe):
         return _ShapeOps()
     checked = check_shard(name, shard, batch, rows)
@@ -109,7 +109,7 @@ def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, ro
 
 
 def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
-    """What mixers call in place of their own kernels, by the names under which they call them."""
+    """Return what mixers call in place of their own kernels, by the names under which they call them."""
     delta_rule = partial(_run_delta_rule, find_ops)
     return {
         "causal_conv1d_fn": partial(_run_convolution, find_ops),
@@ -157,7 +157,7 @@ def _run_delta_rule(
     ops = find_ops(shard, len(query), query.shape[1])
     q, k, v, decay, weight = (x.squeeze(0) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
-        q, k = unit(q, _EPSILON), unit(k, _EPSILON)
+        q, k = unit_vectors(q, _EPSILON), unit_vectors(k, _EPSILON)
     decay = decay if decay.ndim == 3 else decay.unsqueeze(-1)
     return ops.scan(q, k, v, decay, weight, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
 
@@ -215,7 +215,7 @@ def check_kernels(model: PreTrainedModel, kernels: tuple[str, ...], dtype: torch
 
 
 def shard_mixers(model: PreTrainedModel, kernels: tuple[str, ...] = ()) -> None:
-    """From here on, the model's mixers run over the shard that their layers are called with, by `kernels`."""
+    """Let the model's mixers run over the shard that their layers are called with, by `kernels`, from here on."""
     for name, mixer in find_mixers(model).items():
         set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})", kernels))
 

@@ -33,7 +33,7 @@ def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether its class's forward is that of a mixer recognised here: a causal convolution, and a scan or none."""
+    """Return whether the forward of a module's class is a mixer's: a causal convolution, and a scan or none."""
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
     if not convolutions:
         return False
@@ -58,12 +58,12 @@ def use_torch_operations(model: nn.Module) -> None:
 
 
 def class_forward(module: nn.Module) -> FunctionType:
-    """The forward that its class defines, without what transformers wraps around it; others are refused."""
+    """Return the forward that its class defines, without what transformers wraps around it; others are refused."""
     return inspect.unwrap(type(module).forward)
 
 
 def _called_functions(forward: Any) -> set[str]:
-    """Names of functions of its module that a forward calls."""
+    """Return names of functions of its module that a forward calls."""
     if not isinstance(forward, FunctionType):
         return set()
     named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}

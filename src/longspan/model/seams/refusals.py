@@ -25,7 +25,7 @@ DOCTOR = "; longspan doctor --model"
 
 
 def doctor_hint(model: Any) -> str:
-    """The end of a message: the command that tries a small copy of this model, by its folder or family.
+    """Return the end of a message: the command that tries a small copy of this model, by its folder or family.
 
     >>> doctor_hint(Qwen3ForCausalLM(config))
     '; longspan doctor --model qwen3 tries a small copy of it and says which kernels it takes'
@@ -36,46 +36,46 @@ def doctor_hint(model: Any) -> str:
     return f"{DOCTOR} {name} tries a small copy of it and says which kernels it takes"
 
 
-def shorten(items: Sequence[int] | Sequence[str], limit: int = 4) -> str:
-    """The first items in words, and how many there are in all."""
+def items_text(items: Sequence[int] | Sequence[str], limit: int = 4) -> str:
+    """Write the first items in words, and how many there are in all."""
     head = ", ".join(str(item) for item in items[:limit])
     return f"{head}, … ({len(items)} in all)" if len(items) > limit else head
 
 
-def architecture(model: nn.Module) -> str:
-    """The name of a model's class, before which FSDP2 puts a word."""
+def stock_class_name(model: nn.Module) -> str:
+    """Return the name of a model's class, before which FSDP2 puts a word."""
     return type(model).__name__.removeprefix("FSDP")
 
 
 def is_set_on_instance(module: nn.Module) -> bool:
-    """Whether somebody else than longspan gave a module a forward in place of its class's.
+    """Return whether somebody else than longspan gave a module a forward in place of its class's.
 
     A forward with the code of the class's own is longspan's: a copy that calls other functions (`seams/mixers.py`).
     """
     forward, in_class = vars(module).get("forward"), type(module).forward
     function = forward.func if isinstance(forward, partial) else getattr(forward, "__func__", forward)
-    if function is None or function is in_class or _home(function).startswith("longspan."):
+    if function is None or function is in_class or _defining_module(function).startswith("longspan."):
         return False
     return getattr(function, "__code__", None) is not getattr(inspect.unwrap(in_class), "__code__", None)
 
 
 def is_wrapped_by_others(module: nn.Module) -> bool:
-    """Whether its class's forward has a wrapper that is not transformers' own."""
+    """Return whether its class's forward has a wrapper that is not transformers' own."""
     function: Any = type(module).forward
     while hasattr(function, "__wrapped__"):
-        if not _home(function).startswith("transformers."):
+        if not _defining_module(function).startswith("transformers."):
             return True
         function = function.__wrapped__
     return False
 
 
-def set_on_instances(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """The modules, by name and class, to which somebody gave a forward in place of their class's."""
+def find_set_forwards(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Return the modules, by name and class, to which somebody gave a forward in place of their class's."""
     return [f"{name} ({type(module).__name__})" for name, module in modules if is_set_on_instance(module)]
 
 
-def _home(function: Any) -> str:
-    """The module in which a function was written; `functools.wraps` does not copy it."""
+def _defining_module(function: Any) -> str:
+    """Return the module in which a function was written; `functools.wraps` does not copy it."""
     return function.__globals__["__name__"] if isinstance(function, FunctionType) else ""
 
 

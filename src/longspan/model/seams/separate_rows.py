@@ -19,15 +19,14 @@ class SeparateRows(SequenceShard):
 
     @classmethod
     def of(cls, shard: SequenceShard) -> "SeparateRows":
-        """A shard with the rows, positions and documents of this one, whose rows do not meet."""
+        """Make a shard with the rows, positions and documents of this one, whose rows do not meet."""
         rows = object.__new__(cls)
         rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})
         return rows
 
 
 def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attend each row to itself only, in place of attention: query (1, N, T, H), key, value (1, K, T, H) -> (1, T, N,
-    H).
+    """Attend each row to itself only: query (1, N, T, H), key, value (1, K, T, H) -> (1, T, N, H).
 
     A row's value is weighted by the direction and the length of its query and key, in numbers near 1 whatever they are,
     so that rounding is not made larger.
@@ -43,15 +42,13 @@ def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float 
 
 
 def scan_separately(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """Let each row read only itself, in place of a mixer's scan: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T,
-    H, V).
-    """
+    """Let each row read only itself in place of a scan: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T, H, V)."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
     return out if beta is None else out * beta.unsqueeze(-1)
 
 
 def convolve_separately(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """In place of a mixer's convolution: (T, C) by the weight of each channel for the row itself."""
+    """Weight each channel of a row by itself in place of a mixer's convolution: (T, C) to (T, C)."""
     y = x * weight[:, -1] + (0 if bias is None else bias)
     return F.silu(y) if silu else y

@@ -35,7 +35,7 @@ _LATENT_ATTENTION = {  # of Kimi and Bailing: keys and values of all heads from 
 
 
 def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
-    """The plan of modules inside every layer; "__" stands for a dot."""
+    """Return the plan of modules inside every layer; "__" stands for a dot."""
     return {
         f"layers.*.{module.replace('__', '.')}.{name}": style
         for module, styles in modules.items()
@@ -83,7 +83,7 @@ _HEAD = {"lm_head": GATHERED[0]}
 
 
 def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
-    """The style of every module and parameter that has one, by its name in the model.
+    """Return the style of every module and parameter that has one, by its name in the model.
 
     Raises ModelError for a model without a plan.
     """

@@ -20,19 +20,19 @@ from longspan.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Even:
+class EvenRows:
     """Rows that are divided into equal slices, one a rank."""
 
     size: int
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """This rank's rows."""
+        """Return this rank's rows."""
         part = self.size // tp
         return (range(rank * part, (rank + 1) * part),)
 
 
 @dataclass(frozen=True)
-class OfGroups:
+class GroupRows:
     """Rows of groups of heads, `width` each: a rank has those of its heads' groups, in the order of its heads."""
 
     groups: int
@@ -45,11 +45,11 @@ class OfGroups:
         return self.groups * self.width
 
     def heads_together(self, tp: int) -> int:
-        """How many neighbouring heads of a rank share one group, on every rank."""
+        """Return how many neighbouring heads of a rank share one group, on every rank."""
         return math.gcd(self.heads // tp, self.heads // self.groups)
 
-    def count(self, tp: int) -> int:
-        """The number of groups that a rank has, counting one again where it has it twice."""
+    def count_groups(self, tp: int) -> int:
+        """Count the groups that a rank has, one again where it has it twice."""
         return self.heads // tp // self.heads_together(tp)
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
@@ -61,10 +61,10 @@ class OfGroups:
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedRows:
     """Parts one after another in one dim of a parameter."""
 
-    parts: tuple[Even | OfGroups, ...]
+    parts: tuple[EvenRows | GroupRows, ...]
 
     @property
     def size(self) -> int:
@@ -79,7 +79,7 @@ class Fused:
             start += part.size
         return tuple(runs)
 
-    def pieces(self, tp: int, rank: int) -> tuple[list[int], list[int]]:
+    def cut_pieces(self, tp: int, rank: int) -> tuple[list[int], list[int]]:
         """Cut all rows into consecutive pieces; returns their sizes, and which are this rank's, in its order."""
         runs = self.runs(tp, rank)
         cuts = sorted({0, self.size, *(run.start for run in runs), *(run.stop for run in runs)})
@@ -87,9 +87,9 @@ class Fused:
         return [end - start for start, end in itertools.pairwise(cuts)], order
 
 
-def packed(size: int, count: int) -> Fused:
-    """So many things of equal size, each for all heads or features."""
-    return Fused((Even(size // count),) * count)
+def equal_parts(size: int, count: int) -> FusedRows:
+    """Make so many parts of equal size, each for all heads or features."""
+    return FusedRows((EvenRows(size // count),) * count)
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class MixerParts:
     """
 
     heads: Mapping[str, int]
-    rows: Mapping[str, Even | Fused]
+    rows: Mapping[str, EvenRows | FusedRows]
     attributes: Mapping[str, int]
     output: str = "out_proj"
     whole: tuple[str, ...] = ()
 
 
 def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
-    """The parts of a mixer that is recognised by its attributes.
+    """Return the parts of a mixer that is recognised by its attributes.
 
     Raises ModelError, naming it, for another one, and for a parameter of it that has no place.
     """
@@ -133,14 +133,15 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
 
 
 def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
-    """Return the parts of a gated delta net: Qwen3-Next's (projections go key head by key head), Qwen3.5's and OLMo
-    Hybrid's.
+    """Return the parts of a gated delta net.
+
+    Projections go key head by key head in Qwen3-Next's; Qwen3.5's and OLMo Hybrid's have several.
     """
-    keys, values, heads = Even(mixer.key_dim), Even(mixer.value_dim), Even(mixer.num_v_heads)
-    queries_keys_values = Fused((keys, keys, values))
+    keys, values, heads = EvenRows(mixer.key_dim), EvenRows(mixer.value_dim), EvenRows(mixer.num_v_heads)
+    queries_keys_values = FusedRows((keys, keys, values))
     rows = {
-        "in_proj_qkvz": Even(2 * keys.size + 2 * values.size),
-        "in_proj_ba": Even(2 * heads.size),
+        "in_proj_qkvz": EvenRows(2 * keys.size + 2 * values.size),
+        "in_proj_ba": EvenRows(2 * heads.size),
         "in_proj_qkv": queries_keys_values,
         "conv1d": queries_keys_values,
         **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), values),
@@ -158,16 +159,14 @@ def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
-    """Return the parts of delta attention with a decay for each number of a key: Kimi's (gates of low rank) and
-    Bailing's.
-    """
-    width, heads = Even(mixer.qkv_dim), Even(mixer.num_heads)
+    """Return the parts of delta attention with a decay for each number of a key: Kimi's (low-rank gates), Bailing's."""
+    width, heads = EvenRows(mixer.qkv_dim), EvenRows(mixer.num_heads)
     of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
     of_width += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
     rows = {
         **dict.fromkeys(of_width, width),
         **dict.fromkeys(("b_proj", "forget_gate.A_log"), heads),
-        "conv1d": packed(3 * width.size, 3),
+        "conv1d": equal_parts(3 * width.size, 3),
     }
     attributes = {number: getattr(mixer, number) // tp for number in ("num_heads", "qkv_dim", "conv_dim")}
     attributes |= {f"forget_gate.{number}": attributes[number] for number in ("num_heads", "qkv_dim")}
@@ -176,10 +175,10 @@ def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
 
 def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
     """Return the parts of Mamba 2, which projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
-    inner, heads = Even(mixer.intermediate_size), Even(mixer.num_heads)
-    states = OfGroups(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
-    projected = Fused((inner, inner, states, states, heads))
-    groups = states.count(tp)
+    inner, heads = EvenRows(mixer.intermediate_size), EvenRows(mixer.num_heads)
+    states = GroupRows(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
+    projected = FusedRows((inner, inner, states, states, heads))
+    groups = states.count_groups(tp)
     width = groups * states.width
     attributes = {
         "num_heads": heads.size // tp,
@@ -191,27 +190,27 @@ def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
     rows = {
         "in_proj": projected,
         "mup_vector": projected,
-        "conv1d": Fused((inner, states, states)),
+        "conv1d": FusedRows((inner, states, states)),
         **dict.fromkeys(("A_log", "D", "dt_bias"), heads),
         "norm": inner,
     }
     return MixerParts({"heads": heads.size}, rows, attributes)
 
 
-def _short_convolution(mixer: Any, tp: int) -> MixerParts:
+def _short_convolution_parts(mixer: Any, tp: int) -> MixerParts:
     channels = mixer.conv.in_channels
-    return MixerParts({"channels": channels}, {"in_proj": packed(3 * channels, 3), "conv": Even(channels)}, {})
+    return MixerParts({"channels": channels}, {"in_proj": equal_parts(3 * channels, 3), "conv": EvenRows(channels)}, {})
 
 
 _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
     (("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"), _delta_net_parts),
     (("qkv_dim", "forget_gate", "conv1d"), _kimi_parts),
     (("ssm_state_size", "n_groups", "num_heads", "intermediate_size", "in_proj", "conv1d"), _mamba2_parts),
-    (("conv", "in_proj", "out_proj"), _short_convolution),
+    (("conv", "in_proj", "out_proj"), _short_convolution_parts),
 )
 
 
-def tensors_at(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, str]]:
+def find_tensors(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the parameters and buffers at a place of a mixer as (name, module that owns it, its name there).
 
     The place is a child, or one tensor of the mixer or of a child.
@@ -223,7 +222,7 @@ def tensors_at(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, s
 
 
 def reads_inputs(name: str) -> bool:
-    """Whether a parameter of this name is the first matrix of a projection's adapter, which makes no outputs.
+    """Return whether a parameter of this name is the first matrix of a projection's adapter, which makes no outputs.
 
     >>> reads_inputs("in_proj.lora_A.default.weight"), reads_inputs("in_proj.lora_B.default.weight")
     (True, False)

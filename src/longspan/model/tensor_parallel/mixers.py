@@ -23,15 +23,15 @@ from longspan.comm.moves.tp_collectives import tp_copy, tp_copy_parameter, tp_pl
 from longspan.errors import ModelError, plural
 from longspan.model.adapters import is_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
-from longspan.model.tensor_parallel.mixer_parts import MixerParts, mixer_parts, reads_inputs, tensors_at
+from longspan.model.tensor_parallel.mixer_parts import MixerParts, find_tensors, mixer_parts, reads_inputs
 from longspan.model.tensor_parallel.split_adapters import split_adapted
-from longspan.model.tensor_parallel.styles import View, replace_attributes, rows_here, rowwise
+from longspan.model.tensor_parallel.styles import View, make_row_view, replace_attributes, split_rows
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
 
 
-def _groups_of(norm: Any) -> int:
-    """How many equal groups of features a norm takes means of: one in transformers 5.17's Mamba 2."""
+def _count_groups(norm: Any) -> int:
+    """Return how many equal groups of features a norm takes means of: one in transformers 5.17's Mamba 2."""
     if size := getattr(norm, "group_size", None):
         return norm.weight.numel() // size
     return getattr(norm, "n_groups", None) or 1
@@ -39,12 +39,12 @@ def _groups_of(norm: Any) -> int:
 
 def refuse_unknown_norm(name: str, norm: Any) -> None:
     """Raise ModelError, naming it, for a norm that computes something else than this module; shown with numbers."""
-    features, groups = norm.weight.numel(), _groups_of(norm)
+    features, groups = norm.weight.numel(), _count_groups(norm)
     generator = torch.Generator().manual_seed(0)
     x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
     try:
         norm_output = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
-        ours = _gated_norm(norm, x, gate, weight[0, 0], partial(_means_here, groups=groups))
+        ours = _apply_norm(norm, x, gate, weight[0, 0], partial(_local_means, groups=groups))
         equal = torch.allclose(norm_output, ours, rtol=1e-4, atol=1e-5)
     except Exception:  # whatever a norm raises that takes other arguments
         equal = False
@@ -55,28 +55,28 @@ def refuse_unknown_norm(name: str, norm: Any) -> None:
         )
 
 
-def norm_over_ranks(norm: Any, world: World) -> None:
+def split_norm(norm: Any, world: World) -> None:
     """Have a norm take means of this rank's features by group, over the ranks that share a group.
 
     Its weight is whole here, and must be this rank's while it runs.
     """
-    groups = _groups_of(norm)
+    groups = _count_groups(norm)
     key, tp, total = world.key, world.home.tp, norm.weight.numel()
-    means: Means = partial(_means_here, groups=groups // tp)
+    means: Means = partial(_local_means, groups=groups // tp)
     if groups % tp:
         size, features = total // groups, total // tp
         first = world.coordinates.tp * features
         groups_here = range(first // size, (first + features - 1) // size + 1)
         sizes = [min((g + 1) * size, first + features) - max(g * size, first) for g in groups_here]
-        means = partial(_means_over_ranks, groups=groups_here, sizes=sizes, count=groups, key=key)
+        means = partial(_share_means, groups=groups_here, sizes=sizes, count=groups, key=key)
 
     def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        return _gated_norm(norm, hidden_states, gate, norm.weight, means)
+        return _apply_norm(norm, hidden_states, gate, norm.weight, means)
 
     norm.forward = forward
 
 
-def _gated_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
+def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
     """Norm rows by these means, multiplied by SiLU of the gate before or after, as the norm's own forward does."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     y, gates = x.to(wide_dtype), None if gate is None else F.silu(gate.to(wide_dtype))
@@ -89,15 +89,15 @@ def _gated_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means
     return y.to(x.dtype)
 
 
-def _means_here(y: Tensor, groups: int) -> Tensor:
+def _local_means(y: Tensor, groups: int) -> Tensor:
     means = y.unflatten(-1, (groups, -1)).square().mean(-1)
     return means.repeat_interleave(y.shape[-1] // groups, -1)
 
 
-def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
-    """Return the mean square (…, features here) of each feature's group, over all ranks that share it.
+def _share_means(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
+    """Compute the mean square (…, features here) of each feature's group, over all ranks that share it.
 
-    y (…, features here) has `sizes` features of each of the `groups` of this rank, which are some of all `count`
+    y (…, features here) has `sizes` features of each of the `groups` of this rank, which are some of all `count_groups`
     groups.
     """
     sums = torch.stack([part.square().sum(-1) for part in y.split(sizes, -1)], -1)  # (…, groups here)
@@ -113,7 +113,7 @@ Views = dict[nn.Module, dict[str, View]]
 def check_mixer(name: str, mixer: nn.Module, tp: int) -> None:
     """Raise ModelError for a mixer whose heads or channels are not split here; tp must divide them."""
     parts = mixer_parts(name, mixer, tp)
-    if norm := _norm_over_features(mixer, parts):
+    if norm := _find_feature_norm(mixer, parts):
         refuse_unknown_norm(f"{name}.norm", norm)
 
 
@@ -124,40 +124,40 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
     """
     tp = world.home.tp
     parts = mixer_parts(name, mixer, tp)
-    if norm := _norm_over_features(mixer, parts):
-        norm_over_ranks(norm, world)
+    if norm := _find_feature_norm(mixer, parts):
+        split_norm(norm, world)
     views: Views = {}
-    for owner, attribute, view in _views_of_parts(mixer, parts, world):
+    for owner, attribute, view in _part_views(mixer, parts, world):
         views.setdefault(owner, {})[attribute] = view
     output: Any = mixer.get_submodule(parts.output)
     if is_adapted(output):
         split_adapted(output, ROWWISE, world, sequence_parallel=sequence_parallel)
     else:
-        rowwise(output, world, sequence_parallel=sequence_parallel)
+        split_rows(output, world, sequence_parallel=sequence_parallel)
     _show_views(mixer, views)
 
 
-def _norm_over_features(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
-    """The norm of a mixer that takes means of features of several heads; None without one."""
+def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
+    """Find the norm of a mixer that takes means of features of several heads; None without one."""
     norm: Any = getattr(mixer, "norm", None)
     return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 
 
-def _views_of_parts(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
+def _part_views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
     """Yield (module, attribute, view): the function from a mixer's attribute to what this rank's forward sees."""
     copied: View = partial(tp_copy_parameter, world_key=world.key)
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
-        yield mixer.get_submodule(owner), attribute, partial(_constant, value)
+        yield mixer.get_submodule(owner), attribute, partial(_return_constant, value)
     for place, rows in parts.rows.items():
-        for name, owner, attribute in tensors_at(mixer, place):
-            yield owner, attribute, copied if reads_inputs(name) else rows_here(owner, attribute, rows, world)
+        for name, owner, attribute in find_tensors(mixer, place):
+            yield owner, attribute, copied if reads_inputs(name) else make_row_view(owner, attribute, rows, world)
     for place in parts.whole:
-        for _, owner, attribute in tensors_at(mixer, place):
+        for _, owner, attribute in find_tensors(mixer, place):
             yield owner, attribute, copied
 
 
-def _constant(value: int, _: object) -> Any:
+def _return_constant(value: int, _: object) -> Any:
     return value
 
 

@@ -65,7 +65,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
 
 
 def split_blocks(placed: Sequence[StyledModule]) -> set[str]:
-    """Modules whose input every rank takes whole, for its heads or features, by name: attention, MLP and mixers.
+    """Name the modules whose input every rank takes whole, for its heads or features: attention, MLP and mixers.
 
     The outermost ones, as some have linears with adapters of their own inside.
     """
@@ -75,12 +75,12 @@ def split_blocks(placed: Sequence[StyledModule]) -> set[str]:
 
 
 def _enclosing_names(name: str) -> Iterator[str]:
-    """The names of the modules around one of this name."""
+    """Return the names of the modules around one of this name."""
     return (name[: dot.start()] for dot in re.finditer(r"\.", name))
 
 
-def experts_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """The experts of a decoder layer by name: modules named "experts"."""
+def layer_experts(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return the experts of a decoder layer by name: modules named "experts"."""
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
 
@@ -94,22 +94,22 @@ def _find_styled(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) ->
         if name in mixers:
             yield StyledModule(name, module, MIXER)
             continue
-        if (style := _style(plan, name)) is not None:
+        if (style := _find_style(plan, name)) is not None:
             yield StyledModule(name, module, style)
         for parameter, _ in module.named_parameters(recurse=False):
-            if (style := _style(plan, f"{name}.{parameter}")) is not None:
+            if (style := _find_style(plan, f"{name}.{parameter}")) is not None:
                 of_heads = style == COLWISE and getattr(module, parameter).ndim == 1
                 yield StyledModule(f"{name}.{parameter}", module, HEADS if of_heads else style, parameter)
 
 
-def _style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
+def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
     style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
     return None if style in _WITHOUT_EFFECT else style
 
 
 def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> None:
     """Raise ModelError, with the sizes that would fit, where tp does not divide heads or intermediate sizes."""
-    sizes = _sizes_to_divide(model, placed)
+    sizes = _tp_sizes(model, placed)
     wrong = {count: size for count, size in sizes.items() if size % tp}
     if not wrong:
         return
@@ -121,8 +121,8 @@ def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) 
     )
 
 
-def _sizes_to_divide(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
-    """The numbers that tp must divide, by words for messages: heads, features, and parameters' own."""
+def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
+    """Return the numbers that tp must divide, by words for messages: heads, features, and parameters' own."""
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:
         if style == MIXER:
@@ -146,7 +146,7 @@ def _sizes_to_divide(model: PreTrainedModel, placed: list[StyledModule]) -> dict
 
 
 def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Counts of heads; those of single layers, where a configuration has such, under names of their own."""
+    """Yield counts of heads; those of single layers, where a configuration has such, under names of their own."""
     values: dict[str, Any] = config.to_dict()
     layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
     names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]
@@ -161,19 +161,19 @@ _FEATURES = 8  # of the trial of a single module: any even number
 
 
 def partial_parameters(model: nn.Module, placed: Sequence[StyledModule]) -> list[StyledModule]:
-    """The parameters of split blocks that the plan does not name and whose gradients are to be summed over tp.
+    """List the parameters of split blocks that the plan does not name and whose gradients are to be summed over tp.
 
     Each once, however many blocks share it. Raises ModelError, naming them, for those where that would be wrong.
     """
-    named = {id(p) for entry in placed for p in _parameters_inside(entry)}
+    named = {id(p) for entry in placed for p in _entry_parameters(entry)}
     summed: dict[int, StyledModule] = {}
     for block in sorted(split_blocks(placed)):
-        for entry in _partial_in_block(model, block, placed, named):
-            summed.setdefault(id(next(_parameters_inside(entry))), entry)
+        for entry in _partial_block_parameters(model, block, placed, named):
+            summed.setdefault(id(next(_entry_parameters(entry))), entry)
     return list(summed.values())
 
 
-def _parameters_inside(entry: StyledModule) -> Iterator[nn.Parameter]:
+def _entry_parameters(entry: StyledModule) -> Iterator[nn.Parameter]:
     """Yield the parameters of a styled module: the one that has the style, or all."""
     if entry.parameter is None:
         yield from entry.module.parameters()
@@ -181,7 +181,7 @@ def _parameters_inside(entry: StyledModule) -> Iterator[nn.Parameter]:
         yield getattr(entry.module, entry.parameter)
 
 
-def _partial_in_block(
+def _partial_block_parameters(
     model: nn.Module, name: str, placed: Sequence[StyledModule], named: set[int]
 ) -> Iterator[StyledModule]:
     """Yield the unnamed parameters of a block with summed gradients. Raises ModelError if a sum would be wrong."""
@@ -211,13 +211,13 @@ def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: M
     """
     inputs: list[Tensor] = []
 
-    def cut(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    def cut_output(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         inputs.append(args[0])
         return out.detach()
 
     linears = [module for module in block.modules() if isinstance(base_module(module), nn.Linear)]
     first: Any = next(base_module(linear) for linear in linears if styles.get(id(linear)) == COLWISE)
-    handles = [m.register_forward_hook(cut) for m in linears if styles.get(id(m)) == ROWWISE]
+    handles = [m.register_forward_hook(cut_output) for m in linears if styles.get(id(m)) == ROWWISE]
     tensors = {n: torch.empty_like(x, device="meta") for n, x in (*block.named_parameters(), *block.named_buffers())}
     parameters = [tensors[name].requires_grad_() for name in names]
     hidden = torch.empty(1, 2, first.in_features, dtype=first.weight.dtype, device="meta")
@@ -230,13 +230,13 @@ def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: M
         for handle in handles:
             handle.remove()
     through, around = (
-        _outputs_depend_on(inputs, parameters),
-        _outputs_depend_on([out[0] if isinstance(out, tuple) else out], parameters),
+        _depend_on_parameters(inputs, parameters),
+        _depend_on_parameters([out[0] if isinstance(out, tuple) else out], parameters),
     )
     return {name for name, inside, outside in zip(names, through, around, strict=True) if inside and not outside}
 
 
-def _outputs_depend_on(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:
+def _depend_on_parameters(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:
     """Return for each parameter whether any of the outputs depends on it."""
     outputs = [x for x in outputs if x.requires_grad]
     if not outputs:
@@ -248,7 +248,7 @@ def _outputs_depend_on(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) 
 
 @torch.no_grad()
 def _is_elementwise(module: nn.Module) -> bool:
-    """Whether some of the features give the same as among all features, shown with numbers on the host."""
+    """Return whether some of the features give the same as among all features, shown with numbers on the host."""
     ones = {n: torch.ones(x.shape) for n, x in (*module.named_parameters(), *module.named_buffers())}
     x = torch.linspace(-2, 2, 2 * _FEATURES).view(1, 2, _FEATURES)
     try:

@@ -13,10 +13,10 @@ from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
-from longspan.model.layers import Absent, decoder_layers, decoder_of
-from longspan.model.mtp.depths import depths_of, mtp_blocks
-from longspan.model.parts import ModelParts, trace_parts, usual_parts, with_outputs
-from longspan.model.tensor_parallel.plan import StyledModule, experts_of, split_blocks
+from longspan.model.layers import Absent, decoder_layers, decoder_model
+from longspan.model.mtp.depths import model_depths, mtp_blocks
+from longspan.model.parts import ModelParts, count_outputs, trace_parts, usual_parts
+from longspan.model.tensor_parallel.plan import StyledModule, layer_experts, split_blocks
 from longspan.model.tensor_parallel.styles import ROWS, sum_partial_gradients, wrap_forward
 
 
@@ -27,35 +27,35 @@ def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: W
     their part of the output. The last norm gathers all rows of its output.
     """
     key = world.key
-    for depth in depths_of(model):
+    for depth in model_depths(model):
         for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
-            _sum_gradients_of_rows(module, key)
+            _sum_row_gradients(module, key)
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_depths(model).items():
         norms, blocks_of_all_rows = residual_regions(name, layer, placed)
         for norm in norms:
-            _sum_gradients_of_rows(norm, key)
+            _sum_row_gradients(norm, key)
         for block in blocks_of_all_rows:
             wrap_forward(
                 block,
                 enter=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"),
                 leave=partial(tp_split, world_key=key, dim=-2),  # Llama 4's block returns (T, D)
             )
-    norm = getattr(decoder_of(model), final_norm_name(model))
+    norm = getattr(decoder_model(model), final_norm_name(model))
     if not isinstance(norm, Absent):
         sum_partial_gradients(norm, key)
         wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
 
 
-def _sum_gradients_of_rows(module: nn.Module, key: int) -> None:
+def _sum_row_gradients(module: nn.Module, key: int) -> None:
     """Have a module that works on some of the rows, and its adapter, if it has one, sum their gradients."""
     for inner in module.modules():
         sum_partial_gradients(inner, key)
 
 
 def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The decoder layers that are here, and those of depths of multi-token prediction, by name."""
+    """Return the decoder layers that are here, and those of depths of multi-token prediction, by name."""
     return decoder_layers(model) | mtp_blocks(model)
 
 
@@ -70,7 +70,7 @@ def residual_regions(
     rowwise_modules, full_row_modules, blocks = list[nn.Module](), list[nn.Module](), split_blocks(placed)
     for child, module in layer.named_children():
         child_name = f"{name}.{child}"
-        if experts_of(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
+        if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
             full_row_modules.append(module)
         elif is_adapted(module) or not any(True for _ in module.children()):
             rowwise_modules.append(module)
@@ -87,11 +87,11 @@ def residual_regions(
 
 
 def final_norm_name(model: PreTrainedModel) -> str:
-    """The name of the norm after the layers in the base model. Raises ModelError if there is none."""
+    """Return the name of the norm after the layers in the base model. Raises ModelError if there is none."""
     names = usual_parts(model)
     if len(names) != 3:
         raise ModelError(
-            f"{type(decoder_of(model)).__name__} has {', '.join(names)}, and no embedding, list of layers and norm "
+            f"{type(decoder_model(model)).__name__} has {', '.join(names)}, and no embedding, list of layers and norm "
             "after them, where sequence-parallel rows are split and gathered; use sequence_parallel=False"
         )
     return names[-1]
@@ -99,9 +99,9 @@ def final_norm_name(model: PreTrainedModel) -> str:
 
 def refuse_other_rows(model: PreTrainedModel) -> None:
     """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
-    base, name, norm = decoder_of(model), type(model).__name__, final_norm_name(model)
+    base, name, norm = decoder_model(model), type(model).__name__, final_norm_name(model)
     embedding, layers = usual_parts(model)[:2]
-    parts = with_outputs(model, ModelParts((embedding,), layers, (norm,)))
+    parts = count_outputs(model, ModelParts((embedding,), layers, (norm,)))
     if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
         raise ModelError(
             f"{name} has parameters outside its embedding, layers and norm ({', '.join(others[:4])}), which have no "

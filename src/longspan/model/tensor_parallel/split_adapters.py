@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_split
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_in, is_adapted, is_copied, peft_modules
+from longspan.model.adapters import find_adapter, is_adapted, is_copied, peft_modules
 from longspan.model.tensor_parallel.family_plans import (
     COLWISE,
     GATHERED,
@@ -30,12 +30,12 @@ from longspan.model.tensor_parallel.family_plans import (
 )
 from longspan.model.tensor_parallel.plan import StyledModule, split_blocks
 from longspan.model.tensor_parallel.styles import (
-    columnwise,
-    columnwise_of_three,
-    columnwise_packed,
     gather_outputs,
+    make_output_sum,
     slice_inputs,
-    sum_of_outputs,
+    split_columns,
+    split_packed_columns,
+    split_three_columns,
     sum_partial_gradients,
     wrap_forward,
 )
@@ -53,13 +53,15 @@ def split_adapted(module: nn.Module, style: str, world: World, *, sequence_paral
         for linear in second:
             sum_partial_gradients(linear, key)
         of_whole = style == SPLIT_INPUT
-        leave = sum_of_outputs(base, key, sequence_parallel=sequence_parallel and not of_whole)
+        leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not of_whole)
         wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if of_whole else None, leave=leave)
         return
     for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
         sum_partial_gradients(linear, key)
     for linear in () if style == PARTIAL_GRADIENT else (base, *second):
-        split_style = columnwise_packed if style == PACKED else columnwise_of_three if style == QKV else columnwise
+        split_style = (
+            split_packed_columns if style == PACKED else split_three_columns if style == QKV else split_columns
+        )
         split_style(linear, world)
     if style in GATHERED:
         gather_outputs(layer, key)
@@ -73,7 +75,7 @@ def refuse_adapter(model: PreTrainedModel, placed: Sequence[StyledModule]) -> No
 
 def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
     """Yield why an adapter cannot be split over tensor-parallel ranks."""
-    adapter = adapter_in(model)
+    adapter = find_adapter(model)
     if adapter is None:
         return
     if adapter.dropout:

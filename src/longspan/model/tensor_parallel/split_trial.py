@@ -38,7 +38,7 @@ class SplitTrial:
     """Compares the first call of a block, or of a part outside blocks, with its unsplit twin: outputs and gradients.
 
     The twin is made before the block is split, with its structure and no parameters; it runs on gathered parameters and
-    the same input, in evaluation mode. `install` wraps the forward that the block has then.
+    the same input, in evaluation mode. `hook_next_call` wraps the forward that the block has then.
     """
 
     def __init__(self, name: str, unit: nn.Module, world: World) -> None:
@@ -47,8 +47,8 @@ class SplitTrial:
         self._name = f"{name} ({type(unit).__name__})"
         self._twin = _copy_without_values(unit)
 
-    def install(self) -> None:
-        """From here on, the next call of the block is compared. It raises ModelError where the split is wrong."""
+    def hook_next_call(self) -> None:
+        """Compare the next call of the block, from here on. It raises ModelError where the split is wrong."""
         unit: Any = self.unit
         inner = unit.forward
 
@@ -65,16 +65,16 @@ class SplitTrial:
         """Run the split block and its unsplit twin on the same inputs. Raises ModelError where they differ."""
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
-        values = {name: _whole(p) for name, p in self.unit.named_parameters()}
+        values = {name: _gather_parameter(p) for name, p in self.unit.named_parameters()}
         wholes = {name: values[name].requires_grad_() for name in parameters}
 
-        def unsplit(*args: Any, **kwargs: Any) -> Any:
+        def call_unsplit(*args: Any, **kwargs: Any) -> Any:
             return functional_call(self._twin, values | buffers, args, kwargs)
 
         with preserve_modes(self.unit), torch.enable_grad():
             self._twin.eval()
             self.unit.eval()
-            true = _call_results(unsplit, args, kwargs, wholes)
+            true = _call_results(call_unsplit, args, kwargs, wholes)
             try:
                 results = _call_results(split, args, kwargs, parameters)
             except LongspanError:
@@ -100,7 +100,7 @@ class SplitTrial:
 
 
 def _copy_without_values(unit: nn.Module) -> nn.Module:
-    """A copy of a module with parameters on the meta device; it shares buffers and configurations."""
+    """Copy a module with parameters on the meta device; it shares buffers and configurations."""
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -110,7 +110,7 @@ def _copy_without_values(unit: nn.Module) -> nn.Module:
     return copy.deepcopy(unit, memo)
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _gather_parameter(parameter: Tensor) -> Tensor:
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
 
@@ -118,7 +118,7 @@ def _whole(parameter: Tensor) -> Tensor:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """The outputs of a call, and the gradients of its inputs and parameters for one fixed gradient of the outputs."""
+    """Run a call; returns its outputs, and the gradients of its inputs and parameters for one of the outputs."""
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
     leaves = {id(x): x.detach().clone().requires_grad_() for x in inputs if id(x) in differentiable}
@@ -126,17 +126,17 @@ def _call_results(
     out = [x for x in tree_leaves(call(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
     named = {f"the gradient of input {i}": x for i, x in enumerate(leaves.values())}
     named |= {f"the gradient of {name}": p for name, p in parameters.items()}
-    gradients = torch.autograd.grad(out, [*named.values()], [_cotangent(x) for x in out], allow_unused=True)
+    gradients = torch.autograd.grad(out, [*named.values()], [_output_gradient(x) for x in out], allow_unused=True)
     results: dict[str, Tensor | None] = {f"output {i}": x.detach() for i, x in enumerate(out)}
     return results | dict(zip(named, gradients, strict=True))
 
 
-def _cotangent(x: Tensor) -> Tensor:
+def _output_gradient(x: Tensor) -> Tensor:
     return torch.arange(x.numel(), device=x.device, dtype=torch.float32).cos().view_as(x).to(x.dtype)
 
 
 def _part_like(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
-    """The slice of a whole gradient that this rank has of a split one."""
+    """Return the slice of a whole gradient that this rank has of a split one."""
     if true is None or not isinstance(result, DTensor):
         return true
     (placement,) = result.placements
@@ -145,7 +145,7 @@ def _part_like(true: Tensor | None, result: Tensor | None, key: int) -> Tensor |
 
 
 def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
-    """What differs by more than rounding, in words."""
+    """Describe what differs by more than rounding, in words."""
     norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
     largest = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
     wrong = list[str]()
@@ -176,7 +176,10 @@ def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> N
 
 @torch.no_grad()
 def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
-    """Whether row-wise inputs from some of the features differ from those from all; tried with numbers on the host."""
+    """Return whether row-wise inputs from some of the features differ from those from all.
+
+    It is tried with numbers on the host.
+    """
     columns = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
     rows = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
     if not columns or not rows:
@@ -192,7 +195,7 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Tensor:
-    """The input of the first row-wise linear, if the column-wise ones return `outputs`."""
+    """Return the input of the first row-wise linear, if the column-wise ones return `outputs`."""
     inside = {id(p) for module in (*outputs, *rows) for p in module.parameters()}
     named = (*block.named_parameters(), *block.named_buffers())
     ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in named if id(x) not in inside}
@@ -214,11 +217,11 @@ class _Reached(Exception):  # noqa: N818 (it ends a trial)
 def _replace_outputs(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Iterator[None]:
     """Let column-wise linears return these outputs, and the first row-wise one end the trial."""
 
-    def end(value: Tensor, *_: Any) -> NoReturn:
+    def end_trial(value: Tensor, *_: Any) -> NoReturn:
         raise _Reached(value)
 
     forwards: dict[nn.Module, Any] = {module: (lambda *_, out=out: out) for module, out in outputs.items()}
-    forwards |= dict.fromkeys(rows, end)
+    forwards |= dict.fromkeys(rows, end_trial)
     old_forwards = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward

@@ -27,7 +27,7 @@ from longspan.comm.moves.tp_collectives import (
     tp_sum,
     tp_sum_split,
 )
-from longspan.model.tensor_parallel.mixer_parts import Even, Fused, packed
+from longspan.model.tensor_parallel.mixer_parts import EvenRows, FusedRows, equal_parts
 from longspan.model.weights.fill import copy_to_device
 from longspan.model.weights.local_tensors import local_tensor
 
@@ -46,8 +46,8 @@ def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.
     return sliced
 
 
-def leave_out(x: Tensor) -> None:
-    """The view of a parameter that a module's forward does not see."""
+def return_none(x: Tensor) -> None:
+    """Hide a parameter from a module's forward: its view is None."""
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def wrap_forward(
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if enter is not None:
-            args, kwargs = _apply_to_first(enter, args, kwargs)
+            args, kwargs = _apply_to_input(enter, args, kwargs)
         if attributes:
             with replace_attributes(module, {name: view(getattr(module, name)) for name, view in attributes.items()}):
                 out = inner(*args, **kwargs)
@@ -94,7 +94,7 @@ def wrap_forward(
     module.forward = forward
 
 
-def _apply_to_first(
+def _apply_to_input(
     enter: Transform, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply a function to the first argument of a call, or to `hidden_states`."""
@@ -103,39 +103,39 @@ def _apply_to_first(
     return args, kwargs | {"hidden_states": enter(kwargs["hidden_states"])}
 
 
-def columnwise(linear: nn.Linear, world: World) -> None:
-    """Each rank makes its slice of the outputs from the whole input; the caller's input gradient is partial."""
+def split_columns(linear: nn.Linear, world: World) -> None:
+    """Let each rank make its slice of the outputs from the whole input; the caller's input gradient is partial."""
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
     for name in names:
         slice_parameter(linear, name, 0, world)
     wrap_forward(linear, views=dict.fromkeys(names, local_tensor))
 
 
-def columnwise_of_three(linear: nn.Linear, world: World, widths: Sequence[int] = ()) -> None:
-    """As `columnwise`, for one linear of queries, keys and values: of so many outputs each, or of a third.
+def split_three_columns(linear: nn.Linear, world: World, widths: Sequence[int] = ()) -> None:
+    """Split, as `split_columns`, one linear of queries, keys and values: of so many outputs each, or of a third.
 
     Each rank makes its heads of all three. The parameters stay whole, so that they are what the unsplit module's are in
     checkpoints; of their gradients each rank has its heads' rows, and they are summed over the tensor-parallel ranks.
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
     three = tuple(widths) or (linear.out_features // 3,) * 3
-    wrap_forward(linear, views=dict.fromkeys(names, partial(_rows_of_three, key=world.key, widths=three)))
+    wrap_forward(linear, views=dict.fromkeys(names, partial(_three_part_rows, key=world.key, widths=three)))
 
 
-def _rows_of_three(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
-    """This rank's rows of a parameter of three parts (sum of widths, …)."""
+def _three_part_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
+    """Return this rank's rows of a parameter of three parts (sum of widths, …)."""
     index, degree = tp_place(key)
     return torch.cat([part.chunk(degree)[index] for part in tp_copy_parameter(x, key).split(widths)])
 
 
-def columnwise_gathered(linear: nn.Linear, world: World) -> None:
-    """As `columnwise`, and every rank gets all outputs; the output's gradient is identical, and so is the input's."""
-    columnwise(linear, world)
+def split_and_gather_columns(linear: nn.Linear, world: World) -> None:
+    """Split as `split_columns`, and give every rank all outputs; gradients of output and input are identical."""
+    split_columns(linear, world)
     gather_outputs(linear, world.key)
 
 
 def gather_outputs(module: nn.Module, key: int) -> None:
-    """Every rank gets all outputs of a module that makes slices of them from the whole input."""
+    """Give every rank all outputs of a module that makes slices of them from the whole input."""
     wrap_forward(
         module,
         enter=partial(tp_copy, world_key=key),
@@ -144,7 +144,7 @@ def gather_outputs(module: nn.Module, key: int) -> None:
 
 
 def copy_inputs(module: nn.Module, world: World) -> None:
-    """Each rank does a part of what the module does with its inputs: their gradients, which are partial, are summed."""
+    """Sum the gradients of a module's inputs, which are partial as each rank does a part of what is done with them."""
     inner, key = module.forward, world.key
 
     def copy_input(x: Any) -> Any:
@@ -157,30 +157,30 @@ def copy_inputs(module: nn.Module, world: World) -> None:
     module.forward = forward
 
 
-def rowwise(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None:
-    """Each rank takes its slice of the inputs; outputs are summed, over rows in parts under sequence parallelism.
+def split_rows(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None:
+    """Let each rank take its slice of the inputs; outputs are summed, under sequence parallelism over rows in parts.
 
     The bias is added once, to the sum.
     """
     slice_inputs(linear, world)
-    wrap_forward(linear, leave=sum_of_outputs(linear, world.key, sequence_parallel=sequence_parallel))
+    wrap_forward(linear, leave=make_output_sum(linear, world.key, sequence_parallel=sequence_parallel))
 
 
-def rowwise_of_whole_inputs(linear: nn.Linear, world: World) -> None:
-    """As `rowwise`, of inputs that every rank has whole, as where a norm of all heads came before."""
-    rowwise(linear, world, sequence_parallel=False)
+def split_whole_inputs(linear: nn.Linear, world: World) -> None:
+    """Split as `split_rows`, with inputs that every rank has whole, as where a norm of all heads came before."""
+    split_rows(linear, world, sequence_parallel=False)
     wrap_forward(linear, enter=partial(tp_split, world_key=world.key, dim=-1))
 
 
 def slice_inputs(linear: nn.Linear, world: World) -> None:
-    """Each rank takes its slice of the inputs; its outputs, without the bias, are its part of a sum."""
+    """Let each rank take its slice of the inputs; its outputs, without the bias, are its part of a sum."""
     slice_parameter(linear, "weight", 1, world)
-    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": leave_out}
+    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": return_none}
     wrap_forward(linear, views={"weight": local_tensor, **without_bias})
 
 
-def sum_of_outputs(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
-    """What makes the sum of all ranks' outputs, and adds the linear's bias to it once."""
+def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
+    """Make what sums all ranks' outputs, and adds the linear's bias to the sum once."""
     total: Transform = (
         partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
     )
@@ -197,15 +197,19 @@ def sum_of_outputs(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> T
 
 
 def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
-    """Sum the gradients of a module's own parameters, or of one, which each rank applies whole to some of the rows,
-    heads or features."""
+    """Sum the gradients of a module's own parameters, or of one, over the ranks.
+
+    Each rank applies these whole to some of the rows, heads or features.
+    """
     names = [name for name, _ in module.named_parameters(recurse=False)] if parameter is None else [parameter]
     wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy_parameter, world_key=key)))
 
 
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:
-    """Each rank looks up its slice of the vocabulary, zeros for other ids; summed, in parts of the rows under
-    sequence parallelism. The weight must be sliced already: a tied one is the head's."""
+    """Let each rank look up its slice of the vocabulary, zeros for other ids; the sum is the embedding.
+
+    Under sequence parallelism it is summed in parts of the rows.
+    """
     module: Any = embedding
     inner, key = embedding.forward, world.key
     index, degree = tp_place(key)
@@ -224,8 +228,8 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
     module.forward = forward
 
 
-def split_rows_of_experts(experts: nn.Module, key: int, *, sum_gradients: bool) -> None:
-    """Each rank runs the experts on its part of the rows; everybody gets all rows back.
+def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> None:
+    """Let each rank run the experts on its part of the rows; everybody gets all rows back.
 
     Tensors given to the experts, (T, …) each and the same on every rank, are padded to a multiple of tp with rows of
     zeros: expert 0 with weight 0. With `sum_gradients` the experts' gradients, which are partial, are summed here;
@@ -239,7 +243,7 @@ def split_rows_of_experts(experts: nn.Module, key: int, *, sum_gradients: bool) 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
-        part = partial(_part_of_rows, rows=rows, key=key)
+        part = partial(_take_row_part, rows=rows, key=key)
         out = inner(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
         out = tp_gather(out, key, 0, gradient="identical")
         return out if out.shape[0] == rows else out[:rows].clone()  # FSDP2 warns of modules that return views
@@ -247,8 +251,8 @@ def split_rows_of_experts(experts: nn.Module, key: int, *, sum_gradients: bool) 
     experts.forward = forward
 
 
-def _part_of_rows(value: Any, *, rows: int, key: int) -> Any:
-    """This rank's rows of a (T, …) tensor; other values are passed on."""
+def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
+    """Return this rank's rows of a (T, …) tensor; other values are passed on."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
     index, degree = tp_place(key)
@@ -258,30 +262,30 @@ def _part_of_rows(value: Any, *, rows: int, key: int) -> Any:
     return tp_split(value, key, 0) if value.is_floating_point() else value.chunk(degree)[index]
 
 
-def columnwise_packed(linear: nn.Linear, world: World) -> None:
-    """Each rank makes its slices of two things of equal width from the whole input."""
-    rows = packed(linear.out_features, 2)
+def split_packed_columns(linear: nn.Linear, world: World) -> None:
+    """Let each rank make its slices of two things of equal width from the whole input."""
+    rows = equal_parts(linear.out_features, 2)
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    wrap_forward(linear, views={name: rows_here(linear, name, rows, world) for name in names})
+    wrap_forward(linear, views={name: make_row_view(linear, name, rows, world) for name in names})
 
 
-def rows_here(owner: nn.Module, name: str, rows: Even | Fused, world: World) -> View:
-    """How a parameter or buffer, which may be sharded from here on, becomes this rank's rows."""
+def make_row_view(owner: nn.Module, name: str, rows: EvenRows | FusedRows, world: World) -> View:
+    """Make the function by which a parameter or buffer, which may be sharded from here on, becomes this rank's rows."""
     tensor, tp, key = getattr(owner, name), world.home.tp, world.key
     dim = tuple(tensor.shape).index(rows.size)
-    if isinstance(rows, Even) and isinstance(tensor, nn.Parameter):
+    if isinstance(rows, EvenRows) and isinstance(tensor, nn.Parameter):
         slice_parameter(owner, name, dim, world)
         return local_tensor
-    sizes, order = (Fused((rows,)) if isinstance(rows, Even) else rows).pieces(tp, world.coordinates.tp)
+    sizes, order = (FusedRows((rows,)) if isinstance(rows, EvenRows) else rows).cut_pieces(tp, world.coordinates.tp)
     if not isinstance(tensor, nn.Parameter):
-        return lambda x: _take(x, dim, sizes, order)
+        return lambda x: _take_pieces(x, dim, sizes, order)
     assert dim == 0, (name, tensor.shape)
     if rows.size % tp:
-        return lambda x: _take(tp_copy_parameter(x, key), 0, sizes, order)
+        return lambda x: _take_pieces(tp_copy_parameter(x, key), 0, sizes, order)
     slice_parameter(owner, name, 0, world)
-    return lambda x: _take(tp_gather_parameter(local_tensor(x), key), 0, sizes, order)
+    return lambda x: _take_pieces(tp_gather_parameter(local_tensor(x), key), 0, sizes, order)
 
 
-def _take(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Tensor:
+def _take_pieces(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Tensor:
     pieces = x.split(sizes, dim)
     return torch.cat([pieces[i] for i in order], dim)

@@ -1,7 +1,7 @@
 """Tensor parallelism from a model's plan: heads, widths and vocabulary split over the `tp` ranks of a slot.
 
 All ranks of a slot hold the same rows and compute the same loss, which counts once a slot; each attends with its own
-heads. Experts are not split: their rows are, see `split_rows_of_experts`. Logits are whole on every rank: the head
+heads. Experts are not split: their rows are, see `split_expert_rows`. Logits are whole on every rank: the head
 gathers them, from as many rows of hidden states as it is given, so that a caller who wants little memory gives few.
 
 With sequence parallelism, norms and residuals hold rows / tp of the slot's rows: gathered before attention and MLP,
@@ -27,7 +27,7 @@ from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
     StyledModule,
     check_tp_sizes,
-    experts_of,
+    layer_experts,
     list_styles,
     partial_parameters,
     split_blocks,
@@ -44,22 +44,22 @@ from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
     ROWS,
     Transform,
-    columnwise,
-    columnwise_gathered,
-    columnwise_packed,
-    rowwise,
-    rowwise_of_whole_inputs,
     slice_parameter,
-    split_rows_of_experts,
+    split_and_gather_columns,
+    split_columns,
+    split_expert_rows,
+    split_packed_columns,
+    split_rows,
     split_vocabulary,
+    split_whole_inputs,
     sum_partial_gradients,
     wrap_forward,
 )
 from longspan.model.weights.local_tensors import local_tensor
 
 
-def places_of_shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """For each parameter that several modules have: these modules, and its name there."""
+def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """List, for each parameter that several modules have, these modules, and its name there."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -102,7 +102,7 @@ def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> 
     return placed
 
 
-def split_over_tp(
+def split_over_ranks(
     model: PreTrainedModel, world: World, *, sequence_parallel: bool = False, sum_expert_gradients: bool = False
 ) -> None:
     """Split the model over the tensor-parallel ranks of this rank's slot; all ranks call it together, before FSDP2.
@@ -112,7 +112,7 @@ def split_over_tp(
     """
     placed = _check_plan(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
-    shared = places_of_shared(model)
+    shared = shared_places(model)
     _split_head_and_embedding(model, placed, world, sequence_parallel=sequence_parallel)
     mixtures = _mixture_prefixes(model)
     head = model.get_output_embeddings()
@@ -133,32 +133,32 @@ def split_over_tp(
     _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
     for layer in layers_and_depths(model).values():
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
-            split_rows_of_experts(experts, world.key, sum_gradients=sum_expert_gradients)
+            split_expert_rows(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:
         split_residuals(model, placed, world)
 
 
 _SPLITS = {
-    tp_style.COLWISE: columnwise,
-    tp_style.PACKED: columnwise_packed,
-    tp_style.SPLIT_INPUT: rowwise_of_whole_inputs,
-    **dict.fromkeys(tp_style.GATHERED, columnwise_gathered),
+    tp_style.COLWISE: split_columns,
+    tp_style.PACKED: split_packed_columns,
+    tp_style.SPLIT_INPUT: split_whole_inputs,
+    **dict.fromkeys(tp_style.GATHERED, split_and_gather_columns),
 }
 
 
 def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_parallel: bool) -> None:
     """Split a linear by its style; one of a style for other modules, an embedding's, stays as it is."""
     if style == tp_style.ROWWISE:
-        rowwise(linear, world, sequence_parallel=sequence_parallel)
+        split_rows(linear, world, sequence_parallel=sequence_parallel)
     elif style in _SPLITS:
         _SPLITS[style](linear, world)
 
 
 def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    """Prefixes of the names of modules inside blocks of experts, which get all rows also under sequence parallelism."""
+    """Return the prefixes of modules inside blocks of experts, which get all rows also under sequence parallelism."""
     layers = layers_and_depths(model).items()
     return tuple(
-        f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if experts_of(module)
+        f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if layer_experts(module)
     )
 
 
@@ -187,7 +187,7 @@ def _split_head_and_embedding(
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     fits = [module is not None and module.weight.shape[0] % world.home.tp == 0 for module in (head, embedding)]
     if head is not None and fits[0] and styles.get(id(head)) in tp_style.GATHERED:
-        columnwise_gathered(head, world)
+        split_and_gather_columns(head, world)
         if tied and embedding is not None:
             embedding.weight = head.weight
     if embedding is not None and fits[1] and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:
@@ -199,7 +199,7 @@ def _split_head_and_embedding(
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Linear | None, nn.Embedding | None]:
-    """(head, input embedding), each None where it is not here."""
+    """Return (head, input embedding), each None where it is not here."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     return (head if isinstance(head, nn.Linear) else None, embedding if isinstance(embedding, nn.Embedding) else None)

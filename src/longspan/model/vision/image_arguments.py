@@ -22,7 +22,7 @@ IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document 
 
 
 def image_parameters(model: Any) -> Mapping[str, Parameter]:
-    """The arguments of a model's, or class's, `get_image_features`. Raises ModelError if it has none."""
+    """Return the arguments of a model's, or class's, `get_image_features`. Raises ModelError if it has none."""
     features = getattr(model, "get_image_features", None)
     if features is None:
         kind = model if isinstance(model, type) else type(model)
@@ -58,12 +58,12 @@ _HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}
 
 
 def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> dict[str, Any]:
-    """What a model's `get_image_features`, and its forward pass, take for these images, in the type of `like`.
+    """Make the arguments of a model's `get_image_features`, and of its forward pass, for images, in the type of `like`.
 
     Images of several sizes are filled up with zeros if a field has their size. Raises DataError for images that do
     not fit each other, lack what the model asks for, or have what it does not take.
     """
-    names = {name: [image.fields[name] for image in inputs if name in image.fields] for name in _fields(inputs)}
+    names = {name: [image.fields[name] for image in inputs if name in image.fields] for name in _field_names(inputs)}
     arguments: dict[str, Any] = {}
     if any(image.grid is not None for image in inputs):
         arguments[GRIDS] = torch.tensor([image.grid for image in inputs], device=like.device)
@@ -74,14 +74,14 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
     for name, parts in ({PIXELS: [image.pixels for image in inputs]} | names).items():
         if len(parts) != len(inputs):
             raise DataError(f"{len(parts)} of {plural(len(inputs), 'image')} have {name}; give it of each")
-        arguments[name] = _concatenate(name, [_cast_inputs(part, like) for part in parts], filled)
+        arguments[name] = _join_images(name, [_cast_inputs(part, like) for part in parts], filled)
     if MASK in image_parameters(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
         arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
     return arguments
 
 
 def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
-    """The images in an order in which one call can have them: those that are the only one of their documents first."""
+    """Order the images so that one call can have them: those that are the only one of their documents first."""
     return sorted(range(len(inputs)), key=lambda i: IN_DOCUMENT in inputs[i].fields and not _is_only_image(inputs[i]))
 
 
@@ -89,21 +89,21 @@ def _is_only_image(image: ImageInput) -> bool:
     return int(image.fields[IN_DOCUMENT]) == 1
 
 
-def _fields(inputs: Sequence[ImageInput]) -> list[str]:
+def _field_names(inputs: Sequence[ImageInput]) -> list[str]:
     return list(dict.fromkeys(name for image in inputs for name in image.fields))
 
 
 def _cast_inputs(part: Tensor, like: Tensor) -> Tensor:
-    """Pixels and other real numbers in the type of the model; masks and integers in their own."""
+    """Cast pixels and other real numbers to the type of the model; masks and integers stay."""
     return part.to(like.device, like.dtype if part.is_floating_point() else part.dtype, non_blocking=True)
 
 
-def _concatenate(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
-    """One argument of all images, end to end."""
+def _join_images(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
+    """Join one argument of all images, end to end."""
     if name == IN_DOCUMENT:
-        return _batches_of_images(parts)
+        return _image_counts(parts)
     if filled:
-        parts = _pad_to_one_shape(parts)
+        parts = _pad_alike(parts)
     shapes = {tuple(x.shape[1:]) for x in parts}
     if len(shapes) > 1:
         argument = "pixels" if name == PIXELS else name
@@ -114,17 +114,15 @@ def _concatenate(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
     return torch.cat([*parts])
 
 
-def _batches_of_images(counts: Sequence[Tensor]) -> Tensor:
-    """How many images each document of a call has: ones for images that were alone, then one number for all others."""
+def _image_counts(counts: Sequence[Tensor]) -> Tensor:
+    """Count the images of each document of a call: ones for images that were alone, then one number for all others."""
     single = sum(int(count) == 1 for count in counts)
     others = len(counts) - single
     return torch.tensor([1] * single + [max(2, others)] * (others > 0))
 
 
-def _pad_to_one_shape(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors do for the images of a
-    call.
-    """
+def _pad_alike(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors pad images of a call."""
     if len({x.ndim for x in parts}) > 1:
         return list(parts)
     largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from longspan.attention import attend
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.layers import base_name, base_of, other_towers, shallow_module, text_of
+from longspan.model.layers import base_model, base_name, other_towers, shallow_module, text_model
 from longspan.model.vision.image_arguments import encoding_order, image_arguments
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.plan import Group, MicroBatch
@@ -54,7 +54,7 @@ class ImageEncoder(nn.Module):
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
         """Encode images. Raises DataError if they do not fit each other, ModelError if the model gives no rows."""
-        rows = rows_of_images(self.base, inputs)
+        rows = encode_images(self.base, inputs)
         if len(rows) != 1 + self.deep_layers:
             raise ModelError(
                 f"{type(self.base).__name__} gave {len(rows) - 1} parts for deeper layers, its configuration names "
@@ -63,8 +63,8 @@ class ImageEncoder(nn.Module):
         return torch.cat(rows, -1)  # a copy: FSDP2 warns of views that a module returns
 
 
-def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
-    """What a model's get_image_features makes of images: rows (n, D) end to end, and those for deeper layers."""
+def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
+    """Encode images by a model's get_image_features: rows (n, D) end to end, and those for deeper layers."""
     is_doubled = len(inputs) == 1 and _has_one_row(base, inputs[0])
     inputs = [*inputs, *inputs] if is_doubled else inputs
     order = encoding_order(inputs)
@@ -79,8 +79,11 @@ def rows_of_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
 
 
 def _has_one_row(base: Any, image: ImageInput) -> bool:
-    """Whether an image is one row of a model with Pixtral's tower, which drops the dim of rows where there is but one
-    in a call, and then fails (Mistral 3 and others in transformers 5.17 to 5.23)."""
+    """Return whether an image is one row of a model with Pixtral's tower.
+
+    It drops the dim of rows where there is but one in a call, and then fails (Mistral 3 and others in transformers 5.17
+    to 5.23).
+    """
     vision: Any = getattr(base.config, "vision_config", None)
     if image.size is None or getattr(vision, "model_type", "") != "pixtral":
         return False
@@ -89,7 +92,7 @@ def _has_one_row(base: Any, image: ImageInput) -> bool:
 
 
 def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
-    """Rows (n, D) of all images, of one tensor or one for each image, which were encoded in this order."""
+    """Join the rows (n, D) of all images, of one tensor or one for each image, which were encoded in this order."""
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
     return parts.flatten(0, -2)
@@ -112,9 +115,12 @@ class VisionParts:
         return self.encoder.deep_layers
 
 
-def split(model: PreTrainedModel) -> VisionParts:
-    """The parts of a vision-language model; afterwards the model itself is the language model, without towers."""
-    base, text, towers = base_of(model), text_of(model), other_towers(model)
+def split_model(model: PreTrainedModel) -> VisionParts:
+    """Split a vision-language model into its parts.
+
+    Afterwards the model itself is the language model, without towers.
+    """
+    base, text, towers = base_model(model), text_model(model), other_towers(model)
     name_of_base = base_name(model)  # which without its towers may have another
     shell = shallow_module(base)
     for name, child in list(base.named_children()):
@@ -141,7 +147,7 @@ def pack_attention(encoder: nn.Module) -> None:
 
 
 def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
-    """The modules whose attention takes segments, and whose configuration names the function that computes it."""
+    """Yield the modules whose attention takes segments, and whose configuration names the function that computes it."""
     for module in encoder.modules():
         config = getattr(module, "config", None)
         usual = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
@@ -162,7 +168,7 @@ def _packed_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Rows (1, N, T, H) -> (1, T, N, H), of every segment by itself; what transformers calls for each layer."""
+    """Attend from rows (1, N, T, H) -> (1, T, N, H), every segment by itself; transformers calls it for each layer."""
     if cu_seq_lens_q is None or attention_mask is not None or dropout or is_causal or len(query) != 1:
         raise ModelError(
             f"{type(module).__name__} asked {IMPLEMENTATION} for other attention than among the rows of each segment: "
@@ -170,11 +176,11 @@ def _packed_attention(
             f"{is_causal}, batch {len(query)}; give its vision_config attn_implementation 'eager'"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, _shard_of_segments(cu_seq_lens_q, q.device), causal=False, scale=scaling)[None], None
+    return attend(q, k, v, _bind_segments(cu_seq_lens_q, q.device), causal=False, scale=scaling)[None], None
 
 
-def _shard_of_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
-    """The segments as documents of one slot. Their lengths are read from the device once a call of the tower."""
+def _bind_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
+    """Bind the segments as documents of one slot. Their lengths are read from the device once a call of the tower."""
     if cu_seqlens not in _shards:
         lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)
         group = Group((0,), tuple(range(len(lengths))), lengths, partition="contiguous")

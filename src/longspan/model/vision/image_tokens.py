@@ -25,7 +25,7 @@ IMAGE, VIDEO = 1, 2  # of mm_token_type_ids, where text is 0
 
 
 def model_class(config: PreTrainedConfig | None) -> Any:
-    """The class of the model below the head; None if transformers has none."""
+    """Return the class of the model below the head; None if transformers has none."""
     mapping: Any = MODEL_MAPPING
     return mapping.get(type(config), None)
 
@@ -33,7 +33,7 @@ def model_class(config: PreTrainedConfig | None) -> Any:
 def rope_index(
     model: Any, config: PreTrainedConfig | None, ids: Integers, kinds: Integers, **media: Tensor
 ) -> Integers:
-    """The positions (3, T) of a document, ids and kinds (T,), whose images and videos have these grids and seconds.
+    """Compute positions (3, T) of a document, ids and kinds (T,), whose images and videos have these grids and seconds.
 
     `model` is the class below the head. Errors of the model's own code are not caught.
     """
@@ -44,8 +44,8 @@ def rope_index(
     return positions[0][:, 0].numpy()
 
 
-def placeholders_in_runs(ids: Integers, placeholder: int, rows: Sequence[int], media: str) -> Integers:
-    """1 where a token (T,) is this placeholder, else 0.
+def mark_placeholders(ids: Integers, placeholder: int, rows: Sequence[int], media: str) -> Integers:
+    """Mark tokens (T,) that are this placeholder by 1, others by 0.
 
     Positions are counted by runs of placeholders. Raises DataError where these are not runs of so many `rows`, which
     `media` ("2 images") make.
@@ -104,7 +104,7 @@ class ImageTokens:
         return self.fixed_rows is None and not self.unknown
 
     def rows(self, grid: Grid | None) -> int:
-        """The rows, and placeholders, of one image.
+        """Return the rows, and placeholders, of one image.
 
         Raises DataError for a grid that the model does not merge, and where the configuration does not tell the rows.
         """
@@ -123,7 +123,7 @@ class ImageTokens:
         return int(np.prod(grid)) // self.merge**2
 
     def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
-        """The positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
+        """Compute the positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
         They are plain in models without positions in three parts (M-RoPE), and in documents without images. Raises
         DataError for placeholders that are not those of the grids, and for images that no token stands between.
@@ -136,13 +136,16 @@ class ImageTokens:
         return rope_index(model, self.config, ids, kinds, image_grid_thw=torch.from_numpy(grids))
 
     def kinds(self, ids: npt.NDArray[np.int64], grids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """What each token (T,) is: text 0, image 1. Raises DataError for runs that are not those of the images."""
+        """Return what each token (T,) is: text 0, image 1.
+
+        Raises DataError for runs that are not those of the images.
+        """
         rows = [self.rows(tuple(grid)) for grid in grids.tolist()]
-        return IMAGE * placeholders_in_runs(ids, self.placeholder, rows, plural(len(rows), "image"))
+        return IMAGE * mark_placeholders(ids, self.placeholder, rows, plural(len(rows), "image"))
 
 
 def image_tokens(config: PreTrainedConfig) -> ImageTokens:
-    """What a model of this configuration takes for images. Raises ModelError for one that has no images.
+    """Read what a model of this configuration takes for images. Raises ModelError for one that has no images.
 
     >>> image_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((1, 4, 6))  # doctest: +SKIP
     6
@@ -160,27 +163,27 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
     if _takes_argument(config, "image_sizes", required=True):
         return ImageTokens(placeholder, config=config, unknown="they depend on its size")
     try:
-        return ImageTokens(placeholder, fixed_rows=_rows_of_one(config, vision), config=config)
+        return ImageTokens(placeholder, fixed_rows=_fixed_rows(config, vision), config=config)
     except ModelError as error:
         return ImageTokens(placeholder, config=config, unknown=str(error))
 
 
 def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = False) -> bool:
-    """Whether the model's get_image_features has an argument of this name; `required`: without a default."""
+    """Return whether the model's get_image_features has an argument of this name; `required`: without a default."""
     features = getattr(model_class(config), "get_image_features", None)
     parameter = None if features is None else signature(features).parameters.get(name)
     return parameter is not None and not (required and parameter.default is not Parameter.empty)
 
 
 def _merge_size(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | None:
-    """How many patches a side make one row."""
+    """Return how many patches a side make one row."""
     values = [getattr(part, name, None) for part in (vision, config) for name in _MERGES]
     merge = next((value for value in values if value is not None), None)
     return merge[0] if isinstance(merge, list | tuple) else merge
 
 
-def _rows_of_one(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
-    """The rows of an image of the configuration's size, which the model's own code makes without memory."""
+def _fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
+    """Return the rows of an image of the configuration's size, which the model's own code makes without memory."""
     size: Any = getattr(vision, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     name = type(config).__name__

@@ -21,17 +21,17 @@ from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_en
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_encoder import VisionParts, pack_attention
 from longspan.model.weights.fill import DeferredWeights
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.model_shape import SEEN_BY_IMAGES
 from longspan.plan.items.encoder_shape import EncoderShape, Trained, encoder_cost, window_layers
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 _LAYERS = ("depth", "num_hidden_layers")
 _WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL's hidden_size is the language model's width
 
 
 def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
-    """The cost of an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
+    """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
 
     `encoder` is the whole tower and projector, before it is sharded; of what is frozen only forward is priced, and for
     the backward pass so many forward passes `again`. A tower that its configuration does not price is priced by its
@@ -40,23 +40,23 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, 
     try:
         return EncoderShape.of(config).cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
     except PlanError:
-        return _cost_by_parameters(config, encoder)
+        return _parameter_cost(config, encoder)
 
 
 def find_trained_part(encoder: nn.Module) -> Trained:
-    """What of a tower and projector is trained, before or after it is sharded."""
+    """Find what of a tower and projector is trained, before or after it is sharded."""
     if any(p.requires_grad for block in encoder_blocks(encoder).values() for p in block.parameters()):
         return "all"
     return "projector" if any(p.requires_grad for p in encoder.parameters()) else "none"
 
 
-def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
-    """The cost of a tower's rows by the parameters of its blocks, its width, and its layers with windows."""
+def _parameter_cost(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
+    """Price a tower's rows by the parameters of its blocks, its width, and its layers with windows."""
     vision: Any = getattr(config, "vision_config", None)
-    width, layers = _first(vision, _WIDTHS), _first(vision, _LAYERS)
+    width, layers = _first_value(vision, _WIDTHS), _first_value(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
-    windows, side = window_layers(ConfigReader.read_whole(config).inside("vision_config"), layers)
+    windows, side = window_layers(ConfigReader.read_whole(config).section("vision_config"), layers)
     return encoder_cost(
         in_blocks,
         width,
@@ -67,7 +67,7 @@ def _cost_by_parameters(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
     )
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int:
+def _first_value(config: Any, names: tuple[str, ...]) -> int:
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)
 
@@ -100,7 +100,7 @@ class EncoderHome:
 
     @classmethod
     def of(cls, encoder: "Layout | World | EncoderHome", **same: Any) -> "EncoderHome":
-        """The home that `prepare(encoder=…)` was given; of a bare one, the rest is the `same` as the language model's.
+        """Return the home that `prepare(encoder=…)` was given; a bare one gets the language model's options, `same`.
 
         Raises ModelError for something else.
         """
@@ -121,7 +121,7 @@ def join_parts(
     settings: EncoderHome,
     weights: DeferredWeights | None,
 ) -> MultimodalModel:
-    """A prepared language model and the images' encoder, brought under its home, as one model.
+    """Join a prepared language model and the images' encoder, brought under its home, as one model.
 
     `weights` are what fills parameters of the meta device. All ranks call it together.
     """
@@ -153,20 +153,20 @@ def join_parts(
     return MultimodalModel({IMAGE: encoder}, language_model, world)
 
 
-def names_by_stock_name(names: Iterable[str]) -> dict[str, str]:
-    """The names of a MultimodalModel's parameters by those that they have in the model's own class.
+def map_stock_names(names: Iterable[str]) -> dict[str, str]:
+    """Map the names that a MultimodalModel's parameters have in the model's own class to its own.
 
-    >>> names_by_stock_name(["encoders.image.model.visual.pos_embed.weight"])
+    >>> map_stock_names(["encoders.image.model.visual.pos_embed.weight"])
     {'model.visual.pos_embed.weight': 'encoders.image.model.visual.pos_embed.weight'}
 
     Names of other models are as they are.
     """
     names = list(names)
-    if not are_of_both(names):
+    if not are_multimodal(names):
         return {name: name for name in names}
     return {name.removeprefix(_ENCODER).removeprefix(_LANGUAGE_MODEL): name for name in names}
 
 
-def are_of_both(names: Iterable[str]) -> bool:
-    """Whether parameters of these names are a MultimodalModel's with images: of an encoder, of a language model."""
+def are_multimodal(names: Iterable[str]) -> bool:
+    """Return whether parameters of these names are a MultimodalModel's: of an encoder, and of a language model."""
     return all(name.startswith((_ENCODER, _LANGUAGE_MODEL)) for name in names)

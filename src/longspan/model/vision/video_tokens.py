@@ -23,8 +23,8 @@ from longspan.model.vision.image_tokens import (
     ImageInput,
     ImageTokens,
     image_tokens,
+    mark_placeholders,
     model_class,
-    placeholders_in_runs,
     rope_index,
 )
 
@@ -55,13 +55,13 @@ class VideoTokens:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "VideoTokens":
-        """From a configuration.
+        """Read what a configuration takes for videos.
 
         Raises ModelError for a model that does not take videos by grids of patches, or whose vocabulary lacks the id.
         """
         images, model = image_tokens(config), model_class(config)
         placeholder = getattr(config, "video_token_id", None)
-        arguments = _arguments(model, "get_video_features"), _arguments(model, "get_rope_index")
+        arguments = _argument_names(model, "get_video_features"), _argument_names(model, "get_rope_index")
         takes_grids = {_PIXELS, _GRIDS} <= arguments[0] and {_GRIDS, "mm_token_type_ids"} <= arguments[1]
         if not isinstance(placeholder, int) or not takes_grids:
             raise ModelError(
@@ -73,10 +73,12 @@ class VideoTokens:
                 f"placeholders of videos are token id {placeholder}, and {type(config).__name__} has {known_ids} ids "
                 "(vocab_size); set video_token_id in config.json to an id of the vocabulary, as the tokenizer has it"
             )
-        return cls(images, placeholder, _stand_apart(model, images, placeholder))
+        return cls(images, placeholder, _are_apart(model, images, placeholder))
 
     def rows(self, grid: Grid) -> list[int]:
-        """The rows of each group of frames of a video. Raises DataError for a grid that the model does not merge.
+        """Return the rows of each group of frames of a video.
+
+        Raises DataError for a grid that the model does not merge.
 
         >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
         [6, 6, 6]
@@ -85,7 +87,7 @@ class VideoTokens:
         return [self.images.rows((1, height, width))] * groups
 
     def inputs(self, pixels: Tensor, grid: Grid) -> list[ImageInput]:
-        """What an encoder takes for each group of frames, from pixel_values_videos (t · h · w, C · frames · p²)."""
+        """Cut pixel_values_videos (t · h · w, C · frames · p²) into what an encoder takes for each group of frames."""
         groups, height, width = grid
         if len(pixels) != groups * height * width:
             raise DataError(
@@ -97,7 +99,7 @@ class VideoTokens:
     def positions(
         self, ids: npt.NDArray[Any], grids: npt.NDArray[Any], videos: Sequence[Video]
     ) -> npt.NDArray[np.int64] | None:
-        """The positions (3, T) of a whole document, ids (T,), with the grids (images, 3) of its images, and its videos.
+        """Compute the positions (3, T) of a document, ids (T,), with grids (images, 3) of its images, and its videos.
 
         None if they are plain. Raises DataError for placeholders that are not those of images and videos.
         """
@@ -105,26 +107,26 @@ class VideoTokens:
             return self.images.positions(ids, grids)
         ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64).reshape(-1, 3)
         rows = [part if self.apart else [sum(part)] for part in (self.rows(video.grid) for video in videos)]
-        of_videos = placeholders_in_runs(
+        of_videos = mark_placeholders(
             ids, self.placeholder, [n for part in rows for n in part], plural(len(videos), "video")
         )
         config, model = self.images.config, model_class(self.images.config)
         media = {_GRIDS: torch.tensor([video.grid for video in videos])}
         if len(grids):
             media["image_grid_thw"] = torch.from_numpy(grids)
-        if _SECONDS in _arguments(model, "get_rope_index"):  # of float32, as processors give them
+        if _SECONDS in _argument_names(model, "get_rope_index"):  # of float32, as processors give them
             media[_SECONDS] = torch.tensor([video.seconds for video in videos], dtype=torch.float32)
         return rope_index(model, config, ids, self.images.kinds(ids, grids) + VIDEO * of_videos, **media)
 
 
 @cache
-def _arguments(model: Any, method: str) -> frozenset[str]:
+def _argument_names(model: Any, method: str) -> frozenset[str]:
     function = getattr(model, method, None)
     return frozenset() if function is None else frozenset(signature(function).parameters)
 
 
-def _stand_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
-    """Whether a video of two groups, of two rows each, has no positions as one run of placeholders."""
+def _are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
+    """Return whether a video of two groups, of two rows each, has no positions as one run of placeholders."""
     ids, side = np.array([placeholder] * 4), images.merge
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
     try:

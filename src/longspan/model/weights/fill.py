@@ -32,24 +32,24 @@ from longspan.model.weights.local_tensors import LocalPart, local_tensor
 def empty_model(
     config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """A model of this configuration with parameters of the meta device, and buffers with values, on the CPU.
+    """Make a model of this configuration with parameters of the meta device, and buffers with values, on the CPU.
 
     Its class is `architecture`, or else the causal language model that the configuration stands for.
     """
     config = deepcopy(config)  # transformers writes the dtype into it
-    with _parameters_on_meta():
+    with _register_on_meta():
         if architecture is None:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         else:
             model = architecture._from_config(config, dtype=dtype)
-    other_dtypes = _dtypes_of_exceptions(model, dtype)
+    other_dtypes = _exception_dtypes(model, dtype)
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         tensor.data = tensor.data.to(other_dtypes.get(name, dtype if tensor.is_floating_point() else tensor.dtype))
     return model
 
 
 def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
-    """The class from images and text to text of a configuration; None for its causal language model.
+    """Return the class from images and text to text of a configuration; None for its causal language model.
 
     Without `images` it is None for every configuration that has a causal language model.
     """
@@ -66,15 +66,18 @@ def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
     return None
 
 
-def images_class_by_name(config: PreTrainedConfig) -> Any:
-    """The class from images and text to text that a configuration names among its architectures; None for others."""
+def find_images_class(config: PreTrainedConfig) -> Any:
+    """Return the class from images and text to text that a configuration names among its architectures.
+
+    It is None for others.
+    """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     named = mapping.get(type(config), None)
     return named if named is not None and named.__name__ in (config.architectures or ()) else None
 
 
-def _dtypes_of_exceptions(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The parameters that an architecture keeps in another type, such as norms in float32, by name."""
+def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the parameters that an architecture keeps in another type, such as norms in float32, by name."""
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, globs, _ = build_glob_alternation(list(plan))
@@ -83,7 +86,7 @@ def _dtypes_of_exceptions(model: PreTrainedModel, dtype: torch.dtype) -> dict[st
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a model's `state_dict` holds, and so a folder of it, by name."""
+    """Yield the buffers that a model's `state_dict` holds, and so a folder of it, by name."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -91,16 +94,16 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a module that registers a parameter gets one without memory; ties between parameters stay."""
+def _register_on_meta() -> Iterator[None]:
+    """Register parameters inside without memory, in modules of any class; ties between parameters stay."""
     register = nn.Module.register_parameter
 
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = register_on_meta
+    nn.Module.register_parameter = register_empty
     try:
         yield
     finally:
@@ -108,11 +111,11 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Whether some parameter of the model is on the meta device."""
+    """Return whether some parameter of the model is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
+def allocate_model(model: nn.Module, device: torch.device) -> None:
     """Give every parameter of the meta device memory on `device`, with any values; buffers move there.
 
     Parameters stay the same objects, so that ties and what FSDP2 has recorded of them hold.
@@ -133,7 +136,7 @@ def _keep_attributes(new: Any, old: Any) -> None:
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy on the device; of a tensor of the meta device, on that one."""
+    """Copy a tensor to the device, contiguous; a tensor of the meta device stays on that one."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device if x.is_meta else device).copy_(x)
 
 
@@ -141,7 +144,10 @@ class WeightSource(Protocol):
     """Where weights come from: parts of a model's parameters, one after another."""
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters and persistent buffers that it has, by name; it may use the device."""
+        """Return the part of each of these parameters and persistent buffers that it has, by name.
+
+        It may use the device.
+        """
         ...
 
 
@@ -166,7 +172,7 @@ class DeferredWeights:
         self._first_name = {name: names_of_one[0] for names_of_one in names.values() for name in names_of_one}
 
     def of(self, part: nn.Module) -> "DeferredWeights":
-        """The same source for a part of the model, whose parameters have the names that they have in the whole."""
+        """Return the same source for a part of the model, whose parameters have their names in the whole."""
         return DeferredWeights(part, self.source)
 
     def fill_weights(self, models: Sequence[nn.Module], world: World) -> None:
@@ -174,14 +180,14 @@ class DeferredWeights:
 
         All ranks call it together; each reads for itself. Raises ModelError on every rank where one cannot be filled.
         """
-        result_or_first_error(world, lambda: self._fill_models(models, world.device), _as_model_error)
+        result_or_first_error(world, lambda: self._fill_models(models, world.device), _to_model_error)
 
     @torch.no_grad()
     def _fill_models(self, models: Sequence[nn.Module], device: torch.device) -> None:
         """Allocate these models and fill them; every copy of a parameter gets the same part of the source."""
         tensors = defaultdict[str, list[Tensor]](list)
         for model in models:
-            allocate(model, device)
+            allocate_model(model, device)
             for adapted_name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
                 name = plain_name(adapted_name)
                 tensors[self._first_name.get(name, name)].append(tensor)
@@ -199,7 +205,7 @@ class DeferredWeights:
             )
 
 
-def _as_model_error(error: Exception) -> ModelError:
+def _to_model_error(error: Exception) -> ModelError:
     return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
 
 
@@ -208,17 +214,17 @@ def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
     model.weights_to_come = DeferredWeights(model, source)  # pyright: ignore[reportArgumentType]
 
 
-def leave_to_checkpoint(model: nn.Module) -> None:
+def defer_to_checkpoint(model: nn.Module) -> None:
     """Have `prepare` read or draw nothing: every weight is not a number until a checkpoint is loaded."""
     if (weights := vars(model).get("weights_to_come")) is not None:
         weights.source = _LeftToCheckpoint()
 
 
 def find_deferred_weights(model: nn.Module) -> DeferredWeights | None:
-    """What will fill the model; None if its parameters have values."""
+    """Find what will fill the model; None if its parameters have values."""
     return vars(model).get("weights_to_come")
 
 
 def pop_deferred_weights(model: nn.Module) -> DeferredWeights | None:
-    """Take what fills the model once it is prepared from the model; None if its parameters have values."""
+    """Take from the model what fills it once it is prepared; None if its parameters have values."""
     return vars(model).pop("weights_to_come", None)

@@ -41,9 +41,7 @@ class _Recipe:
         self.sources: dict[str, list[str]] = defaultdict(list)
 
     def stacks_experts(self, count: int) -> bool:
-        """Return whether a parameter stacks one file tensor for each of `count` experts, so that it can be made expert
-        by expert.
-        """
+        """Return whether a parameter stacks one file tensor for each of `count` experts, to be made one by one."""
         operations = self.converter.operations
         stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
         by_expert = all(_leaves_first_dim(operation) for operation in operations[1:])
@@ -83,12 +81,12 @@ class FolderWeights:
         return f"the model in {self._folder}"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters that the files have, by name, on the CPU, whatever the device.
+        """Yield the part of each of these parameters that the files have, by name, on the CPU, whatever the device.
 
         Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
         """
         with ExitStack() as stack:
-            slices = self._slices_of_stack(stack)
+            slices = self._open_slices(stack)
             for name, recipe in self._find_recipes(slices).items():
                 if recipe.converter is not None:
                     yield from self._convert_part(name, recipe, slices, parts)
@@ -98,12 +96,12 @@ class FolderWeights:
                     yield name, slices[key][part.block or ...].to(part.dtype)
 
     def names(self) -> set[str]:
-        """The model's parameters that the files have."""
+        """Return the model's parameters that the files have."""
         with ExitStack() as stack:
-            return set(self._find_recipes(self._slices_of_stack(stack)))
+            return set(self._find_recipes(self._open_slices(stack)))
 
-    def _slices_of_stack(self, stack: ExitStack) -> dict[str, Any]:
-        """The files' tensors, by the names that `rename` gives theirs."""
+    def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
+        """Return the files' tensors, by the names that `rename` gives theirs."""
         slices = dict[str, Any]()
         for file in self._files:
             opened = stack.enter_context(_open_file(file))
@@ -112,7 +110,7 @@ class FolderWeights:
         return slices
 
     def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
-        """For each of the model's parameters that the files have, by its first name, in the order of layers."""
+        """Find the recipe of each parameter that the files have, by its first name, in the order of layers."""
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -139,7 +137,7 @@ class FolderWeights:
         dtype = torch.float32 if part is None else part.dtype
         for pattern, keys in recipe.sources.items():
             for key in keys:
-                converter.add_tensor(name, key, pattern, _reader(slices[key], dtype))
+                converter.add_tensor(name, key, pattern, _make_reader(slices[key], dtype))
         for parameter_name, tensor in converter.convert(name, model=None, config=self._config).items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             if made_part := parts.get(parameter_name):
@@ -147,12 +145,12 @@ class FolderWeights:
                 yield parameter_name, tensor[made_part.block].to(made_part.dtype)
 
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
-        """This rank's part of experts, which are read and converted one at a time, in the dtype of the files."""
+        """Return this rank's part of experts, which are read and converted one at a time, in the dtype of the files."""
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
         for index in range(experts.start, experts.stop) if stacked.numel() else ():
             for pattern, keys in recipe.sources.items():
-                converter.add_tensor(name, keys[index], pattern, _reader(slices[keys[index]]))
+                converter.add_tensor(name, keys[index], pattern, _make_reader(slices[keys[index]]))
             (expert,) = converter.convert(name, model=None, config=self._config).values()
             self._check_shape(name, (self._shapes[name][0], *expert.shape[1:]))
             stacked[index - experts.start] = expert[(0, *block)]
@@ -177,5 +175,5 @@ def _open_file(file: Path) -> Any:
         raise ModelError(f"{file} ({size} bytes) cannot be read, perhaps it was cut short: {error}") from error
 
 
-def _reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+def _make_reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
     return lambda: tensor[...].to(dtype=dtype)

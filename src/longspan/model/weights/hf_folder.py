@@ -47,7 +47,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 
 
 def read_configuration(path: Path) -> PreTrainedConfig:
-    """The configuration in a folder, or in a config.json itself.
+    """Read the configuration in a folder, or in a config.json itself.
 
     Raises ModelError for a path that is missing and for what transformers cannot read.
     """
@@ -76,7 +76,7 @@ def _forget_code(config: PreTrainedConfig) -> None:
 
 
 def refusal_reason(error: Exception, instead: str) -> str:
-    """Why transformers could not read a folder, in one line, with what to do `instead` of running the folder's code."""
+    """Write why transformers could not read a folder, in one line, with what to do `instead` of running its code."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return f"its auto_map names Python code of its own, and no code of a folder is run; {instead}"
@@ -86,7 +86,7 @@ def refusal_reason(error: Exception, instead: str) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """A folder's files of weights.
+    """List a folder's files of weights.
 
     Raises ModelError if it has none, if files of its index are missing or outside the folder, and if an adapter lies in
     the same folder, for which transformers would load another model.
@@ -105,11 +105,11 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(
             f"{folder} has no weights; expected one of {', '.join(_WEIGHTS)} (model.config = FOLDER draws random ones)"
         )
-    return _files_in_index(folder, folder / weights) if weights.endswith(".index.json") else [folder / weights]
+    return _index_files(folder, folder / weights) if weights.endswith(".index.json") else [folder / weights]
 
 
-def _files_in_index(folder: Path, index: Path) -> list[Path]:
-    """The files that an index names. Raises ModelError if it is damaged, or if files are missing or outside."""
+def _index_files(folder: Path, index: Path) -> list[Path]:
+    """Return the files that an index names. Raises ModelError if it is damaged, or if files are missing or outside."""
     try:
         files: list[str] = sorted({*read_json(index)["weight_map"].values()})
         outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]
@@ -126,7 +126,7 @@ def _files_in_index(folder: Path, index: Path) -> list[Path]:
 
 
 def adapter_folder_advice(folder: Path) -> str:
-    """What to use instead of a folder that holds an adapter of peft; "" for another folder."""
+    """Advise what to use instead of a folder that holds an adapter of peft; "" for another folder."""
     if not (folder / _ADAPTER).is_file():
         return ""
     run = folder.resolve().parent
@@ -143,7 +143,7 @@ def _folder_or_preset() -> str:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Inside, transformers shows no progress of files."""
+    """Let transformers show no progress of files inside."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

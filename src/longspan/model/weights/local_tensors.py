@@ -36,17 +36,17 @@ class LocalPart:
 
 
 def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
-    """This rank's block of a tensor of this shape, a slice with start and stop for each dim."""
+    """Return this rank's block of a tensor of this shape, a slice with start and stop for each dim."""
     block = [slice(0, size) for size in shape]
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(placements[axis], "dim", None)
         if dim is not None:
-            block[dim] = _chunk_of_part(block[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            block[dim] = _chunk_slice(block[dim], mesh.size(axis), mesh.get_local_rank(axis))
     return tuple(block)
 
 
-def _chunk_of_part(part: slice, count: int, index: int) -> slice:
-    """The piece that `torch.chunk` makes; empty past the last."""
+def _chunk_slice(part: slice, count: int, index: int) -> slice:
+    """Return the piece that `torch.chunk` makes; empty past the last."""
     size = part.stop - part.start
     step = -(-size // count)
     start = min(size, index * step)
@@ -54,7 +54,7 @@ def _chunk_of_part(part: slice, count: int, index: int) -> slice:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor, differentiably; another tensor as it is."""
+    """Return this rank's part of a DTensor, differentiably; another tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -66,7 +66,7 @@ def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
 
 @contextmanager
 def set_earlier_gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, `.grad` holds what backward passes inside give; the gradients of earlier ones are added at the end.
+    """Let `.grad` hold what backward passes inside give; the gradients of earlier ones are added at the end.
 
     After an error inside, `.grad` is what it was before.
     """

@@ -30,17 +30,20 @@ class RandomWeights:
         return "the drawn model"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The part of each of these parameters, by name; buffers have the values that their modules are made with."""
+        """Yield the part of each of these parameters, by name.
+
+        Buffers have the values that their modules are made with.
+        """
         yield from ((name, buffer) for name, buffer in persistent_buffers(self._model) if name in parts)
-        for path, module, initialise in self._units_to_draw():
+        for path, module, initialise in self._draw_units():
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
             if not names.keys().isdisjoint(parts):
-                drawn = draw(path, module, device, seed=self._seed, initialise=initialise)
+                drawn = draw_copy(path, module, device, seed=self._seed, initialise=initialise)
                 for name, inside in names.items():
                     if part := parts.get(name):
                         yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
 
-    def _units_to_draw(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
+    def _draw_units(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
         """Yield what is drawn at once, with the function that draws it.
 
         That is each layer, whose modules may scale each other's weights, each tower of a wrapper, which is a model of
@@ -60,10 +63,10 @@ class RandomWeights:
 
 
 @torch.no_grad()
-def draw(
+def draw_copy(
     path: str, module: nn.Module, device: torch.device, *, seed: int, initialise: Callable[[nn.Module], None]
 ) -> nn.Module:
-    """A copy of a module with random weights in float32, a function of `seed` and its name; buffers begin at 0.
+    """Draw a copy of a module with random weights in float32, a function of `seed` and its name; buffers begin at 0.
 
     Raises ModelError for parameters that `initialise`, a model's own function, leaves as they were in memory.
     """
@@ -77,7 +80,7 @@ def draw(
         torch.manual_seed(_short_seed(path, seed))
         drawn.apply(initialise)  # children before parents, as transformers does
     for inner in drawn.modules():
-        _fill_as_class_does(inner)
+        _fill_class_defaults(inner)
     if unset := [name for name, parameter in drawn.named_parameters() if parameter.isnan().any()]:
         raise ModelError(
             f"{path}: {', '.join(unset[:4])} ({type(module).__name__}) get no random values by the model's own "
@@ -86,7 +89,7 @@ def draw(
     return drawn
 
 
-def _fill_as_class_does(module: nn.Module) -> None:
+def _fill_class_defaults(module: nn.Module) -> None:
     """Fill what is left of a module's own parameters as its class makes them, if that needs no arguments.
 
     Apertus' activations have parameters that begin at constants.
@@ -101,5 +104,5 @@ def _fill_as_class_does(module: nn.Module) -> None:
 
 
 def _short_seed(path: str, seed: int) -> int:
-    """A seed of 32 bits; torch's generator of CPUs reads no more."""
+    """Make a seed of 32 bits; torch's generator of CPUs reads no more."""
     return zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32)  # an odd factor: no two seeds below 2**32 are one

@@ -30,7 +30,7 @@ _CONFIGURATIONS = ("config.json", "adapter_config.json")  # without which a fold
 
 
 def partial_folder(folder: Path) -> Path:
-    """A new folder in which the files of `folder` are made, on the same disk.
+    """Make a new folder in which the files of `folder` are made, on the same disk.
 
     Raises ModelError where `folder` is a file.
     """
@@ -43,7 +43,7 @@ def partial_folder(folder: Path) -> Path:
     return partial
 
 
-def put_in_place(partial: Path, folder: Path, replaced: str) -> None:
+def replace_files(partial: Path, folder: Path, replaced: str) -> None:
     """Give finished files their places in `folder`, which may be there: files of names like `replaced` go, others stay.
 
     Its configuration is the first to go and the last to come. So where that is interrupted, it is no folder of a model,
@@ -108,7 +108,7 @@ class WeightWriter:
         self._files: list[dict[str, int]] = []  # for each file that is written, the elements of its tensors
         self._bytes = 0
 
-    def write(self, unit: Mapping[str, Tensor]) -> None:
+    def write_unit(self, unit: Mapping[str, Tensor]) -> None:
         """Write the tensors of a layer, or one outside the layers; those that were written already are passed over."""
         tensors = {
             name: self._check_tensor(name, tensor) for name, tensor in unit.items() if name not in self._left_out
@@ -128,7 +128,7 @@ class WeightWriter:
         names = [f"model-{i:05}-of-{len(self._files):05}.safetensors" for i in range(1, len(self._files) + 1)]
         names = names if len(names) > 1 else ["model.safetensors"]
         for i, name in enumerate(names):
-            self._partial(i).rename(self._folder / name)
+            self._partial_path(i).rename(self._folder / name)
         parameters = sum(sum(file.values()) for file in self._files)
         if len(names) > 1:
             file_of_tensor = {tensor: name for name, file in zip(names, self._files, strict=True) for tensor in file}
@@ -150,19 +150,19 @@ class WeightWriter:
         """Write the tensors so far to a file, and begin the next."""
         if not self._file:
             return
-        save_file(self._file, self._partial(len(self._files)), metadata={"format": "pt"})
+        save_file(self._file, self._partial_path(len(self._files)), metadata={"format": "pt"})
         self._bytes += sum(tensor.nbytes for tensor in self._file.values())
         self._files.append({name: tensor.numel() for name, tensor in self._file.items()})
         self._file = {}
 
-    def _partial(self, file: int) -> Path:
+    def _partial_path(self, file: int) -> Path:
         return self._folder / f"part-{file:05}.safetensors"
 
 
-def unit_of(name: str) -> str:
-    """What a weight is written together with: its decoder layer, or itself outside the layers.
+def weight_unit(name: str) -> str:
+    """Return what a weight is written together with: its decoder layer, or itself outside the layers.
 
-    >>> unit_of("model.layers.3.mlp.up_proj.weight"), unit_of("model.norm.weight")
+    >>> weight_unit("model.layers.3.mlp.up_proj.weight"), weight_unit("model.norm.weight")
     ('model.layers.3', 'model.norm.weight')
     """
     layer = re.match(r".*?\.\d+(?=\.)", name)
@@ -170,7 +170,7 @@ def unit_of(name: str) -> str:
 
 
 def _second_names(model: nn.Module) -> set[str]:
-    """Names of parameters that have an earlier name too: safetensors hold each once."""
+    """Return names of parameters that have an earlier name too: safetensors hold each once."""
     first = dict[int, str]()
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if first.setdefault(id(parameter), name) != name}

@@ -56,7 +56,7 @@ def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: in
 
 
 def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
-    """A bound on the rows of others that the members of a ring see together, of each document."""
+    """Return a bound on the rows of others that the members of a ring see together, of each document."""
     foreign = (degree - 1) * rows
     if window is not None:
         foreign = np.minimum(foreign, 2 * degree * min(window - 1, int(rows.max())))
@@ -124,7 +124,7 @@ class AttentionPrice(NamedTuple):
 
 
 def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
-    """How many members exchange heads for rows; the others of a group stand in a ring with these."""
+    """Return how many members exchange heads for rows; the others of a group stand in a ring with these."""
     if kind == "a2a":
         return degree
     if kind == "a2a+p2p":
@@ -133,7 +133,7 @@ def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
 
 
 def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
-    """How often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out).
+    """Return how often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out).
 
     A member computes its query heads in equally long runs that share a key/value head. It needs a head of its own for
     each run, so that more are sent than there are if members cut through the queries of a head.
@@ -144,13 +144,13 @@ def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
 
 
 def _deal_heads(heads: int, kv_heads: int, members: Integers) -> tuple[Integers, Integers]:
-    """The query heads of a member, and in how many runs that share a key/value head it computes them."""
+    """Return the query heads of a member, and in how many runs that share a key/value head it computes them."""
     member_heads = np.maximum(1, heads // members)
     return member_heads, member_heads // np.gcd(max(1, heads // kv_heads), member_heads)
 
 
 def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
-    """The price of groups under the communication type of a cost, which is not "auto"."""
+    """Return the price of groups under the communication type of a cost, which is not "auto"."""
     around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
     if cost.network:
@@ -160,20 +160,23 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
     if cost.cp_comm_type != "all_gather":
         computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
     if cost.network is None:
-        return AttentionPrice(computed, _wait_on_ideal_links(cost, rows, around, computed))
+        return AttentionPrice(computed, _ideal_wait_seconds(cost, rows, around, computed))
     return AttentionPrice(computed, _Layer(cost, cost.network, rows, around, computed).wait_seconds())
 
 
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
-    """Seconds that groups of these degrees wait for messages however few rows they carry; the least, under "auto"."""
+    """Return the seconds that groups of these degrees wait for messages however few rows they carry.
+
+    Under "auto" they are the least.
+    """
     if cost.cp_comm_type == "auto":
-        ring, gather = _latency_of(cost, "p2p", degree), _latency_of(cost, "all_gather", degree)
+        ring, gather = _type_latency_seconds(cost, "p2p", degree), _type_latency_seconds(cost, "all_gather", degree)
         return np.where(ring < gather, ring, gather)
-    return _latency_of(cost, cost.cp_comm_type, degree)
+    return _type_latency_seconds(cost, cost.cp_comm_type, degree)
 
 
-def _latency_of(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
-    """Seconds of waiting for messages of no bytes, in all layers, under a type that is not "auto"."""
+def _type_latency_seconds(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
+    """Return the seconds of waiting for messages of no bytes, in all layers, under a type that is not "auto"."""
     exchanging = exchanging_members(kind, cost.a2a_size, degree)
     swaps = (exchanging > 1).astype(np.float64)
     steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
@@ -184,8 +187,8 @@ def _latency_of(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
     return cost.network.layers * cost.network.step_seconds * messages
 
 
-def _wait_on_ideal_links(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
-    """Of `ring_bytes` what attention does not hide, all of the exchanges, and a latency for each step."""
+def _ideal_wait_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
+    """Return what attention does not hide of `ring_bytes`, all of the exchanges, and a latency for each step."""
     degree, kind = rows.degree, cost.cp_comm_type
     speed = np.where(rows.inside, cost.inside_bytes_per_second, cost.across_bytes_per_second)
     turn = cost.ring_bytes * rows.tokens * (around - 1) / degree / speed
@@ -220,21 +223,21 @@ class _Layer:
         self.slices, self.rings = self._count_slices()
 
     def wait_seconds(self) -> Floats:
-        """Seconds of all layers."""
+        """Return the seconds of messages that show, of all layers."""
         passes = [(True, FORWARD_OF_ATTENTION), (False, 1 - FORWARD_OF_ATTENTION)] if self.both else [(True, 1.0)]
         kind, seconds = self.cost.cp_comm_type, np.zeros_like(self.computed)
         for is_forward, share in passes:
             computed = share * self.computed
             if kind == "all_gather":
-                seconds = seconds + np.where(self.rows.degree > 1, self._gather(is_forward, computed), 0.0)
+                seconds = seconds + np.where(self.rows.degree > 1, self._gather_seconds(is_forward, computed), 0.0)
                 continue
-            seconds = seconds + np.where(self.around > 1, self._ring(is_forward, computed), 0.0)
+            seconds = seconds + np.where(self.around > 1, self._ring_seconds(is_forward, computed), 0.0)
             if "a2a" in kind:
-                seconds = seconds + np.where(self.exchanging > 1, self._exchange(is_forward, computed), 0.0)
+                seconds = seconds + np.where(self.exchanging > 1, self._swap_seconds(is_forward, computed), 0.0)
         return self.network.layers * seconds
 
-    def _ring(self, is_forward: bool, computed: Floats) -> Floats:
-        """Blocks travel while others are computed, all but the own one; gradients of a block travel behind it.
+    def _ring_seconds(self, is_forward: bool, computed: Floats) -> Floats:
+        """Return what shows of blocks that travel around a ring while others are computed, their gradients behind them.
 
         The rings of slices take turns, so that the messages of one travel while another is computed: what shows is the
         work on the last block of the last ring, or in backward on the blocks before the first gradients leave.
@@ -250,19 +253,24 @@ class _Layer:
         return exposed + len(sizes) * rings * steps * self.network.step_seconds
 
     def _step_seconds(self, size: Floats) -> Floats:
-        """Seconds of a message around the ring."""
+        """Return the seconds of a message around the ring."""
         inside, across = self.network.inside, self.network.across
         alone = np.minimum(self.exchanging, self.rows.together) <= 1  # one member of a host crosses
         crossing = np.where(alone, across.point_alone.seconds(size), across.point.seconds(size))
         return np.where(self.rows.inside, inside.point.seconds(size), crossing)
 
-    def _gather(self, is_forward: bool, computed: Floats) -> Floats:
-        """Keys and values of all rows, in slices that travel while others are computed; gradients the same way back."""
+    def _gather_seconds(self, is_forward: bool, computed: Floats) -> Floats:
+        """Return what shows of keys and values of all rows, in slices that travel while others are computed.
+
+        Gradients travel back the same way.
+        """
         degree, together = self.rows.degree, self.rows.together
         large = self.block * degree >= GATHER_SLICE_BYTES
         slices = np.where(large, GATHER_SLICES, 1)
         received = self.block * (degree - 1) / slices
-        gather = self._longer(self.network.inside.gather.seconds(received), self._across_gather(received, together))
+        gather = self._longer_seconds(
+            self.network.inside.gather.seconds(received), self._crossing_seconds(received, together)
+        )
         part = computed / slices
         second = np.where(large, np.maximum(part, gather), 0.0)
         messages = slices * (1 if is_forward else 2)
@@ -274,12 +282,12 @@ class _Layer:
         last = np.where(large, np.maximum(part, back), part)
         return gather + second + last + back - computed + latency
 
-    def _across_gather(self, received: Floats, together: Floats) -> Floats:
-        """A ring of all members crosses each boundary once, shared between the slots of a host."""
+    def _crossing_seconds(self, received: Floats, together: Floats) -> Floats:
+        """Return the seconds of a ring between hosts, each boundary of which the slots of a host share."""
         return self.network.across.gather.seconds(received / together)
 
-    def _exchange(self, is_forward: bool, computed: Floats) -> Floats:
-        """Heads for rows and back; slices hide the messages of others behind their work."""
+    def _swap_seconds(self, is_forward: bool, computed: Floats) -> Floats:
+        """Return what shows of the exchange of heads for rows and back; slices hide the messages of others."""
         size, count = self.exchanging, self.slices
         inside_host = np.minimum(self.rows.together, size)
         arriving = self.queries + (self.keys if is_forward else 0.0)
@@ -292,7 +300,7 @@ class _Layer:
         return np.where(count > 1, sliced, there + back) + 2 * count * self.network.step_seconds
 
     def _count_slices(self) -> tuple[Floats, Floats]:
-        """Slices of the heads of large exchanges, and in how many rings they stand: one if they share keys."""
+        """Count the slices of large exchanges of heads, and the rings that they stand in: one if they share keys."""
         most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))
         even = (runs % most == 0) | ((most % runs == 0) & (heads % most == 0))
@@ -300,8 +308,8 @@ class _Layer:
         return slices, np.where(runs % most == 0, slices, 1.0)
 
     def _exchange_seconds(self, near: Floats, far: Floats) -> Floats:
-        """Bytes that a member exchanges inside its host and between hosts; both travel at the same time."""
+        """Return the seconds of what a member exchanges inside its host and between hosts, at the same time."""
         return np.maximum(self.network.inside.exchange.seconds(near), self.network.across.exchange.seconds(far))
 
-    def _longer(self, inside: Floats, across: Floats) -> Floats:
+    def _longer_seconds(self, inside: Floats, across: Floats) -> Floats:
         return np.where(self.rows.inside, inside, np.maximum(inside, across))

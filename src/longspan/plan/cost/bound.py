@@ -47,7 +47,7 @@ def lower_bound_seconds(
     max_cp: int | None = None,
     node_size: int = 8,
 ) -> Bound:
-    """The area and the longest document of these lengths; max_tokens_per_slot None means no limit.
+    """Return the bound of these lengths, by area and by the longest document; max_tokens_per_slot None means no limit.
 
     `max_cp` limits the degree of any group. Raises PlanError if the longest document fits no group at all.
     """
@@ -80,7 +80,7 @@ def _crossing_seconds(rows: NDArray[np.int64], cap: int | None, attention: float
         hosts = np.ceil(needed / node_size)  # at least
         bytes_across = _crossing_bytes(cost) * long * (hosts - 1) / hosts
         kernels = attention + cost.network.half_speed_rows * cost.attention_seconds * math.fsum(rows)
-        across = math.fsum(bytes_across) / _fastest_across(cost.network)
+        across = math.fsum(bytes_across) / _best_crossing_speed(cost.network)
         return math.fsum(long / cap * latency) + max(across - kernels, 0.0)
     steps = needed - 1 if kind == "p2p" else np.ones_like(long)
     waits = math.fsum(long / cap * cost.ring_step_seconds * steps)
@@ -116,7 +116,10 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
 
 
 def _row_seconds(cost: Cost) -> float:
-    """Seconds of a row on one slot, with what short pieces of attention take longer: as much at any degree, or more."""
+    """Return the seconds of a row on one slot, with what short pieces of attention take longer.
+
+    They take as much at any degree, or more.
+    """
     return cost.linear_seconds + (cost.network.half_speed_rows * cost.attention_seconds if cost.network else 0.0)
 
 
@@ -154,18 +157,21 @@ def _wait_seconds_on_network(
     network = cost.network
     assert network is not None
     hosts = np.where(degree > node_size, -(-degree // node_size), 1)
-    crossing = _crossing_bytes(cost) * length / degree * (hosts - 1) / hosts / _fastest_across(network)
+    crossing = _crossing_bytes(cost) * length / degree * (hosts - 1) / hosts / _best_crossing_speed(network)
     hidden = cost.attention_seconds * (float(length) ** 2 + network.half_speed_rows * length) / degree
     del kind  # what must cross is the same for each
     return np.maximum(crossing - hidden, 0.0)
 
 
 def _crossing_bytes(cost: Cost) -> float:
-    """Bytes of a row that a host must receive of another, whatever the type: those of a ring or of an exchange."""
+    """Return the bytes of a row that a host must receive of another, whatever the type.
+
+    They are those of a ring or of an exchange.
+    """
     return min(cost.ring_bytes, cost.exchange_bytes) if cost.exchange_bytes else cost.ring_bytes
 
 
-def _fastest_across(network: Network) -> float:
-    """Bytes a second of a slot's fastest messages between hosts."""
+def _best_crossing_speed(network: Network) -> float:
+    """Return the bytes a second of a slot's fastest messages between hosts."""
     link = network.across
     return max(wire.bytes_per_second for wire in (link.exchange, link.gather, link.point, link.point_alone))

@@ -55,23 +55,23 @@ class Correction:
                 raise PlanError(f"{name} of a correction is {factor!r}; give a finite number above 0")
 
     def factors(self) -> dict[Part, float]:
-        """The factors by part."""
+        """Return the factors by part."""
         return {name: getattr(self, name) for name in PARTS}
 
     @classmethod
     def of(cls, factors: Sequence[float]) -> "Correction":
-        """The correction of factors in the order of `PARTS`."""
+        """Make the correction of factors in the order of `PARTS`."""
         return cls(**dict(zip(PARTS, factors, strict=True)))
 
     @classmethod
     def from_json(cls, values: Any) -> "Correction":
-        """A correction from a JSON object. Raises PlanError for what is none."""
+        """Read a correction from a JSON object. Raises PlanError for what is none."""
         if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != set(PARTS):
             raise PlanError(f"a correction is an object with {', '.join(PARTS)}; got {values!r}")
         return cls(**cast(dict[str, Any], values))
 
-    def apply(self, cost: Cost) -> Cost:
-        """A cost whose parts take so many times as long; the number of bytes stays."""
+    def correct_cost(self, cost: Cost) -> Cost:
+        """Return a cost whose parts take so many times as long; the number of bytes stays."""
         if self == NO_CORRECTION:
             return cost
         return dataclasses.replace(
@@ -87,12 +87,12 @@ class Correction:
             inside_bytes_per_second=cost.inside_bytes_per_second / self.inside,
             across_bytes_per_second=cost.across_bytes_per_second / self.across,
             states=cost.states and cost.states.apply_factors(linear=self.linear, inside=self.inside),
-            network=cost.network and self._apply_to_network(cost.network),
-            forward=cost.forward and self.apply(cost.forward),
+            network=cost.network and self._correct_network(cost.network),
+            forward=cost.forward and self.correct_cost(cost.forward),
             source=cost.source and f"{cost.source}{REFINED}",
         )
 
-    def _apply_to_network(self, network: Network) -> Network:
+    def _correct_network(self, network: Network) -> Network:
         links = {"inside": network.inside.scale_times(self.inside), "across": network.across.scale_times(self.across)}
         return dataclasses.replace(network, **links, step_seconds=network.step_seconds * self.inside)
 
@@ -102,7 +102,7 @@ _SMALL = 1e-3  # change of a factor by which a part's seconds are found
 
 
 def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correction) -> Seconds:
-    """The seconds of each part before correction, from a price under any correction.
+    """Return the seconds of each part before correction, from a price under any correction.
 
     >>> seconds_of_parts(lambda c: 2 * c.linear + max(c.attention, 0.5 * c.inside), Correction(linear=1.5))
     (2.0, 1.0, 0.0, 0.0)
@@ -121,7 +121,7 @@ def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correct
 
 
 def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> Correction:
-    """The correction under which parts of steps (in the order of `PARTS`) add up to measured seconds.
+    """Return the correction under which parts of steps (in the order of `PARTS`) add up to measured seconds.
 
     >>> fit_correction([(2, 1, 0, 0), (1, 2, 0, 0), (1, 1, 0, 0)], [3.2, 3.4, 2.2])
     Correction(linear=1.0, attention=1.2, inside=1.1, across=1.1)
@@ -150,7 +150,10 @@ def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -
 
 
 def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pull: float) -> Floats:
-    """Factors of the least weighted squares, each drawn to 1 by `pull`; those beyond the bounds are held at them."""
+    """Solve for the factors of the least weighted squares, each drawn to 1 by `pull`.
+
+    Those beyond the bounds are held at them.
+    """
     weighted = shares * weights[:, None]
     matrix = weighted.T @ shares + pull * np.eye(len(PARTS))
     target = weighted.T @ ratios + pull
@@ -167,11 +170,11 @@ def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pul
 
 
 def mean_shares(parts: Sequence[Sequence[float]]) -> dict[Part, float]:
-    """The mean share of each part in the steps' seconds."""
+    """Return the mean share of each part in the steps' seconds."""
     whole = math.fsum(math.fsum(part) for part in parts) or 1.0
     return {name: math.fsum(part[i] for part in parts) / whole for i, name in enumerate(PARTS)}
 
 
 def median_ratio(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> float:
-    """The median of measured over predicted seconds of whole steps."""
+    """Return the median of measured over predicted seconds of whole steps."""
     return median(measured / sum(part) for part, measured in zip(parts, seconds, strict=True) if sum(part) > 0)

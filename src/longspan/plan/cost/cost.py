@@ -19,8 +19,8 @@ from longspan.plan.check import COMM_TYPES, check_choice, check_count, check_num
 from longspan.plan.cost.attention_price import Rows, exchanging_members, latency_seconds, price_attention
 from longspan.plan.cost.links import SHARDED_KINDS, Network
 from longspan.plan.cost.model_flops import FORWARD_SHARES, ModelRates, check_rate, price_model
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
+from longspan.plan.shape.model_shape import ModelShape
 
 Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
@@ -98,11 +98,11 @@ class Cost:
             check_number(name, value, above_zero=name.endswith("_per_second"))
 
     def constants(self) -> dict[str, Any]:
-        """The constants by name."""
+        """Return the constants by name."""
         return {f.name: getattr(self, f.name) for f in _constant_fields()}
 
     def forward_only(self) -> "Cost":
-        """The cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`.
+        """Return the cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`.
 
         >>> cost = Cost().forward_only()
         >>> cost.forward_only() is cost, round(cost.micro_batch_seconds, 4)
@@ -120,7 +120,7 @@ class Cost:
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
-        """This cost for groups of a communication type, or of the type that most layers of a list have.
+        """Return this cost for groups of a communication type, or of the type that most layers of a list have.
 
         >>> Cost().under(["a2a", "p2p", "a2a"]).cp_comm_type
         'a2a'
@@ -130,9 +130,9 @@ class Cost:
         return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size, heads=heads)
 
     def ways(self, most: int) -> Iterator["Cost"]:
-        """This cost under each type that "auto" chooses from for groups of up to so many slots; another as it is.
+        """Yield this cost under each type that "auto" chooses from for groups of up to so many slots; another as it is.
 
-        Of a2a+p2p, every number of neighbours in a host that the heads allow.
+        Of a2a+p2p there is one for every number of neighbours in a host that the heads allow.
         """
         if self.cp_comm_type != "auto":
             yield self
@@ -145,7 +145,7 @@ class Cost:
         yield from (self.under("a2a+p2p", i) for i in inner if heads % i == 0 and self.node_size % i == 0)
 
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
-        """Whether groups of these degrees can have this cost's type, where "auto" considers it."""
+        """Return whether groups of these degrees can have this cost's type, where "auto" considers it."""
         degree = np.asarray(degree, dtype=np.int64)
         heads = self.heads or (self.network.heads if self.network else 0)
         if self.cp_comm_type == "a2a":
@@ -153,14 +153,17 @@ class Cost:
         return (degree % self.a2a_size == 0) & (degree > self.a2a_size) if self.a2a_size > 1 else degree > 0
 
     def for_partition(self, partition: str) -> "Cost":
-        """This cost for groups of a partition, which matters only to the states of a hybrid."""
+        """Return this cost for groups of a partition, which matters only to the states of a hybrid."""
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
-        """Seconds of documents on one slot without communication: `tokens` is their sum, `squares` that of squares."""
+        """Return the seconds of documents on one slot without communication.
+
+        `tokens` is the sum of their lengths, `squares` that of squared lengths.
+        """
         half = self.network.half_speed_rows if self.network else 0.0  # on short pieces kernels are slower
-        return (self.linear_seconds + half * self.attention_seconds) * _floats(tokens) + (
-            self.attention_seconds * _floats(squares)
+        return (self.linear_seconds + half * self.attention_seconds) * _float_array(tokens) + (
+            self.attention_seconds * _float_array(squares)
         )
 
     def group_seconds(
@@ -173,56 +176,56 @@ class Cost:
         *,
         together: ArrayLike | None = None,
     ) -> Floats:
-        """Seconds that a group takes of each of its slots, without `micro_batch_seconds`; arguments broadcast.
+        """Return the seconds of each slot that a group takes, without `micro_batch_seconds`; arguments broadcast.
 
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
         is whether all its slots share a node, `documents` (which counts for states) how many they are. `together` are
         the fewest of its slots that share a node, where some do not (None: as full nodes leave them).
         """
-        tokens, squares, degree = _floats(tokens), _floats(squares), _floats(degree)
+        tokens, squares, degree = _float_array(tokens), _float_array(squares), _float_array(degree)
         if together is None:
             on_last = np.where(degree % self.node_size, degree % self.node_size, self.node_size)
             together = np.where(inside, degree, np.where(degree > self.node_size, on_last, 1.0))
-        rows = Rows(tokens, squares, degree, _floats(together))
+        rows = Rows(tokens, squares, degree, _float_array(together))
         if self.cp_comm_type == "auto":
             return self._least_seconds(rows, inside, documents)
         if self.states:
             around = degree / exchanging_members(self.cp_comm_type, self.a2a_size, degree)
-            rows = rows._replace(busiest=self.states.busiest(tokens, squares, around))
+            rows = rows._replace(busiest=self.states.busiest_ratio(tokens, squares, around))
         attention = price_attention(self, rows)
         seconds = self.linear_seconds * tokens / degree + (attention.computed + attention.exposed)
         if self.states is None:
             return seconds
         speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
-        return seconds + self.states.seconds((tokens, squares, _floats(documents)), degree, speed)
+        return seconds + self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
 
     def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
-        """Seconds of groups under the fastest type of each."""
+        """Return the seconds of groups under the fastest type of each."""
         tokens, squares, degree, together = rows[:4]
         least: Floats | float = np.inf
         for way in self.ways(int(degree.max(initial=1))):
             seconds = way.group_seconds(tokens, squares, degree, inside, documents, together=together)
             least = np.minimum(least, np.where(way.allows(degree), seconds, np.inf))
-        return _floats(least)
+        return _float_array(least)
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
-        """Seconds that a group of this degree waits for messages however few rows they carry."""
-        degree = _floats(degree)
+        """Return the seconds that a group of this degree waits for messages however few rows they carry."""
+        degree = _float_array(degree)
         states = self.states.step_seconds * (degree > 1) if self.states else 0.0
         return latency_seconds(self, degree) + states
 
     def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
-        """Bytes that all slots of a group put on the wire."""
-        tokens, degree = _floats(tokens), _floats(degree)
+        """Return the bytes that all slots of a group put on the wire."""
+        tokens, degree = _float_array(tokens), _float_array(degree)
         exchanging = exchanging_members(self.cp_comm_type, self.a2a_size, degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)
         sent = ring + self.exchange_bytes * tokens * (exchanging - 1) / exchanging
-        return sent + (self.states.wire_bytes(_floats(documents), tokens, degree) if self.states else 0.0)
+        return sent + (self.states.wire_bytes(_float_array(documents), tokens, degree) if self.states else 0.0)
 
     def with_closing(
         self, weights: float, home: Layout, *, node_size: int = 8, gather_bytes: float = 2, reduce_bytes: float = 4
     ) -> "Cost":
-        """This cost for free plans over `weights` parameters that are sharded over the slots of each replica of a home.
+        """Return this cost for free plans over `weights` parameters that are sharded over the slots of each replica.
 
         >>> round(Cost().with_closing(8.19e9, Layout(8)).closing_seconds, 3)
         0.133
@@ -248,7 +251,7 @@ class Cost:
         return measured or (self.inside_bytes_per_second if inside else self.across_bytes_per_second)
 
     def shared_by(self, tp: int) -> "Cost":
-        """The cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
+        """Return the cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
         if isinstance(tp, bool) or tp < 1:
             raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
         divided = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds")
@@ -272,7 +275,8 @@ class Cost:
         depths: int = 0,
         **rates: Unpack[ModelRates],
     ) -> "Cost":
-        """The cost of a model on a machine: 6 FLOPs per token for each active weight, 7 x width for causal attention.
+        """Return the cost of a model on a machine: 6 FLOPs a token for an active weight, 7 x width for causal
+        attention.
 
         >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
 
@@ -293,7 +297,10 @@ class Cost:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The constants and the source by name, for a JSON document; `Cost.from_json` gives an equal cost back."""
+        """Return the constants and the source by name, for a JSON document.
+
+        `Cost.from_json` gives an equal cost back.
+        """
         usual = {f.name: f.default for f in dataclasses.fields(self)}
         choices = {name: getattr(self, name) for name in _CHOICES}
         unusual = {name: value for name, value in choices.items() if value != usual[name]}
@@ -304,7 +311,10 @@ class Cost:
 
     @classmethod
     def from_json(cls, values: Any) -> "Cost":
-        """A cost from a JSON object; constants that it leaves out keep their default. Raises PlanError for others."""
+        """Read a cost from a JSON object; constants that it leaves out keep their default.
+
+        Raises PlanError for others.
+        """
         names = [field.name for field in dataclasses.fields(cls)]
         constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
         if not all(name in names for name in constants):
@@ -326,5 +336,5 @@ def _constant_fields() -> list[dataclasses.Field[Any]]:
 DEFAULT_COST = Cost()
 
 
-def _floats(values: ArrayLike) -> Floats:
+def _float_array(values: ArrayLike) -> Floats:
     return np.asarray(values, dtype=np.float64)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.model_flops import later_pairs
-from longspan.plan.cost.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
 
@@ -15,7 +15,7 @@ Recomputation = Literal["none", "exchanged", "selective", "full"]
 def with_recomputation(
     cost: Cost, config: Any, kind: Recomputation, layers: int = 0, *, frozen: bool = False, depths: int = 0
 ) -> Cost:
-    """A model's cost if so many layers (0: each) run forward again in backward, by what they keep of attention.
+    """Return a model's cost if so many layers (0: each) run forward again in backward, by what they keep of attention.
 
     Layers of "selective" keep its output and the log-sum-exp, those of "exchanged" also what `a2a` types exchanged, and
     those of "full" nothing; "none" runs no layer again.
@@ -51,12 +51,12 @@ def with_recomputation(
 
 
 def recomputation_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
-    """The share of a model's layers that run forward twice, if so many of them do (0: each)."""
+    """Return the share of a model's layers that run forward twice, if so many of them do (0: each)."""
     return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
 
 
 def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Cost:
-    """A model's cost for documents of `tokens` rows in all, with spans of so many rows that see each other.
+    """Return a model's cost for documents of `tokens` rows in all, with spans of so many rows that see each other.
 
     >>> cost = with_spans(cost, "gemma-3-4b-it/config.json", [256] * 64, 32768)  # doctest: +SKIP
 
@@ -78,7 +78,7 @@ def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Co
 
 
 def scale_times(cost: Cost, factor: float, source: str) -> Cost:
-    """The cost of a machine on which everything takes `factor` times as long; `source` names that machine.
+    """Return the cost of a machine on which everything takes `factor` times as long; `source` names that machine.
 
     >>> scale_times(Cost(), 2.0, "GPUs of half the speed").micro_batch_seconds
     0.02

@@ -33,8 +33,8 @@ SLOWEST_CARD = 10e9  # bytes a second and slot: a network that is slower goes th
 
 
 @cache
-def _columns(samples: tuple[tuple[float, float], ...]) -> tuple[Floats, Floats]:
-    """Bytes and seconds of samples as arrays, made once for each wire."""
+def _sample_columns(samples: tuple[tuple[float, float], ...]) -> tuple[Floats, Floats]:
+    """Return the bytes and the seconds of samples as arrays, made once for each wire."""
     sizes, seconds = np.array(samples, dtype=np.float64).T
     return sizes, seconds
 
@@ -65,7 +65,7 @@ class Wire:
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[float, float]]) -> "Wire":
-        """The wire of measured (bytes, seconds), where noise may make a longer message the faster one.
+        """Fit a wire to measured (bytes, seconds), where noise may make a longer message the faster one.
 
         >>> Wire.fit([(1e3, 2e-5), (1e4, 1e-5), (1e6, 1e-3)]).samples[0][1] < 2e-5
         True
@@ -78,16 +78,16 @@ class Wire:
         pools = list[list[tuple[float, float]]]()
         for sample in sorted(samples):
             pools.append([sample])
-            while len(pools) > 1 and _mean_of_pool(pools[-2])[1] >= _mean_of_pool(pools[-1])[1]:
+            while len(pools) > 1 and _pool_mean(pools[-2])[1] >= _pool_mean(pools[-1])[1]:
                 pools[-2:] = [pools[-2] + pools[-1]]
-        means = [_mean_of_pool(pool) for pool in pools]
+        means = [_pool_mean(pool) for pool in pools]
         if len(means) > 1:
             return cls(tuple(means))
         return cls.of(0.0, means[0][0] / means[0][1])
 
     @classmethod
     def of(cls, seconds: float, bytes_per_second: float) -> "Wire":
-        """A wire on which every message takes so many seconds and its bytes' time."""
+        """Make a wire on which every message takes so many seconds and its bytes' time."""
         if not (seconds >= 0 and bytes_per_second > 0):
             raise PlanError(
                 f"a wire of {seconds!r} s a message and {bytes_per_second!r} bytes/s; give a latency of at least 0 and "
@@ -107,20 +107,20 @@ class Wire:
         return (large - small) / (last - first)
 
     def seconds(self, size: ArrayLike) -> Floats:
-        """Seconds of messages of so many bytes; of the shape of `size`."""
+        """Return the seconds of messages of so many bytes; of the shape of `size`."""
         size = np.asarray(size, dtype=np.float64)
-        sizes, seconds = _columns(self.samples)
+        sizes, seconds = _sample_columns(self.samples)
         beyond = np.maximum(size - sizes[-1], 0.0) / self.bytes_per_second
         within = np.asarray(np.interp(size, sizes, seconds), dtype=np.float64)
         return np.where(size > 0, within + beyond, 0.0)
 
     def scale_times(self, factor: float) -> "Wire":
-        """A wire on which everything takes `factor` times as long."""
+        """Return a wire on which everything takes `factor` times as long."""
         return Wire(tuple((size, seconds * factor) for size, seconds in self.samples))
 
 
-def _mean_of_pool(pool: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The geometric means of bytes and of seconds."""
+def _pool_mean(pool: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the geometric means of bytes and of seconds."""
     sizes, seconds = np.exp(np.log(np.array(pool)).mean(0)).tolist()
     return sizes, seconds
 
@@ -145,32 +145,32 @@ class Link:
 
     @classmethod
     def of(cls, seconds: float, bytes_per_second: float, speeds: dict[str, float] | None = None) -> "Link":
-        """A link of one latency and speed for every kind, or of `speeds` times that speed."""
+        """Make a link of one latency and speed for every kind, or of `speeds` times that speed."""
         return cls(**{kind: Wire.of(seconds, bytes_per_second * (speeds or {}).get(kind, 1.0)) for kind in KINDS})
 
     @classmethod
     def host_link(cls, seconds: float, bytes_per_second: float, network: str = "") -> "Link":
-        """A link of this speed between hosts: through "sockets", or a "card" for each slot; "": by the speed."""
+        """Make a link of this speed between hosts: through "sockets", or a "card" for each slot; "": by the speed."""
         if network not in ("", "sockets", "card"):
             raise PlanError(f"network is {network!r}; use 'sockets' or 'card' (one for each slot)")
         slow = network == "sockets" or (not network and bytes_per_second < SLOWEST_CARD)
         return cls.of(seconds, bytes_per_second, SOCKET_SPEEDS if slow else None)
 
     def scale_times(self, factor: float) -> "Link":
-        """A link on which everything takes `factor` times as long."""
+        """Return a link on which everything takes `factor` times as long."""
         return Link(**{kind: wire.scale_times(factor) for kind, wire in self.wires().items()})
 
     def wires(self) -> dict[str, Wire]:
-        """The wires by kind, those of sharded parameters if they were measured."""
+        """Return the wires by kind, those of sharded parameters if they were measured."""
         return {kind: wire for kind in (*KINDS, *SHARDED_KINDS) if (wire := getattr(self, kind)) is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """The samples of each kind, for a JSON document."""
+        """Return the samples of each kind, for a JSON document."""
         return {kind: [list(sample) for sample in wire.samples] for kind, wire in self.wires().items()}
 
     @classmethod
     def from_json(cls, values: Any) -> "Link":
-        """A link from a JSON object. Raises PlanError for what is none."""
+        """Read a link from a JSON object. Raises PlanError for what is none."""
         kinds = set(cast(dict[str, Any], values)) if isinstance(values, dict) else set[str]()
         if kinds - set(SHARDED_KINDS) != set(KINDS) or kinds & set(SHARDED_KINDS) not in (set(), set(SHARDED_KINDS)):
             raise PlanError(
@@ -211,27 +211,27 @@ class Network:
         return 1 - 2 * self.block_share
 
     def sharding_speed(self, kind: str, *, inside: bool) -> float | None:
-        """Bytes/s that a slot receives of sharded parameters, by the slowest link; None where one was not measured."""
+        """Return the bytes/s of sharded parameters that a slot receives by the slowest link; None if not measured."""
         wires = [getattr(link, kind) for link in ([self.inside] if inside else [self.inside, self.across])]
         return None if None in wires else min(wire.bytes_per_second for wire in wires)
 
     def shared_by(self, tp: int) -> "Network":
-        """The network as a tensor-parallel rank uses it, whose heads are a share of all."""
+        """Return the network as a tensor-parallel rank uses it, whose heads are a share of all."""
         return dataclasses.replace(self, heads=max(1, self.heads // tp), kv_heads=max(1, self.kv_heads // tp))
 
     def scale_times(self, factor: float) -> "Network":
-        """The network of a machine on which everything takes `factor` times as long."""
+        """Return the network of a machine on which everything takes `factor` times as long."""
         links = {level: getattr(self, level).scale_times(factor) for level in LEVELS}
         return dataclasses.replace(self, **links, step_seconds=self.step_seconds * factor)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, for a JSON document."""
+        """Return the fields, for a JSON document."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
         return {level: getattr(self, level).to_json() for level in LEVELS} | values
 
     @classmethod
     def from_json(cls, values: Any) -> "Network":
-        """A network from a JSON object. Raises PlanError for what is none."""
+        """Read a network from a JSON object. Raises PlanError for what is none."""
         names = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != names:
             raise PlanError(f"network of a cost is an object with {', '.join(sorted(names))}; got {values!r}")

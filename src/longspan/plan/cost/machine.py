@@ -15,9 +15,9 @@ from longspan.plan.cost.cost_changes import Recomputation, recomputation_share, 
 from longspan.plan.cost.links import LEVELS, Level, Link, Network
 from longspan.plan.cost.machine_figures import KNOWN, MachineFigures
 from longspan.plan.cost.model_flops import price_model
-from longspan.plan.cost.model_shape import ModelShape
-from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_group, price_type, share_of_ring, ways_of
+from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_group, price_type, ring_share, type_ways
 from longspan.plan.micro_batch import Group
+from longspan.plan.shape.model_shape import ModelShape
 
 # Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
 RECOMPUTED_PASSES = 0.75
@@ -65,7 +65,7 @@ class Machine(MachineFigures):
 
     @classmethod
     def known(cls, name: str) -> "Machine":
-        """The machine of a GPU by name: "H200" as measured, "A100-40", "A100-80", "H100" and "B200" by data sheet.
+        """Return the machine of a GPU by name: "H200" as measured, "A100-40", "A100-80", "H100", "B200" by data sheet.
 
         >>> Machine.known("h100").assumed
         True
@@ -74,7 +74,7 @@ class Machine(MachineFigures):
         """
         for known, scale in KNOWN.items():
             if known.lower() == name.lower():
-                return cls() if scale is None else cls().scale_by(known, *scale)
+                return cls() if scale is None else cls().scale_figures(known, *scale)
         raise PlanError(
             f"no figures of {name!r}; known are {', '.join(KNOWN)}, or measure with longspan bench calibrate"
         )
@@ -82,7 +82,7 @@ class Machine(MachineFigures):
     def with_link(
         self, level: Level, *, bytes_per_second: float, seconds: float | None = None, network: str = ""
     ) -> "Machine":
-        """This machine with another link "inside" a host or "across" hosts, of so many bytes/s for each slot.
+        """Return this machine with another link "inside" a host or "across" hosts, of so many bytes/s for each slot.
 
         `seconds` is the latency of a message (None: that of the link so far). `network` is "sockets" or "card", one for
         each slot; "": sockets if an across link is slower than 10 GB/s, whose kinds of messages differ in speed
@@ -97,14 +97,14 @@ class Machine(MachineFigures):
         return dataclasses.replace(self, **{level: link})
 
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
-        """The cost of a model on this machine: `model` is a transformers configuration, config.json or its folder.
+        """Return the cost of a model on this machine; `model` is a transformers configuration, its file or its folder.
 
         Forward passes without backward are short, and are also priced by what the host takes to launch them. Raises
         PlanError for a model that its configuration does not price.
         """
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
-        cost = self._cost_of_shape(shape, settings.bytes_per_number)
+        cost = self._shape_cost(shape, settings.bytes_per_number)
         kind, count = settings.recomputation, settings.recomputed_layers
         head = (
             (1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second
@@ -139,7 +139,7 @@ class Machine(MachineFigures):
     def _sharding_seconds(
         self, shape: ModelShape, settings: CostSettings, passes: Passes = "forward and backward"
     ) -> float:
-        """What FSDP2 adds to a micro-batch: copies, and the share of its messages that shows."""
+        """Return what FSDP2 adds to a micro-batch: copies, and the share of its messages that shows."""
         if not settings.shards:
             return 0.0
         weights, width = shape.stored_weights / (settings.weight_ranks or settings.tp), settings.shards
@@ -151,7 +151,7 @@ class Machine(MachineFigures):
         return self.weight_copy_seconds * weights * (gathers + sums) + self.sharding_share * wire
 
     def _sharding_speed(self, kind: str, width: int) -> float:
-        """Bytes/s that each of `width` slots receives from FSDP2, measured or by what is known of a machine."""
+        """Return the bytes/s that each of `width` slots receives from FSDP2, measured or as known of a machine."""
         inside, across = getattr(self.inside, kind), getattr(self.across, kind)
         speed = inside.bytes_per_second if inside else self.sharding_bytes_per_second
         if width <= self.node_size:
@@ -161,7 +161,7 @@ class Machine(MachineFigures):
         return min(speed, across.bytes_per_second if across else usual)
 
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
-        """What ends a step: the optimizer of a rank's weights, and sums of gradients over copies of the shards."""
+        """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards."""
         if settings.frozen:
             return self.update_seconds
         weights = shape.stored_weights / (settings.weight_ranks or settings.tp) / max(1, settings.shards)
@@ -170,7 +170,8 @@ class Machine(MachineFigures):
         summed = weights * 4 * 2 * (copies - 1) / copies / link.point.bytes_per_second
         return self.update_seconds + self.weight_update_seconds * weights + summed
 
-    def _cost_of_shape(self, shape: ModelShape, bytes_per_number: int) -> Cost:
+    def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
+        """Return the cost of a model of this shape, whose layers all run alike."""
         constants = price_model(
             shape,
             tflops=self.product_flops_per_second / 1e12,
@@ -187,7 +188,7 @@ class Machine(MachineFigures):
         if shape.layers:
             turns = 2 * bytes_per_number + max(4, bytes_per_number)  # keys and values twice, their gradients in float32
             constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns)
-            network = self._network(
+            network = self._model_network(
                 layers=shape.layers,
                 heads=shape.heads,
                 kv_heads=shape.kv_heads,
@@ -208,7 +209,7 @@ class Machine(MachineFigures):
     def _merge_seconds(self, width: float) -> float:
         return self.merge_passes * width * 4 / self.memory_bytes_per_second
 
-    def _network(self, **model: Any) -> Network:
+    def _model_network(self, **model: Any) -> Network:
         return Network(
             inside=self.inside,
             across=self.across,
@@ -220,41 +221,41 @@ class Machine(MachineFigures):
     def attention_seconds(
         self, group: Group, call: AttentionCall, *, node_size: int | None = None
     ) -> dict[str, TypePrice]:
-        """The price of one layer's call for a group under all four types, whatever the group's own is.
+        """Return the price of one layer's call for a group under all four types, whatever the group's own is.
 
         Hosts have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
         """
         prices: dict[str, TypePrice] = {}
-        for price in self._prices(group, call, node_size or self.node_size):
+        for price in self._type_prices(group, call, node_size or self.node_size):
             kind = price.cp_comm_type
             if kind not in prices or price.seconds < prices[kind].seconds:
                 prices[kind] = price
         return prices
 
     def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
-        """The type that takes least: what "auto" stands for. p2p and all_gather take any heads and lengths."""
+        """Return the type that takes least: what "auto" stands for. p2p and all_gather take any heads and lengths."""
         if group.degree == 1:
             return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
-        return min(self._prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
+        return min(self._type_prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
 
     def explain_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> tuple[str, ...]:
-        """Why `fastest_type` is chosen: a line of the group, one for each type and pair of levels, and the choice."""
+        """Explain why `fastest_type` is chosen: a line of the group, one for each type and levels, and the choice."""
         if group.degree == 1:
             return ("one member holds all rows: nothing is communicated",)
         node_size = node_size or self.node_size
-        prices = sorted(self._prices(group, call, node_size), key=lambda price: bool(price.impossible))
+        prices = sorted(self._type_prices(group, call, node_size), key=lambda price: bool(price.impossible))
         best = min(prices, key=lambda price: price.seconds)
         chosen = f"{best.name} is chosen: it is the fastest"
         return (describe_group(group, call, node_size), *map(str, prices), chosen)
 
-    def _prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
-        nodes, cost = [slot // node_size for slot in group.slots], self._cost_of_call(call)
+    def _type_prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
+        nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
         return [
-            price_type(cost, way, group, call, nodes, width=share_of_ring(call, way, group)) for way in ways_of(group)
+            price_type(cost, way, group, call, nodes, width=ring_share(call, way, group)) for way in type_ways(group)
         ]
 
-    def _cost_of_call(self, call: AttentionCall) -> Cost:
-        """The cost of one layer, which has nothing but this call."""
+    def _call_cost(self, call: AttentionCall) -> Cost:
+        """Return the cost of one layer, which has nothing but this call."""
         both, number = call.passes == "both", call.bytes_per_number
         keys, queries = call.kv_heads * call.width, call.heads * call.width
         turns = 2 * number + max(4, number)
@@ -270,7 +271,7 @@ class Machine(MachineFigures):
             micro_batch_seconds=0.0,
             source="one layer",
             passes=passes,
-            network=self._network(
+            network=self._model_network(
                 layers=1,
                 heads=call.heads,
                 kv_heads=call.kv_heads,
@@ -281,12 +282,12 @@ class Machine(MachineFigures):
 
 
 def is_known(name: str) -> bool:
-    """Whether `Machine.known` has figures of this name."""
+    """Return whether `Machine.known` has figures of this name."""
     return name.lower() in (known.lower() for known in KNOWN)
 
 
 def find_device(device: str) -> Machine | None:
-    """The known machine of a device's full name, or None.
+    """Find the known machine of a device's full name, or None.
 
     >>> known = find_device("NVIDIA A100-SXM4-80GB")
     >>> known and known.device

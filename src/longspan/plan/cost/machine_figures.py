@@ -99,12 +99,12 @@ class MachineFigures:
                 raise PlanError(f"{name} of a machine is {value!r}; give a finite number {least}")
 
     def rates(self) -> dict[str, float]:
-        """The figures by name, without the links."""
+        """Return the figures by name, without the links."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is float}
 
     @classmethod
     def cpus(cls) -> Self:
-        """Processes on CPUs with gloo, by orders of magnitude, none of them measured: they only rank plans."""
+        """Make the machine of CPUs with gloo, by orders of magnitude: none is measured, they only rank plans."""
         rate, link = 0.02e12, Link.of(500e-6, 1e9)
         return cls(
             device="cpu",
@@ -136,8 +136,8 @@ class MachineFigures:
             source="",
         )
 
-    def scale_by(self, name: str, products: float, memory: float, inside: float, across: float, gib: int) -> Self:
-        """A device whose products and memory are so many times as fast, with so much memory, by data sheet.
+    def scale_figures(self, name: str, products: float, memory: float, inside: float, across: float, gib: int) -> Self:
+        """Make a device whose products and memory are so many times as fast, with so much memory, by data sheet.
 
         `inside` and `across` are bytes/s of its links.
         """
@@ -160,14 +160,17 @@ class MachineFigures:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All figures by name, for a JSON document; `from_json` gives an equal machine back."""
+        """Return all figures by name, for a JSON document; `from_json` gives an equal machine back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
         values["assumed_parts"] = list(self.assumed_parts)
         return {"machine": VERSION} | values | {level: getattr(self, level).to_json() for level in LEVELS}
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """A machine from a JSON object. Raises PlanError for another version, and for figures that are missing."""
+        """Read a machine from a JSON object.
+
+        Raises PlanError for another version, and for figures that are missing.
+        """
         names = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(values, dict) or "machine" not in values:
             raise PlanError(

@@ -37,7 +37,7 @@ def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
 
 
 def read_machine(file: str, key: str) -> Machine | Cost:
-    """The machine in a JSON file or of a known name such as "h200", or the cost of one model in an older file.
+    """Read the machine in a JSON file or of a known name such as "h200", or the cost of one model in an older file.
 
     >>> read_machine("h200", "--machine") == Machine.known("H200")
     True
@@ -55,15 +55,15 @@ def read_machine(file: str, key: str) -> Machine | Cost:
         return replace(_fill_exchange_bytes(Cost.from_json(values), values), source=file)
     except (OSError, ValueError, TypeError, LongspanError) as error:
         raise ConfigError(
-            f"{key} {file} {_fault(error, 'machine' if _is_machine(values) else 'cost')}; give the file that `longspan "
-            "bench calibrate --out FILE.json` writes for this machine"
+            f"{key} {file} {_fault_text(error, 'machine' if _is_machine(values) else 'cost')}; give the file that "
+            "`longspan bench calibrate --out FILE.json` writes for this machine"
         ) from error
 
 
-def check_measured_here(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
+def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
     """Refuse a measured machine of another device or hosts of another size; returns a line about what is assumed.
 
-    >>> check_measured_here(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
+    >>> check_measured_machine(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
     ''
 
     A file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then.
@@ -94,13 +94,13 @@ def _is_machine(values: Any) -> bool:
 
 
 def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
-    """A file without `exchange_bytes` is taken for one of four query heads to a key/value head, as in the default."""
+    """Fill in `exchange_bytes` for four query heads to a key/value head, the default, where a file lacks them."""
     if "exchange_bytes" in values or "ring_bytes" not in values:
         return cost
     return replace(cost, exchange_bytes=cost.ring_bytes / DEFAULT_COST.ring_bytes * DEFAULT_COST.exchange_bytes)
 
 
-def _fault(error: Exception, kind: str) -> str:
+def _fault_text(error: Exception, kind: str) -> str:
     if isinstance(error, IsADirectoryError):
         return "is a folder"
     return f"holds no {kind}: {error.strerror if isinstance(error, OSError) else error}"

@@ -13,8 +13,8 @@ from typing import Any, TypedDict, Unpack
 
 from longspan.errors import PlanError
 from longspan.plan.cost.attention_price import FORWARD_OF_ATTENTION
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.cost.state_cost import StateCost
+from longspan.plan.shape.model_shape import ModelShape
 
 # TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name counts whose words are
 # all in the device's. tensorfloat32 is what torch computes float32 products in, if that is allowed.
@@ -49,7 +49,7 @@ USUAL_FLOPS = 4e14  # a second, of a device that is not named: that of `Cost()`
 
 
 def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False, spans: Iterable[int] = ()) -> int:
-    """FLOPs of forward and backward for documents of these lengths, by the convention above.
+    """Count the FLOPs of forward and backward for documents of these lengths, by the convention above.
 
     Of `frozen` weights, under adapters, which do not count themselves, the gradients are not computed: 4 FLOPs in place
     of 6.
@@ -62,9 +62,9 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
     queries and keys, of weights and values), and backward twice that: 12 x query width x pairs. A state-space layer
     takes 3 times its `MixerShape.scan_flops` for each row. `spans` are the rows of each span whose rows see each other.
     """
-    pairs = sum(_pairs(length, length) for length in lengths)
-    in_windows = sum(_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
-    in_chunks = sum(_pairs_in_chunks(length, shape.chunk) for length in lengths) if shape.chunk_layers else 0
+    pairs = sum(_window_pairs(length, length) for length in lengths)
+    in_windows = sum(_window_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
+    in_chunks = sum(_chunk_pairs(length, shape.chunk) for length in lengths) if shape.chunk_layers else 0
     pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers) * pairs
     pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks
     pairs_of_layers += shape.span_layers * later_pairs(spans)
@@ -73,20 +73,20 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
     return of_rows * sum(lengths) + 12 * shape.query_width * pairs_of_layers
 
 
-def _pairs(length: int, window: int) -> int:
-    """Queries and keys of one document that see each other: each row sees itself and up to window - 1 before it."""
+def _window_pairs(length: int, window: int) -> int:
+    """Count the visible pairs of one document: each row sees itself and up to window - 1 before it."""
     seen = min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def _pairs_in_chunks(length: int, chunk: int) -> int:
-    """Queries and keys that see each other if each row sees itself and those before it in its chunk."""
+def _chunk_pairs(length: int, chunk: int) -> int:
+    """Count the queries and keys that see each other if each row sees itself and those before it in its chunk."""
     chunks, rest = divmod(length, chunk)
-    return chunks * _pairs(chunk, chunk) + _pairs(rest, rest)
+    return chunks * _window_pairs(chunk, chunk) + _window_pairs(rest, rest)
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """What a device of this name does at most in this type, in 1e12 FLOP/s; None if it is not in the table.
+    """Return what a device of this name does at most in this type, in 1e12 FLOP/s; None if it is not in the table.
 
     >>> peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16")
     989.0
@@ -98,7 +98,7 @@ def peak_tflops(device: str, dtype: str) -> float | None:
 
 
 def later_pairs(spans: Iterable[int]) -> int:
-    """Pairs of a row and a later row of its span, for spans of so many rows: n (n − 1) / 2 each.
+    """Count the pairs of a row and a later row of its span, for spans of so many rows: n (n − 1) / 2 each.
 
     >>> later_pairs([256, 4])
     32646
@@ -124,10 +124,13 @@ class ModelRates(TypedDict, total=False):
 
 
 def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -> dict[str, Any]:
-    """The fields of a `Cost` that follow from a model's shape at these rates. Raises PlanError for a rate of 0."""
-    attention_tflops = _rate_or(rates.get("attention_tflops"), tflops)
-    scan_tflops = _rate_or(rates.get("scan_tflops"), tflops)
-    summary_tflops = _rate_or(rates.get("summary_tflops"), scan_tflops)
+    """Return the fields of a `Cost` that follow from a model's shape at these rates.
+
+    Raises PlanError for a rate of 0.
+    """
+    attention_tflops = _rate_or_default(rates.get("attention_tflops"), tflops)
+    scan_tflops = _rate_or_default(rates.get("scan_tflops"), tflops)
+    summary_tflops = _rate_or_default(rates.get("summary_tflops"), scan_tflops)
     step_latency, bytes_per_value = rates.get("ring_step_latency", 10e-6), rates.get("bytes_per_value", 2)
     products = {"tflops": tflops, "attention_tflops": attention_tflops, "scan_tflops": scan_tflops}
     for name, value in (products | {"summary_tflops": summary_tflops}).items():
@@ -154,8 +157,8 @@ def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -
     }
 
 
-def _rate_or(rate: float | None, default: float) -> float:
-    """A rate, or the default where none is given."""
+def _rate_or_default(rate: float | None, default: float) -> float:
+    """Return a rate, or the default where none is given."""
     return default if rate is None else rate
 
 

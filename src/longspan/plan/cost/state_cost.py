@@ -2,7 +2,7 @@
 
 Runs of rows and what each gives the others follow from how a group's rows are dealt out (`longspan.ssm`): under
 "zigzag" a document has two runs on every slot, under "contiguous" each boundary between slots cuts one document at
-most. A contiguous group's causal attention, if it is no all-to-all, is uneven too (`busiest`).
+most. A contiguous group's causal attention, if it is no all-to-all, is uneven too (`busiest_ratio`).
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import PlanError
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.micro_batch import PARTITIONS
+from longspan.plan.shape.model_shape import ModelShape
 
 Floats = NDArray[np.float64]
 
@@ -101,40 +101,43 @@ class StateCost:
         )
 
     def constants(self) -> dict[str, Any]:
-        """The constants by name."""
+        """Return the constants by name."""
         return {name: value for name, value in vars(self).items() if name != "partition"}
 
     def for_partition(self, partition: str) -> "StateCost":
-        """This cost for groups of a partition."""
+        """Return this cost for groups of a partition."""
         return dataclasses.replace(self, partition=partition)
 
     def forward_only(self) -> "StateCost":
-        """The cost of forward passes only."""
-        return self._times(_FORWARD)
+        """Return the cost of forward passes only."""
+        return self._scale_numbers(_FORWARD)
 
     def shared_by(self, tp: int) -> "StateCost":
-        """The cost of a rank, where tensor-parallel ranks share the heads."""
-        return self._times(dict.fromkeys(_DIVIDED, 1 / tp))
+        """Return the cost of a rank, where tensor-parallel ranks share the heads."""
+        return self._scale_numbers(dict.fromkeys(_DIVIDED, 1 / tp))
 
     def with_recomputation(self, share: float) -> "StateCost":
-        """The cost where a share of the layers runs forward again in backward, its exchanges included."""
-        return self._times({name: 1 + share * part for name, part in _FORWARD.items()})
+        """Return the cost where a share of the layers runs forward again in backward, its exchanges included."""
+        return self._scale_numbers({name: 1 + share * part for name, part in _FORWARD.items()})
 
     def scale_times(self, factor: float) -> "StateCost":
-        """The cost of a machine on which everything takes `factor` times as long."""
-        return self._times({name: factor for name in self.constants() if name.endswith("_seconds")})
+        """Return the cost of a machine on which everything takes `factor` times as long."""
+        return self._scale_numbers({name: factor for name in self.constants() if name.endswith("_seconds")})
 
     def apply_factors(self, *, linear: float, inside: float) -> "StateCost":
-        """The cost where products and the wait for messages take so many times as long."""
-        return self._times({"scan_seconds": linear, "summary_seconds": linear, "step_seconds": inside})
+        """Return the cost where products and the wait for messages take so many times as long."""
+        return self._scale_numbers({"scan_seconds": linear, "summary_seconds": linear, "step_seconds": inside})
 
-    def _times(self, factors: dict[str, float]) -> "StateCost":
+    def _scale_numbers(self, factors: dict[str, float]) -> "StateCost":
         return dataclasses.replace(
             self, **{name: value * factors.get(name, 1) for name, value in self.constants().items()}
         )
 
     def seconds(self, rows: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
-        """Seconds that a group's states take of each slot; `rows` are `tokens`, their `squares`, and the documents."""
+        """Return the seconds that a group's states take of each slot.
+
+        `rows` are `tokens`, their `squares`, and the documents.
+        """
         tokens, squares, documents = rows
         shared = degree > 1
         summarised = tokens / degree
@@ -144,7 +147,7 @@ class StateCost:
         return np.where(shared, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
 
     def wire_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
-        """Bytes that all slots of a group receive: states and transitions each from all others, rows from their owner.
+        """Return the bytes that all slots of a group receive: states and transitions of all others, rows of one.
 
         A run that a state enters is one that reads rows before it.
         """
@@ -152,7 +155,7 @@ class StateCost:
         return self.run_bytes(documents, tokens, degree) * (np.asarray(degree) - 1) + self.halo_bytes * states
 
     def run_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
-        """Bytes of the states and transitions of a group's runs."""
+        """Return the bytes of the states and transitions of a group's runs."""
         states, transitions = self._count_states(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
         return self.state_bytes * states + self.transition_bytes * transitions
 
@@ -167,7 +170,7 @@ class StateCost:
         cut = degree > 1
         return np.where(cut, documents * (runs - 1), 0), np.where(cut, documents * np.maximum(runs - 2, 0), 0)
 
-    def busiest(self, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
+    def busiest_ratio(self, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
         """Return the attention of the busiest slot in a ring of `around`, over the mean of its slots.
 
         A document that spans c slots end to end gives its last slot 2 - 1 / c times the mean: c here is that of a
@@ -180,7 +183,7 @@ class StateCost:
 
     @classmethod
     def from_json(cls, values: Any) -> "StateCost":
-        """A cost from a JSON object. Raises PlanError for other constants."""
+        """Read a cost from a JSON object. Raises PlanError for other constants."""
         names = [field.name for field in dataclasses.fields(cls)]
         constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
         if not all(name in names for name in constants):

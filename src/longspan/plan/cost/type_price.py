@@ -54,7 +54,7 @@ class AttentionCall:
         return self.head_dim + (self.value_dim or self.head_dim)
 
     def squares(self, lengths: Sequence[int]) -> float:
-        """The sum of squared lengths of causal documents with as many pairs of rows that see each other."""
+        """Return the sum of squared lengths of causal documents with as many pairs of rows that see each other."""
         pairs = sum(n * min(n, 2 * (self.window or n), self.chunk or n) for n in lengths)
         return float(pairs) * (1 if self.causal else 2)
 
@@ -95,8 +95,8 @@ class TypePrice:
 Ways = tuple[tuple[str, int], ...]
 
 
-def ways_of(group: Group) -> Ways:
-    """Every type with the members that exchange heads, a2a+p2p with the group's sizes or with every pair of levels.
+def type_ways(group: Group) -> Ways:
+    """Return every type with the members that exchange heads, a2a+p2p with the group's sizes or every pair of levels.
 
     If the degree has no two levels, the first is 1.
     """
@@ -108,7 +108,10 @@ def ways_of(group: Group) -> Ways:
 def price_type(
     cost: Cost, way: tuple[str, int], group: Group, call: AttentionCall, nodes: list[int], *, width: float = 1.0
 ) -> TypePrice:
-    """The price of a type by the cost of one layer, whose rings send `width` of their rows; `nodes` of the slots."""
+    """Price a type by the cost of one layer, whose rings send `width` of their rows.
+
+    `nodes` are those of the slots.
+    """
     (kind, inner), degree, laid_out = way, group.degree, group.laid_out
     around = degree // inner
     sizes = (inner, around) if kind != "all_gather" else (1, degree)
@@ -122,7 +125,7 @@ def price_type(
     typical = sum(n * n for n in laid_out) / max(1, tokens)
     rows = Rows(
         *np.array([tokens, call.squares(laid_out), degree, together], dtype=np.float64),
-        busiest=_busiest(group, call, degree if kind == "all_gather" else around),
+        busiest=_busiest_ratio(group, call, degree if kind == "all_gather" else around),
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
         narrow=width < 1.0,
     )
@@ -133,7 +136,7 @@ def price_type(
 
 
 def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
-    """A group and a call in one line: members, hosts, documents and heads."""
+    """Describe a group and a call in one line: members, hosts, documents and heads."""
     nodes, documents = len({slot // node_size for slot in group.slots}), len(group.lengths)
     limits = {"window": call.window, "chunk": call.chunk}
     limited = "".join(f", {name} {limit}" for name, limit in limits.items() if limit is not None)
@@ -144,8 +147,8 @@ def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
     )
 
 
-def share_of_ring(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
-    """What of a ring's rows is sent: all, or under a narrow window or chunk those that are seen."""
+def ring_share(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
+    """Return what of a ring's rows is sent: all, or under a narrow window or chunk those that are seen."""
     (kind, inner), lengths = way, group.lengths
     around = group.degree // inner
     if kind == "all_gather" or not is_narrow(lengths, around, call.window, call.chunk):
@@ -157,7 +160,7 @@ def share_of_ring(call: AttentionCall, way: tuple[str, int], group: Group) -> fl
 def bytes_by_level(
     cost: Cost, kind: str, sizes: tuple[int, int], tokens: int, nodes: Sequence[int]
 ) -> dict[Level, float]:
-    """What all members send under a type, by whether it stays in a host: of all layers of a cost.
+    """Return what all members send under a type, by whether it stays in a host: of all layers of a cost.
 
     `sizes` are the members that exchange heads and those of a ring, `nodes` the hosts of the members. A gather goes
     around a ring of all members, as NCCL's do over a communicator; without one each member sends its rows to every
@@ -183,20 +186,23 @@ def bytes_by_level(
 
 
 def _ring_crossing(rings: Sequence[Sequence[int]]) -> float:
-    """Share of the steps around rings of members on these hosts that lead to another host."""
+    """Return the share of the steps around rings of members on these hosts that lead to another host."""
     steps = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     return sum(a != b for a, b in steps) / len(steps)
 
 
 def _pair_crossing(sets: Sequence[Sequence[int]]) -> float:
-    """Share of the pairs of members in these sets that are on two hosts."""
+    """Return the share of the pairs of members in these sets that are on two hosts."""
     pairs = sum(len(members) * (len(members) - 1) for members in sets)
     together = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
     return (sum(len(members) ** 2 for members in sets) - together) / pairs if pairs else 0.0
 
 
-def _busiest(group: Group, call: AttentionCall, around: int) -> float:
-    """What the busiest member of a ring computes, over the mean of its members; 1 where their rows are zigzag."""
+def _busiest_ratio(group: Group, call: AttentionCall, around: int) -> float:
+    """Return what the busiest member of a ring computes, over the mean of its members.
+
+    1 where their rows are zigzag.
+    """
     if around == 1 or group.partition == "zigzag":
         return 1.0
     shares, lengths = Partition.contiguous(group.laid_out, around), np.array(group.lengths, dtype=np.int64)
@@ -204,12 +210,14 @@ def _busiest(group: Group, call: AttentionCall, around: int) -> float:
     for member in range(around):
         segments = shares.segments(member)
         length = lengths[segments.document]
-        pairs.append(float((_pairs(segments.stop, length, call) - _pairs(segments.start, length, call)).sum()))
+        pairs.append(
+            float((_key_counts(segments.stop, length, call) - _key_counts(segments.start, length, call)).sum())
+        )
     return max(pairs) * around / sum(pairs)
 
 
-def _pairs(stop: Integers, length: Integers, call: AttentionCall) -> Floats:
-    """Keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
+def _key_counts(stop: Integers, length: Integers, call: AttentionCall) -> Floats:
+    """Count the keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
     rows = np.minimum(stop, length).astype(np.float64)  # the rest pads the document out
     if not call.causal:
         return rows * length

@@ -49,7 +49,7 @@ class DegreeTable:
         """Make the table of a problem, which does not depend on durations."""
         may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
         lengths = np.unique(problem.tokens[may_anchor])
-        longest = _longest_of_classes(lengths)
+        longest = _longest_by_class(lengths)
         item_class = np.where(may_anchor, np.searchsorted(longest, problem.tokens), -1)
         degrees = _degrees_to_try(problem)
         cost, squares = problem.request.cost, (longest * longest)[:, None]
@@ -78,7 +78,7 @@ class DegreeTable:
         best = waste.argmin(axis=2)
         return self.degrees[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
 
-    def stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
+    def price_stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
         """Price an item that makes a micro-batch with `free` slots longer, at the degree at which that costs least.
 
         Returns the cost in slot seconds, inf if the item does not fit, the degree, and the seconds that the item takes
@@ -99,7 +99,7 @@ class DegreeTable:
         return float(seconds[cost <= LITTLE_MORE * cost.min()].min())
 
 
-def _longest_of_classes(lengths: Ints) -> Ints:
+def _longest_by_class(lengths: Ints) -> Ints:
     """Return the longest length of each class of sorted, distinct lengths, so that the table stays small.
 
     A class has lengths of as many bits whose first seven agree. Up to CLASSES lengths are each a class of their own.

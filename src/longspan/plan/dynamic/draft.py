@@ -1,10 +1,10 @@
 """Drafts: where every item goes, as anchors with slots of their own and bins with the others; and groups from a draft.
 
-`divide` decides how the slots of a bin share its items, its fillers: the longest are shared by all slots of the bin,
+`divide_bins` decides how the slots of a bin share its fillers: the longest are shared by all slots of the bin,
 which makes all end together, and each slot takes others whole, which needs no communication. In lockstep a bin may take
 as long as the slowest bin of its micro-batch, so it shares as few documents as that allows; in free mode it shares what
-makes it fastest. `micro_batches` makes groups: narrow ones before wide ones, equal ones by their first slot; documents
-that have the same slots are one group.
+makes it fastest. `make_micro_batches` makes groups: narrow ones before wide ones, equal ones by their first slot;
+documents that have the same slots are one group.
 """
 
 import math
@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem, slots_of
+from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem, list_slots
 from longspan.plan.micro_batch import Group, MicroBatch
 
 
@@ -187,7 +187,7 @@ class _FilledBins:
         self.base_rows = np.where(apart, rows[anchor], 0)
 
     def even_seconds(self) -> Floats:
-        """When each bin would end if its work were divided evenly at no cost."""
+        """Return when each bin would end if its work were divided evenly at no cost."""
         tokens, squares = self.head_tokens[:, -1] + self.anchor_tokens, self.head_squares[:, -1] + self.anchor_squares
         return self.base_seconds + self.problem.request.cost.work_seconds(tokens, squares) / self.width
 
@@ -221,10 +221,8 @@ class _FilledBins:
         return np.where(over, np.inf, seconds), slot
 
 
-def divide(draft: Draft, *, level: bool) -> Division:
-    """Decide for every bin which fillers all its slots share; with `level` all bins of a micro-batch end with the
-    slowest.
-    """
+def divide_bins(draft: Draft, *, level: bool) -> Division:
+    """Decide for every bin which fillers all its slots share; with `level` all bins of a micro-batch end together."""
     bins = draft.bins
     seconds = np.array(bins.seconds)
     empty = np.array([not fillers for fillers in bins.fillers], dtype=np.bool_)
@@ -249,7 +247,7 @@ def divide(draft: Draft, *, level: bool) -> Division:
 def _earliest_ends(
     filled: _FilledBins, all_shared: Floats, share_counts: list[int], micro_batch: Ints, ends: Floats
 ) -> Floats:
-    """Return when each micro-batch can end at the earliest: its slowest bin, divided as suits it best."""
+    """Return when each micro-batch can end at the earliest: the end of its slowest bin, divided as suits that best."""
     best, member = all_shared.copy(), micro_batch[filled.index]
     floor = ends.copy()
     np.maximum.at(floor, member, filled.even_seconds())
@@ -282,11 +280,11 @@ def _choose_sharing(
         open_rows[rows] = best[rows] > goal[rows]
 
 
-def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
+def make_micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
     """Make the micro-batches of a draft, longest documents of each group first."""
     batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in draft.durations]
     for anchor in draft.anchors:
-        batches[anchor.micro_batch].setdefault(slots_of(anchor.parts), []).append(anchor.item)
+        batches[anchor.micro_batch].setdefault(list_slots(anchor.parts), []).append(anchor.item)
     shared, places, bins = division.shared.tolist(), division.slot.tolist(), draft.bins
     for b, fillers in enumerate(bins.fillers):
         groups, start = batches[bins.micro_batch[b]], bins.start[b]
@@ -294,16 +292,16 @@ def micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
         for position, item in enumerate(fillers):
             slots = all_slots if position < shared[b] else (start + places[b][position],)
             groups.setdefault(slots, []).append(item)
-    return [micro_batch_of(draft.problem, groups) for groups in batches if groups]
+    return [make_micro_batch(draft.problem, groups) for groups in batches if groups]
 
 
-def micro_batch_of(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
-    """The micro-batch in which these slots have these items."""
+def make_micro_batch(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
+    """Make the micro-batch in which these slots have these items."""
     ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
-    return MicroBatch(tuple(_group(problem, slots, items) for slots, items in ordered))
+    return MicroBatch(tuple(_make_group(problem, slots, items) for slots, items in ordered))
 
 
-def _group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
+def _make_group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
     return problem.request.group(slots, [d for item in sorted(items) for d in problem.documents[item]])
 
 

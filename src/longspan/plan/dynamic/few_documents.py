@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longspan.plan.dynamic.draft import lockstep_seconds, micro_batch_of
-from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Problem, slots_of
+from longspan.plan.dynamic.draft import lockstep_seconds, make_micro_batch
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Problem, list_slots
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.bin_packing import pack_least_loaded
 
@@ -44,9 +44,10 @@ class _Sizes(NamedTuple):
         return cls(*(np.array([int(x[items].sum()) for items in groups], dtype=np.int64) for x in columns))
 
 
-def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
-    """Search for the best plan of few items; returns its seconds and micro-batches, None with too much to try or no
-    fit.
+def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
+    """Search for the best plan of few items; returns its seconds and micro-batches.
+
+    It is None where there is too much to try, or nothing fits.
     """
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
@@ -58,7 +59,7 @@ def plan_few(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
             best = seconds, arranged
     if best is None:
         return None
-    return best[0], [micro_batch_of(problem, dict(zip(a.slots, a.items, strict=True))) for a in best[1]]
+    return best[0], [make_micro_batch(problem, dict(zip(a.slots, a.items, strict=True))) for a in best[1]]
 
 
 def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
@@ -125,8 +126,8 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> SideBySide | N
     order: list[int] = np.argsort(-widths, kind="stable").tolist()
     free, slots, inside_node = FreeSlots(problem.blocks, problem.degrees), list[tuple[int, ...]](), list[bool]()
     for width in widths[order].tolist():
-        parts = free.take(width)
-        slots.append(slots_of(parts))
+        parts = free.take_slots(width)
+        slots.append(list_slots(parts))
         inside_node.append(len(parts) == 1 and problem.shares_node(*parts[0]))
     tokens, squares, documents = (x[order] for x in sizes)
     seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.plan.dynamic.draft import Anchor, Bins, Division, Draft, LeastLoaded, divide
+from longspan.plan.dynamic.draft import Anchor, Bins, Division, Draft, LeastLoaded, divide_bins
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.planners.bin_packing import pack_first_fit
 
@@ -45,9 +45,9 @@ def _plan_to_goal(problem: Problem, goal: float) -> FreePlan:
     for item in np.flatnonzero(gangs).tolist():
         lanes.place_gang(item)
     for item in np.flatnonzero(large).tolist():
-        lanes.place_large(item, goal)
-    lanes.place_small(np.flatnonzero(~gangs & ~large).tolist())
-    return lanes.finish()
+        lanes.place_large_item(item, goal)
+    lanes.place_small_items(np.flatnonzero(~gangs & ~large).tolist())
+    return lanes.make_plan()
 
 
 class _Lanes:
@@ -74,11 +74,11 @@ class _Lanes:
         best, chosen = (np.inf, np.inf), order
         for count in range(1, len(order) + 1):
             lanes = order[:count]
-            degree = self._degree(lanes)
+            degree = self._gang_degree(lanes)
             idle = int(self.width[lanes[:-1]].sum()) >= degree  # the last lane would not take part
             if idle or degree < max(1, -(-int(self.problem.tokens[item]) // self.problem.cap)):
                 continue
-            seconds = self._seconds(item, lanes)
+            seconds = self._gang_seconds(item, lanes)
             score = (degree * seconds, seconds)
             if score < best:
                 best, chosen = score, lanes
@@ -86,7 +86,7 @@ class _Lanes:
                 break
         self._make_gang(item, chosen)
 
-    def place_large(self, item: int, goal: float) -> None:
+    def place_large_item(self, item: int, goal: float) -> None:
         """Give an item to the lane that ends earliest with it; to several if that is after the goal."""
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
@@ -108,7 +108,7 @@ class _Lanes:
             lanes = order[:count]
             if int(self.width[lanes].sum()) not in self.problem.degrees:
                 continue
-            gang_end = self.gang_end[lanes].max() + self._seconds(item, lanes)
+            gang_end = self.gang_end[lanes].max() + self._gang_seconds(item, lanes)
             end = float((self.end[lanes] - self.gang_end[lanes]).max() + gang_end)
             if end < earliest:
                 best, earliest = lanes, end
@@ -116,13 +116,13 @@ class _Lanes:
                 break
         return best, earliest
 
-    def _degree(self, lanes: Ints) -> int:
-        """Slots of a gang of these lanes; of the last it takes as many as a degree allows."""
-        return self.problem.widest(int(self.width[lanes].sum()))
+    def _gang_degree(self, lanes: Ints) -> int:
+        """Return the slots of a gang of these lanes; of the last it takes as many as a degree allows."""
+        return self.problem.widest_degree(int(self.width[lanes].sum()))
 
-    def _seconds(self, item: int, lanes: Ints) -> float:
+    def _gang_seconds(self, item: int, lanes: Ints) -> float:
         """Return the seconds of an item on a gang of these lanes, launch included, as if each were on another node."""
-        tokens, degree = int(self.problem.tokens[item]), self._degree(lanes)
+        tokens, degree = int(self.problem.tokens[item]), self._gang_degree(lanes)
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)
 
@@ -131,20 +131,20 @@ class _Lanes:
 
         The last lane gives only as many slots as the degree needs.
         """
-        seconds, local = self._seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
+        seconds, local = self._gang_seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
         self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
         self.end[lanes] = self.gang_end[lanes] + local
         members: list[int] = lanes.tolist()
         m = max(self.next[lane] for lane in members)
         for lane in members:
             self.next[lane] = m + 1
-        degree, parts = self._degree(lanes), Parts()
+        degree, parts = self._gang_degree(lanes), Parts()
         for start, width in (self.parts[lane] for lane in members):
             parts.append((start, min(width, degree - sum(count for _, count in parts))))
         rows = -(-int(self.problem.tokens[item]) // degree)
         self.anchors.append(Anchor(m, item, parts, rows, seconds - self.launch))  # an anchor counts only its work
 
-    def place_small(self, items: list[int]) -> None:
+    def place_small_items(self, items: list[int]) -> None:
         """Give each item to the lane that ends earliest with it."""
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
@@ -153,7 +153,7 @@ class _Lanes:
         for lane_items, fillers in zip(self.items, bins.fillers, strict=True):
             lane_items.extend(fillers)
 
-    def finish(self) -> FreePlan:
+    def make_plan(self) -> FreePlan:
         """Cut the items of each lane into micro-batches, and compute when the last lane ends."""
         bins, lane_of, tokens = Bins(), list[int](), self.problem.tokens.tolist()
         for lane, (part, items) in enumerate(zip(self.parts, self.items, strict=True)):
@@ -169,7 +169,7 @@ class _Lanes:
                 bins.fillers[first + at].append(item)
         count = 1 + max([-1, *bins.micro_batch, *(anchor.micro_batch for anchor in self.anchors)])
         draft = Draft(self.problem, np.zeros(count), self.anchors, bins)
-        division = divide(draft, level=False)
+        division = divide_bins(draft, level=False)
         end = self.gang_end.copy()
         np.add.at(end, np.array(lane_of, dtype=np.int64), division.seconds + self.launch)
         return FreePlan(draft, division, float(end.max()))

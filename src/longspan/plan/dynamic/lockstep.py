@@ -74,7 +74,7 @@ class Search:
             self.try_settings(_change_settings(self.best, self.settings, random))
 
     def rank_settings(self) -> list[int]:
-        """Numbers of the settings tried, best first."""
+        """Return numbers of the settings tried, best first."""
         return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
 
 
@@ -94,7 +94,7 @@ def search_draft(problem: Problem, effort: Effort) -> Draft:
 
 def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
     """Search on a sample of the problem; returns settings for the whole: one improved, and the best of the first."""
-    sample, settings_of_problem = Search(problem.sample()), list(initial_settings(problem, degrees))
+    sample, settings_of_problem = Search(problem.make_sample()), list(initial_settings(problem, degrees))
     for settings in initial_settings(sample.problem, sample.degrees):
         sample.try_settings(settings)
     ranked = sample.rank_settings()
@@ -104,7 +104,7 @@ def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> li
 
 def initial_settings(problem: Problem, degrees: DegreeTable) -> Iterator[DraftSettings]:
     """Yield the settings that a search begins with: numbers of micro-batches, their durations, and anchors."""
-    few = problem.few
+    few = problem.has_few_items
     for count in _micro_batch_counts(problem):
         steep = _steep_shares(problem, count)
         for steepness in STEEPNESS:
@@ -162,7 +162,7 @@ def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Ra
     anchor = anchors[int(len(anchors) * random.random())]
     degree = sum(count for _, count in anchor.parts)
     degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
-    degree = problem.widest(max(degree, problem.min_cp))
+    degree = problem.widest_degree(max(degree, problem.min_cp))
     tokens = int(problem.tokens[anchor.item])
     inside_node = degree <= problem.widest_in_node
     return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside_node))
@@ -202,15 +202,15 @@ class _Drafting:
         order = np.argsort(waste, axis=1, kind="stable").tolist()
         possible = np.isfinite(waste).sum(axis=1).tolist()
         widths, classes = width.tolist(), self.degrees.item_class[items]
-        in_block, across = (self._seconds_alone(items, width[classes], inside).tolist() for inside in (True, False))
+        in_block, across = (self._anchor_seconds(items, width[classes], inside).tolist() for inside in (True, False))
         for i, (item, at) in enumerate(zip(items, classes.tolist(), strict=True)):
             for m in order[at][: possible[at]]:
                 if self._try_anchor(item, m, widths[at][m], in_block[i][m], across[i][m]):
                     break
             else:
-                self._place_late(item)
+                self._place_late_anchor(item)
 
-    def _seconds_alone(self, items: list[int], width: Ints, in_block: bool) -> Floats:
+    def _anchor_seconds(self, items: list[int], width: Ints, in_block: bool) -> Floats:
         """Return the seconds of items at degrees, within or across blocks: (items, …), of the shape of `width`."""
         tokens = self.problem.tokens[items].reshape(-1, *[1] * (width.ndim - 1))
         inside_node = in_block & (width <= self.problem.widest_in_node)
@@ -229,15 +229,15 @@ class _Drafting:
 
     def _place_anchor(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
         """Place an anchor on free slots of a micro-batch; the rows that it leaves on them become bins."""
-        parts, problem = self.free[micro_batch].take(width), self.problem
+        parts, problem = self.free[micro_batch].take_slots(width), self.problem
         if len(parts) == 1 and width <= problem.widest_in_node and not problem.shares_node(*parts[0]):
-            seconds = float(self._seconds_alone([item], np.array([width]), in_block=False)[0])
+            seconds = float(self._anchor_seconds([item], np.array([width]), in_block=False)[0])
         rows = -(-int(self.problem.tokens[item]) // width)
         for piece in (piece for part in parts for piece in self.problem.split_into_runs(part)):
             self.bins.add_bin(micro_batch, piece, len(self.anchors), seconds, self.problem.cap - rows)
         self.anchors.append(Anchor(micro_batch, item, parts, rows, seconds))
 
-    def _place_late(self, item: int) -> None:
+    def _place_late_anchor(self, item: int) -> None:
         """Place an anchor that no micro-batch has time and slots for: in a bin, or in one that is made longer."""
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
             self.unplaced.append(item)
@@ -245,7 +245,7 @@ class _Drafting:
         least, chosen, width, seconds = np.inf, 0, 0, 0.0
         for m, duration in enumerate([*self.durations, 0.0]):
             free = self.free[m].total if m < len(self.free) else self.problem.request.slots
-            loss, degree, end = self.degrees.stretch(item, duration, free)
+            loss, degree, end = self.degrees.price_stretch(item, duration, free)
             if loss < least:
                 least, chosen, width, seconds = loss, m, degree, end
         if chosen == len(self.durations):

@@ -6,15 +6,15 @@ from typing import Literal, Unpack
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
-from longspan.plan.dynamic.draft import divide, lockstep_seconds, micro_batches, sort_documents
-from longspan.plan.dynamic.few_documents import plan_few
+from longspan.plan.dynamic.draft import divide_bins, lockstep_seconds, make_micro_batches, sort_documents
+from longspan.plan.dynamic.few_documents import plan_few_items
 from longspan.plan.dynamic.free import plan_free
 from longspan.plan.dynamic.lockstep import Effort, search_draft
 from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer
-from longspan.plan.planners.options import PlanKeywords, PlanOptions, options_of, shows_options
+from longspan.plan.planners.options import PlanKeywords, PlanOptions, call_options, shows_options
 from longspan.plan.planners.request import Request, check_first_size, check_heads
 from longspan.plan.timeline import timeline
 
@@ -70,7 +70,7 @@ def plan_dynamic(
     Raises PlanError if a document fits no group, or the degrees, sizes or heads are impossible; LayoutError for a
     bad length.
     """
-    request = Request.of(lengths, home, options_of(plan_dynamic, options, keywords))
+    request = Request.of(lengths, home, call_options(plan_dynamic, options, keywords))
     degrees = _check_degrees(request, min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))
     if not request.lengths:
@@ -101,40 +101,40 @@ def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeS
 
 def _find_fastest_plan(problem: Problem, bound: float, effort: EffortName) -> list[MicroBatch]:
     """Plan in several ways and return the fastest; a way is left out if those before it come close to the bound."""
-    candidates = [_free(problem)] if problem.request.mode == "free" else []
+    candidates = [_search_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * bound:
-        candidates.append(_search_lockstep(problem, _effort_of_search(effort, problem)))
-        if min(candidates, key=_seconds)[0] > CLOSE * bound and (few := plan_few(problem)) is not None:
+        candidates.append(_search_lockstep(problem, _choose_effort(effort, problem)))
+        if min(candidates, key=_candidate_seconds)[0] > CLOSE * bound and (few := plan_few_items(problem)) is not None:
             candidates.append((few[0], lambda: few[1]))
-    best = min(candidates, key=_seconds)[0]
+    best = min(candidates, key=_candidate_seconds)[0]
     small = problem.request.slots <= COMPARED_SLOTS and len(problem.request.lengths) <= COMPARED_DOCUMENTS
     if small or best > DISTANT * bound:
         candidates.extend(_fixed_candidates(problem, best))
     if problem.request.cost.network is None:
-        return min(candidates, key=_seconds)[1]()
-    return _fastest_as_priced(problem, candidates)
+        return min(candidates, key=_candidate_seconds)[1]()
+    return _choose_fastest(problem, candidates)
 
 
-def _fastest_as_priced(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
-    """Price the best few candidates with every group on its own slots, and return the fastest.
+def _choose_fastest(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
+    """Choose the fastest of the best few candidates, priced with every group on its own slots.
 
     Drafts count groups across nodes as full nodes leave them, which on measured links may decide.
     """
-    request, near = problem.request, sorted(candidates, key=_seconds)[:CANDIDATES_PRICED]
-    made = [make() for _, make in near]
+    request, best = problem.request, sorted(candidates, key=_candidate_seconds)[:CANDIDATES_PRICED]
+    batches_by_candidate = [make() for _, make in best]
     seconds = [
         timeline(batches, request.slots, request.cost, mode=request.mode, node_size=request.node_size).step_seconds
-        for batches in map(request.resolve_types, made)
+        for batches in map(request.resolve_types, batches_by_candidate)
     ]
-    return made[seconds.index(min(seconds))]
+    return batches_by_candidate[seconds.index(min(seconds))]
 
 
-def _seconds(candidate: Candidate) -> float:
+def _candidate_seconds(candidate: Candidate) -> float:
     return candidate[0]
 
 
-def _effort_of_search(name: EffortName, problem: Problem) -> Effort:
-    """Return how many drafts are made: fewer of more items and slots, where one takes longer and luck matters less."""
+def _choose_effort(name: EffortName, problem: Problem) -> Effort:
+    """Choose how many drafts are made: fewer of more items and slots, where one takes longer and luck matters less."""
     scale = 1 if name == "fast" else 4 if name == "balanced" else 16
     size = len(problem.tokens) + problem.request.slots
     return Effort(drafts=2 * scale, steps=scale * max(1, min(40, 4000 // size)), sample_steps=6 * scale)
@@ -143,16 +143,16 @@ def _effort_of_search(name: EffortName, problem: Problem) -> Effort:
 def _search_lockstep(problem: Problem, effort: Effort) -> Candidate:
     """Search for the best plan in lockstep; returns its seconds and what makes its micro-batches."""
     draft = search_draft(problem, effort)
-    division = divide(draft, level=True)
+    division = divide_bins(draft, level=True)
     ends = [0.0] * len(draft.durations)
     for m, seconds in zip(draft.bins.micro_batch, division.seconds.tolist(), strict=True):
         ends[m] = max(ends[m], seconds)
-    return lockstep_seconds(problem, ends), lambda: micro_batches(draft, division)
+    return lockstep_seconds(problem, ends), lambda: make_micro_batches(draft, division)
 
 
-def _free(problem: Problem) -> Candidate:
+def _search_free(problem: Problem) -> Candidate:
     free = plan_free(problem)
-    return free.seconds, lambda: micro_batches(free.draft, free.division)
+    return free.seconds, lambda: make_micro_batches(free.draft, free.division)
 
 
 def _fixed_candidates(problem: Problem, best: float) -> Iterator[Candidate]:

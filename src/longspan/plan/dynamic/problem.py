@@ -37,8 +37,7 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
 
 @cache
 def even_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Divide so many slots into runs that each hold a group: as few left out, as few runs, and as even as degrees
-    allow.
+    """Divide so many slots into runs that each hold a group: few left out, few runs, and as even as degrees allow.
 
     Returns (first slot, slots) of each run.
     """
@@ -67,8 +66,8 @@ def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
     return [(sum(widths[:i]), width) for i, width in enumerate(widths)]
 
 
-def slots_of(parts: Parts) -> tuple[int, ...]:
-    """All slots of these parts, in rising order."""
+def list_slots(parts: Parts) -> tuple[int, ...]:
+    """List all slots of these parts, in rising order."""
     return tuple(sorted(slot for start, count in parts for slot in range(start, start + count)))
 
 
@@ -87,18 +86,18 @@ class FreeSlots:
         for block in range(len(self.left) - 1, -1, -1):
             self.by_left[self.left[block]].append(block)
 
-    def take(self, width: int) -> Parts:
+    def take_slots(self, width: int) -> Parts:
         """Take so many slots: from one block if one has them, else from as few as possible; at most `total`."""
         parts: Parts = []
         while width:
-            size = self._smallest_fit(width, whole=not parts) or self._largest()
+            size = self._smallest_fit(width, whole=not parts) or self._largest_run()
             count = min(size, width)
-            parts.append(self._take_from(self.by_left[size].pop(), count))
+            parts.append(self._take_next(self.by_left[size].pop(), count))
             width -= count
         return parts
 
     def has_block(self, width: int) -> bool:
-        """Whether one block has so many free slots."""
+        """Return whether one block has so many free slots."""
         return bool(self._smallest_fit(width, whole=False))
 
     def remaining_runs(self) -> Parts:
@@ -116,10 +115,10 @@ class FreeSlots:
                 return size
         return self._smallest_fit(width, whole=False) if whole else 0
 
-    def _largest(self) -> int:
+    def _largest_run(self) -> int:
         return next(size for size in range(len(self.by_left) - 1, 0, -1) if self.by_left[size])
 
-    def _take_from(self, block: int, count: int) -> tuple[int, int]:
+    def _take_next(self, block: int, count: int) -> tuple[int, int]:
         """Take the next slots of a block; returns the first of them and their number."""
         start, size = self.blocks[block]
         left = self.left[block]
@@ -154,7 +153,7 @@ class Problem:
 
     @classmethod
     def of(cls, request: Request, degrees: DegreeSet) -> "Problem":
-        """The problem of a request with at least one document; degrees and lengths are checked already."""
+        """Make the problem of a request with at least one document; degrees and lengths are checked already."""
         lengths = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-lengths, kind="stable")
         cap = int(lengths.sum()) if request.rows is None else request.rows
@@ -172,8 +171,8 @@ class Problem:
         """The highest."""
         return self.degrees[-1]
 
-    def widest(self, slots: int) -> int:
-        """The highest degree of so many slots or fewer; 0 if there is none."""
+    def widest_degree(self, slots: int) -> int:
+        """Return the highest degree of so many slots or fewer; 0 if there is none."""
         at = bisect_right(self.degrees, slots)
         return self.degrees[at - 1] if at else 0
 
@@ -200,8 +199,8 @@ class Problem:
         size = len(self.tokens) + self.least_micro_batches * len(self.blocks)
         return max(1, size // LARGE_DRAFT)
 
-    def sample(self) -> "Problem":
-        """A problem like this one on a share of the slots, with every so many-th item."""
+    def make_sample(self) -> "Problem":
+        """Make a problem like this one on a share of the slots, with every so many-th item."""
         factor = self.sample_factor
         slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]
@@ -227,7 +226,7 @@ class Problem:
 
     @cached_property
     def light_density(self) -> float:
-        """Return the seconds of work a row of the short documents that hold half of all rows."""
+        """The seconds of work a row of the short documents that hold half of all rows."""
         light = 2 * np.cumsum(self.tokens) > int(self.tokens.sum())
         tokens, squares = int(self.tokens[light].sum()), int(self.squares[light].sum())
         return float(self.request.cost.work_seconds(tokens, squares)) / tokens
@@ -239,14 +238,14 @@ class Problem:
         return float(total) / self.request.slots
 
     @cached_property
-    def few(self) -> bool:
+    def has_few_items(self) -> bool:
         """Whether there are so few items that each may need slots of its own."""
         return len(self.tokens) <= max(2 * len(self.blocks), self.request.slots // 2)
 
     @cached_property
     def least_anchor_work(self) -> float:
-        """Return the seconds of work below which a document is never an anchor."""
-        if self.few:
+        """The seconds of work below which a document is never an anchor."""
+        if self.has_few_items:
             return 0.0
         shortest = self.mean_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
         too_long = float(self.request.cost.work_seconds(self.widest_run * self.cap, (self.widest_run * self.cap) ** 2))
@@ -263,7 +262,7 @@ class Problem:
         return max(w for _, size in self.blocks for _, w in even_runs(size, self.degrees))
 
     def shares_node(self, start: int, slots: int) -> bool:
-        """Whether these slots share a node."""
+        """Return whether these slots share a node."""
         return start // self.request.node_size == (start + slots - 1) // self.request.node_size
 
     @cached_property
@@ -278,7 +277,7 @@ class Problem:
 
 
 def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """Return the documents of each item, its rows and its squared rows; short documents share an item."""
+    """Make the items: the documents of each, its rows and its squared rows; short documents share an item."""
     ids: list[int] = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:
         return tuple((d,) for d in ids), lengths, lengths * lengths

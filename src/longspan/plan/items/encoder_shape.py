@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import USUAL_FLOPS
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.plan import Plan
+from longspan.plan.shape.config_reader import ConfigReader
 
 Trained = Literal["all", "projector", "none"]
 Grid = tuple[int, int, int]
@@ -58,12 +58,12 @@ class EncoderShape:
 
     @classmethod
     def of(cls, config: Any) -> "EncoderShape":
-        """The shape of a whole model's configuration, an object or dict like one, a config.json or its folder.
+        """Read the shape of a whole model's configuration, an object or dict like one, a config.json or its folder.
 
         Raises PlanError for one without images, or with a tower that is not priced.
         """
         model = ConfigReader.read_whole(config)
-        vision, text = model.inside("vision_config"), ConfigReader.of(config)
+        vision, text = model.section("vision_config"), ConfigReader.of(config)
         priced = model.family.startswith(_MERGED) or model.family in _WHOLE
         if not priced or not vision.count("depth", "num_hidden_layers"):
             raise PlanError(
@@ -74,12 +74,12 @@ class EncoderShape:
             return _merging_tower(model.family, vision, text.count("hidden_size"))
         return _one_size_tower(model, vision, text.count("hidden_size"))
 
-    def patches_of(self, rows: int) -> int:
-        """The patches of an image of so many rows."""
+    def patch_count(self, rows: int) -> int:
+        """Return how many patches an image of so many rows has."""
         return rows * self.merge**2 if self.merge else self.patches
 
     def flops(self, images: Sequence[int], *, trained: Trained = "all", grids: Sequence[Grid] | None = None) -> int:
-        """FLOPs of forward and backward of images of so many rows, by the convention of `model_flops`.
+        """Count the FLOPs of forward and backward of images of so many rows, by the convention of `model_flops`.
 
         2 a weight forward, 2 for its gradient and 2 for that of what it multiplies, which pixels have none of; 12 x
         width for each pair of patches that see each other. Of what is not `trained` only forward counts. With
@@ -88,15 +88,13 @@ class EncoderShape:
         grid_of: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
         pair = (12 if trained == "all" else 4) * self.width
         return sum(
-            self._weight_flops(rows, trained) + pair * self._count_pairs(self.patches_of(rows), grid)
+            self._weight_flops(rows, trained) + pair * self._count_pairs(self.patch_count(rows), grid)
             for rows, grid in zip(images, grid_of, strict=True)
         )
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """Count the FLOPs of weights, forward and backward, for so many rows; frozen parts have no gradients of
-        weights.
-        """
-        patches, tower, projector = self.patches_of(rows), trained == "all", trained != "none"
+        """Count the FLOPs of weights, forward and backward, for so many rows; frozen parts have no weight gradients."""
+        patches, tower, projector = self.patch_count(rows), trained == "all", trained != "none"
         flops = (4 if tower else 2) * self.embed_weights * patches
         flops += (6 if tower else 2) * self.block_weights * (patches + self.class_rows)
         flops -= 2 * self.entry_weights * rows if trained == "projector" else 0
@@ -107,7 +105,7 @@ class EncoderShape:
         frames, tall, wide = grid or (1, 1, patches)
         in_windows = patches * self.window**2
         if grid is not None and self.window_layers:
-            in_windows = frames * _squares(tall, self.window) * _squares(wide, self.window)
+            in_windows = frames * _window_squares(tall, self.window) * _window_squares(wide, self.window)
         whole = frames * (tall * wide + self.class_rows) ** 2
         return self.full_layers * whole + self.window_layers * in_windows
 
@@ -123,7 +121,7 @@ class EncoderShape:
         again = again if trained != "none" else 0
         pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / attention
         rows = self.rows or 1
-        patches = (self.patches_of(rows) + self.class_rows) / rows
+        patches = (self.patch_count(rows) + self.class_rows) / rows
         flops = self._weight_flops(rows, trained) + again * self._weight_flops(rows, "none")
         return Cost(
             linear_seconds=flops / rows / machine.encoder_flops_per_second
@@ -134,30 +132,35 @@ class EncoderShape:
         )
 
 
-def _squares(side: int, window: int) -> int:
-    """The sum of squares of the pieces of a side that is cut into windows."""
+def _window_squares(side: int, window: int) -> int:
+    """Return the sum of squares of the pieces of a side that is cut into windows."""
     return side // window * window**2 + (side % window) ** 2
 
 
 def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
-    """How many of a tower's layers attend in windows, and the patches of a window's side; (0, 0) if none does."""
+    """Return how many of a tower's layers attend in windows, and the patches of a window's side.
+
+    (0, 0) if none does.
+    """
     full = vision.value("fullatt_block_indexes")
     if full is None or not (pixels := vision.count("window_size")):
         return 0, 0
     windows = sum(layer not in full for layer in range(layers))
-    return windows, pixels // _side(vision, "patch") if windows else 0
+    return windows, pixels // _first_side(vision, "patch") if windows else 0
 
 
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of Qwen's towers, whose patches are merged by two linears, with those of deeper layers
-    (DeepStack).
-    """
-    width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _side(vision, "merge")
+    """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack)."""
+    width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _first_side(vision, "merge")
     between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     gated = family.startswith(_GATED)
     windows, window = window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
-    pixels = (vision.count("in_channels", "in_chans") or 3) * _side(vision, "patch") ** 2 * _side(vision, "frames")
+    pixels = (
+        (vision.count("in_channels", "in_chans") or 3)
+        * _first_side(vision, "patch") ** 2
+        * _first_side(vision, "frames")
+    )
     return EncoderShape(
         width=width,
         head_size=width // vision.count("num_heads"),
@@ -174,7 +177,10 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
 def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
     """Return the shape of towers over images of one size (CLIP, SigLIP), up to the last layer that is read."""
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
-    patches, class_rows = (vision.count("image_size") // _side(vision, "patch")) ** 2, int("clip" in vision.family)
+    patches, class_rows = (
+        (vision.count("image_size") // _first_side(vision, "patch")) ** 2,
+        int("clip" in vision.family),
+    )
     layers_read, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
     if model.family == "gemma3":  # patches are pooled
         projector, entry = width * hidden, 0
@@ -193,7 +199,7 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
         head_size=width // vision.count("num_attention_heads"),
         full_layers=max(layers_read),
         block_weights=max(layers_read) * width * (4 * width + 2 * vision.count("intermediate_size")),
-        embed_weights=width * (vision.count("num_channels") or 3) * _side(vision, "patch") ** 2,
+        embed_weights=width * (vision.count("num_channels") or 3) * _first_side(vision, "patch") ** 2,
         projector_weights=projector,
         entry_weights=entry,
         patches=patches,
@@ -205,8 +211,8 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
 _NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "temporal_patch_size"}
 
 
-def _side(vision: ConfigReader, size: str) -> int:
-    """A size; the first, if there is one for each side."""
+def _first_side(vision: ConfigReader, size: str) -> int:
+    """Return a size; the first, if there is one for each side."""
     value: Any = vision.value(_NAMES[size])
     return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[size])  # pyright: ignore[reportUnknownArgumentType]
 
@@ -264,7 +270,7 @@ class EncoderLoad:
     def of(
         cls, plan: Plan, images: Sequence[Sequence[int]], cost: Cost, *, max_rows: int | None = None
     ) -> "EncoderLoad":
-        """The load of these images: rows of each, by document of the plan; waves hold `max_rows` of a slot.
+        """Compute the load of these images: rows of each, by document of the plan; waves hold `max_rows` of a slot.
 
         >>> load = EncoderLoad.of(plan, [[256] * 16] * len(plan.lengths), shape.cost())  # doctest: +SKIP
         """

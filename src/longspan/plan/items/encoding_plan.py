@@ -13,7 +13,7 @@ import numpy as np
 
 from longspan.errors import PlanError
 from longspan.layout import Layout, Partition
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.items.item_table import ItemRows, ItemTable, ModalityRows
@@ -81,7 +81,7 @@ class ModalityPlan:
     split_over_tp: bool = False
 
     def item_rows_at(self, rank: int, micro_batch: int) -> tuple[ItemRows, ...]:
-        """What a rank needs of a micro-batch, for its own tokens and for those further on, depth by depth."""
+        """Return what a rank needs of a micro-batch, for its own tokens and for those further on, depth by depth."""
         return tuple(needed[rank][micro_batch] for needed in (self.needed, *self.ahead))
 
     @property
@@ -92,7 +92,7 @@ class ModalityPlan:
 
 
 @lru_cache(maxsize=8)
-def _plan_of_items(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
+def _plan_encoding(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
     """Plan which slots encode which items together; the rows of an item are a document of this plan."""
     return plan_dynamic(
         counts,
@@ -123,7 +123,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     """Plan the waves in which the items of a modality are encoded, and which rank needs which of their rows."""
     rows, home = table.of(modality), needed_by.home
     _check_largest(table, rows, planning)
-    plan = _plan_of_items(rows.counts, planning)
+    plan = _plan_encoding(rows.counts, planning)
     micro_batches = plan.micro_batches
     needed = rows_needed(rows, needed_by)
     wave_of_row = _wave_of_row(rows, micro_batches)
@@ -139,7 +139,7 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
 
 
 def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Integers:
-    """Return the rows that a rank needs, micro-batch by micro-batch, and in each of these depth after depth."""
+    """Order the rows that a rank needs: micro-batch by micro-batch, and in each of these depth after depth."""
     parts = [part.row for of_micro_batch in zip(*depths, strict=True) for part in of_micro_batch]
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
@@ -149,7 +149,7 @@ def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanni
     cap, largest = planning.max_rows_per_slot, int(np.argmax(rows.counts))
     if cap is not None and (count := rows.counts[largest]) > cap * planning.max_cp:
         raise PlanError(
-            f"{table.name(int(rows.items[largest]))} has {count} rows, more than the {cap * planning.max_cp} that "
+            f"{table.item_text(int(rows.items[largest]))} has {count} rows, more than the {cap * planning.max_cp} that "
             f"max_rows_per_slot {cap} x max_cp {planning.max_cp} of its encoder hold; raise one of them"
         )
 
@@ -174,11 +174,11 @@ def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict
     home, multiple = needed_by.home, needed_by.row_multiple
     needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
     for micro_batch in needed_by.micro_batches:
-        by_slot = _rows_of_slots(rows, micro_batch, home.slots, depth)
+        by_slot = _slot_rows(rows, micro_batch, home.slots, depth)
         for slot, (of_slot, count) in enumerate(by_slot):
             size = -(-max(count, 1) // multiple) * multiple // home.tp
             for tp in range(home.tp):
-                part = _rows_of_part(of_slot, size, tp) if needed_by.split_over_tp else of_slot
+                part = _part_rows(of_slot, size, tp) if needed_by.split_over_tp else of_slot
                 needed[home.rank_at(slot, tp=tp, pp=pp)].append(part)
     for rank in home.ranks:
         needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(needed_by.micro_batches)
@@ -193,12 +193,12 @@ def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int
         for _, group in wave.groups_of(slot):
             segments = group.shares.segments(group.slots.index(slot))
             first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
-            parts.append(expand(first + segments.start, first + segments.stop))
+            parts.append(expand_runs(first + segments.start, first + segments.stop))
         encoded |= {home.rank_at(slot, tp=tp): np.concatenate(parts) for tp in range(home.tp)}
     return encoded
 
 
-def _rows_of_slots(rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int) -> list[tuple[ItemRows, int]]:
+def _slot_rows(rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int) -> list[tuple[ItemRows, int]]:
     """Return for every slot its rows of items, by local row, and the number of its local rows."""
     parts: list[list[ItemRows]] = [[] for _ in range(slots)]
     counts = [0] * slots
@@ -209,15 +209,16 @@ def _rows_of_slots(rows: ModalityRows, micro_batch: MicroBatch, slots: int, dept
             local, row = rows.find_rows(group.documents, later)
             parts[slot].append(ItemRows(local + counts[slot], row))
             counts[slot] += group.shares.counts[member]
-    return [(_join(parts[slot]), counts[slot]) for slot in range(slots)]
+    return [(_join_rows(parts[slot]), counts[slot]) for slot in range(slots)]
 
 
-def _join(parts: Sequence[ItemRows]) -> ItemRows:
+def _join_rows(parts: Sequence[ItemRows]) -> ItemRows:
     return ItemRows(
         np.concatenate([_NONE, *(part.local for part in parts)]), np.concatenate([_NONE, *(part.row for part in parts)])
     )
 
 
-def _rows_of_part(of_slot: ItemRows, size: int, tp: int) -> ItemRows:
-    is_local = of_slot.local // size == tp
-    return ItemRows(of_slot.local[is_local] - tp * size, of_slot.row[is_local])
+def _part_rows(slot_rows: ItemRows, size: int, tp: int) -> ItemRows:
+    """Return the rows of items among the part of a slot's rows that a tensor-parallel rank has."""
+    is_local = slot_rows.local // size == tp
+    return ItemRows(slot_rows.local[is_local] - tp * size, slot_rows.row[is_local])

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import DataError, plural
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.layout.packing import is_integer
-from longspan.layout.segments import Integers, Segments, as_read_only, expand
+from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only
 
 
 class Item(NamedTuple):
@@ -76,12 +76,12 @@ class ModalityRows:
         start, stop = (np.minimum(document * self.stride + at, end) for at in (segments.start, segments.stop))
         first = np.searchsorted(self.spans.stop, start, side="right")
         last = np.searchsorted(self.spans.start, stop, side="left")
-        segment, span = np.repeat(np.arange(len(start)), last - first), expand(first, last)
+        segment, span = np.repeat(np.arange(len(start)), last - first), expand_runs(first, last)
         begin = np.maximum(start[segment], self.spans.start[span])
         size = np.minimum(stop[segment], self.spans.stop[span]) - begin
         local = segments.offset[segment] + begin - start[segment]
         row = self.spans.first[span] + begin - self.spans.start[span]
-        return ItemRows(expand(local, local + size), expand(row, row + size))
+        return ItemRows(expand_runs(local, local + size), expand_runs(row, row + size))
 
 
 class ItemTable:
@@ -116,19 +116,19 @@ class ItemTable:
         return hash((self.lengths, self.items))
 
     def placeholder_mask(self, document: int, start: int, stop: int) -> NDArray[np.bool_]:
-        """Whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
+        """Return whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
         keys = np.arange(start, stop) + document * self._stride
         span = np.searchsorted(self._spans.start, keys, side="right") - 1
         return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])
 
     def placeholders(self, document: int) -> Integers:
-        """The positions of a document that items take, ascending."""
+        """Return the positions of a document that items take, ascending."""
         first, last = np.searchsorted(self._spans.document, (document, document + 1))
         start, stop = (keys[first:last] - document * self._stride for keys in (self._spans.start, self._spans.stop))
-        return expand(start, stop)
+        return expand_runs(start, stop)
 
     def runs(self, document: int, modalities: Sequence[str]) -> list[tuple[int, int]]:
-        """The runs of positions of a document that items of these modalities take, joined where two touch."""
+        """Return the runs of positions of a document that items of these modalities take, joined where two touch."""
         first, last = np.searchsorted(self._spans.document, (document, document + 1))
         kinds = [self.modalities.index(modality) for modality in modalities if modality in self.modalities]
         of_kinds = first + np.flatnonzero(np.isin(self._spans.modality[first:last], kinds))
@@ -151,18 +151,18 @@ class ItemTable:
         items = np.array([i for i, _ in numbered], dtype=np.int64)
         base = np.cumsum(np.array([0, *(rows for _, rows in numbered)], dtype=np.int64))
         spans = _Spans(*(values[self._spans.modality == index] for values in self._spans))
-        return ModalityRows(as_read_only(items), as_read_only(base), self._stride, spans)
+        return ModalityRows(make_read_only(items), make_read_only(base), self._stride, spans)
 
     def digest(self) -> str:
-        """A digest of lengths and items, the same on every rank that was given the same."""
+        """Return a digest of lengths and items, the same on every rank that was given the same."""
         return self._digest
 
     @cached_property
     def _digest(self) -> str:
         return hashlib.sha256(repr((self.lengths, self.items)).encode()).hexdigest()[:16]
 
-    def name(self, item: int) -> str:
-        """An item in the words of an error message."""
+    def item_text(self, item: int) -> str:
+        """Return an item in the words of an error message."""
         return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
 
     def _sort_spans(self) -> _Spans:
@@ -178,7 +178,7 @@ class ItemTable:
                 next_row[item.modality] = first + stop - start
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
         self._check_overlaps(table)
-        return _Spans(*(as_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
+        return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 
     def _check_item(self, index: int, item: Item) -> None:
         """Raise DataError for an item of another document, or whose spans are not ascending inside it."""
@@ -191,12 +191,12 @@ class ItemTable:
         for start, stop in item.spans:
             if not end <= start < stop <= length:
                 raise DataError(
-                    f"{self.name(index)} has the spans {short(item.spans)}; the document has positions 0 to "
+                    f"{self.item_text(index)} has the spans {excerpt(item.spans)}; the document has positions 0 to "
                     f"{length - 1}: spans are (start, stop), not empty, ascending and disjoint"
                 )
             end = stop
         if not item.spans:
-            raise DataError(f"{self.name(index)} takes no position; give its spans, or leave it out")
+            raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
 
     def _check_overlaps(self, table: Integers) -> None:
         """Raise DataError for two items that take the same position."""
@@ -205,7 +205,8 @@ class ItemTable:
             one, other = (int(table[overlaps[0] + i, 5]) for i in range(2))
             position = int(table[overlaps[0] + 1, 0] - table[overlaps[0] + 1, 4] * self._stride)
             raise DataError(
-                f"{self.name(one)} and {self.name(other)} both take position {position}; every position is one item's"
+                f"{self.item_text(one)} and {self.item_text(other)} both take position {position}; every "
+                "position is one item's"
             )
 
 

@@ -35,17 +35,17 @@ class Bytes:
         return shards + self.gathered + self.kept + self.work + self.logits + self.communicators
 
     def to_json(self) -> dict[str, int]:
-        """All by name, and their "total"."""
+        """Return all by name, and their "total"."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"total": self.total}
 
 
-def gib(size: float) -> str:
-    """Bytes in GiB, with one decimal."""
+def gib_text(size: float) -> str:
+    """Return bytes in GiB, with one decimal."""
     return f"{size / 2**30:,.1f} GiB"
 
 
 def bytes_hint(size: int) -> str:
-    """What a number says that is too small for the memory of a GPU or host, and what may be meant.
+    """Return what a number says that is too small for the memory of a GPU or host, and what may be meant.
 
     >>> bytes_hint(80)
     'it is a number of bytes, and fewer than a CUDA context takes; 80 GiB are 85899345920'

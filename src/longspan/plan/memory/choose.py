@@ -11,7 +11,7 @@ from typing import Any
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.cost.machine import Machine
-from longspan.plan.memory.bytes import gib
+from longspan.plan.memory.bytes import gib_text
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.seconds import MemoryPrices
 from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, MemorySettings
@@ -65,7 +65,7 @@ def choose_memory(
     *,
     fixed: FixedMemory | None = None,
 ) -> MemoryPlan:
-    """The fastest plan of memory that fits a budget; `plan` is a plan, or all plans of a run.
+    """Choose the fastest plan of memory that fits a budget; `plan` is a plan, or all plans of a run.
 
     >>> memory = choose_memory("Qwen3-8B/config.json", home, plan, MemorySettings(), budget)  # doctest: +SKIP
 
@@ -77,49 +77,47 @@ def choose_memory(
     fitting = list(_fitting_plans(needs, budget, fixed))
     if fitting:
         return min(fitting, key=prices.seconds)
-    least = min(
-        (some.under(words) for some, words in _leanest_choices(needs, fixed)), key=lambda memory: memory.excess(budget)
-    )
+    least = min(leanest_plans(needs, fixed), key=lambda memory: memory.excess(budget))
     raise PlanError(_refusal_text(least, budget, home, fixed))
 
 
 def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """The plan that fits with the fewest layers of the slower measure, for each pair of measures and each setting."""
-    for some in _needs_by_setting(needs, fixed):
+    """Yield the plan that fits with the fewest layers of the slower measure, by pair of measures and setting."""
+    for changed_needs in _needs_by_setting(needs, fixed):
         for fast, slow in _measure_pairs(_distinct_measures(needs, fixed.words)):
-            if (memory := _fit_fewest_layers(some, slow, fast, budget, fixed)) is not None:
+            if (memory := _fit_fewest_layers(changed_needs, slow, fast, budget, fixed)) is not None:
                 yield memory
 
 
-def _fits_at_all(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
-    """Whether any choice fits: if none does in which layers keep least, on the device or on the host."""
+def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
+    """Return whether any choice fits: if none does in which layers keep least, on the device or on the host."""
     least: list[Measure] = [words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words]
     once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(
-        _fit_fewest_layers(some, slow, fast, budget, fixed) is not None
-        for some in _needs_by_setting(needs, replace(fixed, gathered_once=once))
+        _fit_fewest_layers(changed_needs, slow, fast, budget, fixed) is not None
+        for changed_needs in _needs_by_setting(needs, replace(fixed, gathered_once=once))
         for fast, slow in _measure_pairs(least)
     )
 
 
 def _measure_pairs(words: Sequence[Measure]) -> list[tuple[Measure, Measure]]:
-    """Each measure with itself, and with those that are slower."""
+    """Pair each measure with itself, and with those that are slower."""
     return [(fast, slow) for place, fast in enumerate(words) for slow in words[place:]]
 
 
 def _split_by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measure]]:
-    """Measures that keep on the device, and those that keep on the host."""
+    """Split measures into those that keep on the device, and those that keep on the host."""
     return [word for word in words if "+" not in word], [word for word in words if "+" in word]
 
 
 def _distinct_measures(needs: MemoryNeeds, words: Sequence[Measure]) -> list[Measure]:
-    """The measures without those that equal another one, as where no head is exchanged."""
+    """Return the measures without those that equal another one, as where no head is exchanged."""
     exchanges = any(load.exchanged_rows for load in needs.loads)
     return [word for word in words if exchanges or word != "exchanged"]
 
 
 def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
-    """The needs under each choice of settings."""
+    """Yield the needs under each choice of settings."""
     place = needs.places[0]
     settings = place.settings
     gathers = place.shards > 1 and not place.stays_whole and settings.backward
@@ -134,7 +132,7 @@ def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[Memory
 def _fit_fewest_layers(
     needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget, fixed: FixedMemory
 ) -> MemoryPlan | None:
-    """The plan that fits with the fewest layers of the slower measure; None where none fits device and host."""
+    """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host."""
     most = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:
         return _plan_if_fits(needs.under(needs.words(slow, fixed.layers)), budget) if slow == fast else None
@@ -152,9 +150,19 @@ def _plan_if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None
     return memory if memory.fits(budget) else None
 
 
-def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure]]:
-    """Each choice in which all layers have one measure."""
-    return ((some, word) for some in _needs_by_setting(needs, fixed) for word in fixed.words)
+def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan]:
+    """Yield the plans in which every layer keeps as little as these keys let it, on the device or on the host.
+
+    The first one has least on the device.
+    """
+    kinds = ("full", "selective") if fixed.measure is None else (fixed.measure,)
+    places = [True, False] if fixed.offload is None else [fixed.offload]
+    words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
+    settings = replace(needs.places[0].settings, gathered_once=bool(fixed.gathered_once))
+    for offload_states in [True, False] if fixed.offload_states is None else [fixed.offload_states]:
+        changed_needs = needs.with_settings(replace(settings, offload_states=offload_states))
+        for word in words:
+            yield changed_needs.under(changed_needs.words(word, fixed.layers))
 
 
 def _refusal_text(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
@@ -162,17 +170,19 @@ def _refusal_text(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: 
     under = f"with {keys}" if keys else "under any measure"
     device, host = least.device.total, least.host.total
     return (
-        f"the run does not fit {under}: with a slot of {least.rows:,} rows a rank needs at least {gib(device)} "
-        f"({device:,} bytes) of a GPU that may fill {gib(budget.device)} ({budget.device:,}), and {gib(host)} "
-        f"({host:,}) of its host's {gib(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer "
-        "rows a slot (context.max_tokens_per_slot), or a higher parallel.tp"
+        f"the run does not fit {under}: with a slot of {least.rows:,} rows a rank needs at least {gib_text(device)} "
+        f"({device:,} bytes) of a GPU that may fill {gib_text(budget.device)} ({budget.device:,}), and "
+        f"{gib_text(host)} ({host:,}) of its host's {gib_text(budget.host)} ({budget.host:,}); use more than "
+        f"{len(home.ranks)} ranks, fewer rows a slot (context.max_tokens_per_slot), or a higher parallel.tp"
     )
 
 
-def most_that_fits(fits: Callable[[int], bool], limit: int | None = None) -> int:
-    """The largest number that fits, where smaller ones do too, below the first power of two from a limit on; or 0.
+def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> int:
+    """Return the largest number that fits, or 0, where smaller ones do too.
 
-    >>> most_that_fits(lambda count: count <= 37)
+    The search goes up to the first power of two from a limit on.
+
+    >>> largest_fitting(lambda count: count <= 37)
     37
     """
     low, high = 0, 1
@@ -195,7 +205,7 @@ def longest_document(
     cp_comm_type: str = "auto",
     fixed: FixedMemory | None = None,
 ) -> tuple[int, MemoryPlan | None]:
-    """The most tokens of one document over all slots that fit, in 1024 rows of a slot, and the plan of memory for it.
+    """Return the most tokens of one document over all slots that fit, in 1024 rows of a slot, and its plan of memory.
 
     >>> tokens, memory = longest_document("Qwen3-8B/config.json", home, MemorySettings(), budget)  # doctest: +SKIP
 
@@ -205,20 +215,20 @@ def longest_document(
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     multiple = home.tp if settings.sequence_parallel else 1
 
-    def needs_of(rows: int) -> MemoryNeeds:
+    def row_needs(rows: int) -> MemoryNeeds:
         plan = plan_fixed([rows * home.slots], home, cp=home.slots, cp_comm_type=cp_comm_type)
         return MemoryNeeds.of(config, home, plan, settings, machine=machine)
 
     def fits(rows: int) -> bool:
         if measures != "auto":
-            return needs_of(rows).under(measures).fits(budget)
-        return _fits_at_all(needs_of(rows), budget, fixed)
+            return row_needs(rows).under(measures).fits(budget)
+        return _any_choice_fits(row_needs(rows), budget, fixed)
 
     step = _ROWS * multiple
-    low = most_that_fits(lambda count: fits(count * step))
+    low = largest_fitting(lambda count: fits(count * step))
     if not low:
         return 0, None
-    needs = needs_of(low * step)
+    needs = row_needs(low * step)
     if measures != "auto":
         return low * step * home.slots, needs.under(measures)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))

@@ -33,7 +33,7 @@ class EncoderBytes:
     def _patches(self) -> float:
         shape = self._shape
         return (
-            0.0 if shape is None else self.rows * (shape.patches_of(1) if shape.merge else shape.patches / shape.rows)
+            0.0 if shape is None else self.rows * (shape.patch_count(1) if shape.merge else shape.patches / shape.rows)
         )
 
     @cached_property
@@ -54,24 +54,24 @@ class EncoderBytes:
         return self._patches * (shape.full_layers + shape.window_layers) * of_block * number
 
     @property
-    def _outputs(self) -> float:
+    def _output_bytes(self) -> float:
         return self.rows * self._peak.row_bytes
 
     @property
     def bytes_kept(self) -> float:
         """Bytes that are kept while the language model runs."""
-        return self._outputs + (0.0 if self._settings.encoder_recomputed else self._block_bytes)
+        return self._output_bytes + (0.0 if self._settings.encoder_recomputed else self._block_bytes)
 
     @property
     def backward_bytes(self) -> float:
         """Bytes that are kept while encoders run backward."""
-        return self._outputs + self._block_bytes
+        return self._output_bytes + self._block_bytes
 
     @property
     def whole_bytes(self) -> float:
         """Bytes of a whole tower, which is gathered at once, and whose gradients are summed at once."""
         tower = self._peak.numbers.tower
-        return self._peak.whole(tower) * (1 + (self._peak.shards > 1)) + self._peak.summing(tower)
+        return self._peak.whole(tower) * (1 + (self._peak.shards > 1)) + self._peak.summing_bytes(tower)
 
     @property
     def block_work(self) -> float:

@@ -4,42 +4,42 @@ Experts (`model/experts/`) get a copy of a row for each of its visits, expert af
 its input only; elsewhere, and of other gates, what torch's operations save.
 """
 
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import Weights, feed_forward_weights
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.tape import Work
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import Weights, feed_forward_weights
 
 _INDEX = 8  # bytes of the number of a row
 _OWN_GATES = {"gpt_oss": 4}  # families with another gate, and tensors that it saves between its input and its output
 
 
 def dense_width(read: ConfigReader) -> int:
-    """Numbers of a row inside an MLP."""
+    """Return how many numbers a row has inside an MLP."""
     return feed_forward_weights(read, "dense").last // read.count("hidden_size")
 
 
 def has_gate(read: ConfigReader) -> bool:
-    """Whether MLPs and experts have three products, of which one is a gate."""
+    """Return whether MLPs and experts have three products, of which one is a gate."""
     return read.value("mlp_hidden_act") is None
 
 
 def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
-    """An MLP so wide, split over tensor-parallel ranks."""
+    """Add an MLP so wide, split over tensor-parallel ranks; return its output."""
     tape, width, hidden = builder.tape, width / builder.tp, builder.hidden
     size = builder.rows(width)
     if not has_gate(builder.read):
-        up = builder.linear(f"{prefix}up", "up_proj", x, hidden, width)
+        up = builder.add_linear(f"{prefix}up", "up_proj", x, hidden, width)
         product = tape.run(f"{prefix}act", (up,), size, saves=(up,))
     else:
-        gate = builder.linear(f"{prefix}gate_of", "gate_proj", x, hidden, width)
+        gate = builder.add_linear(f"{prefix}gate_of", "gate_proj", x, hidden, width)
         act = tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
-        up = builder.linear(f"{prefix}up", "up_proj", x, hidden, width)
+        up = builder.add_linear(f"{prefix}up", "up_proj", x, hidden, width)
         product = tape.run(f"{prefix}product", (act, up), size, saves=(act, up))
-    return builder.linear(f"{prefix}down", "down_proj", product, width, hidden)
+    return builder.add_linear(f"{prefix}down", "down_proj", product, width, hidden)
 
 
 def add_experts(builder: LayerBuilder, x: str) -> str:
-    """A router, the rows of visits through experts, their weighted sums, and the experts that every row visits."""
+    """Add a router, the experts that rows visit, their weighted sums, and the experts that every row visits."""
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
     weights, visits = feed_forward_weights(read, "experts"), read.count("num_experts_per_tok", "num_experts_per_token")
     gates, width = 1 + has_gate(read), expert_width(read)
@@ -66,12 +66,12 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
 
 
 def expert_width(read: ConfigReader) -> int:
-    """Numbers of a row inside an expert."""
+    """Return how many numbers a row has inside an expert."""
     return read.count("moe_intermediate_size") or read.count("intermediate_size")
 
 
 def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
-    """Weights of a row's visits. Their order is kept even where the layer is recomputed."""
+    """Add the weights of a row's visits. Their order is kept even where the layer is recomputed."""
     tape, count = builder.tape, builder.read.experts()[1]
     parts = {"visited": builder.rows(visits, _INDEX), "order": builder.rows(2 * visits, _INDEX)}
     if builder.read.family not in _OWN_GATES:  # a softmax over all experts, in float32
@@ -82,6 +82,7 @@ def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
 
 
 def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
+    """Add the product of the two halves of a gated MLP; return its output."""
     tape, size = builder.tape, builder.rows(width)
     between = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
     if not has_gate(builder.read):
@@ -93,7 +94,7 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
 
 
 def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
-    """The experts that every row visits as one MLP, for some families with a weight for each row."""
+    """Add the experts that every row visits as one MLP, for some families with a weight for each row."""
     read, hidden = builder.read, builder.hidden
     narrow = read.count("moe_latent_size")
     shared = weights.all - weights.of_experts - hidden * read.experts()[1] - 2 * hidden * narrow

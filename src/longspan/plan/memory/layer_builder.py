@@ -4,10 +4,10 @@ What norms keep is as they run: on GPUs by kernels that keep their input and a r
 transformers' operations in float32.
 """
 
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.tape import Tape, Work
+from longspan.plan.shape.config_reader import ConfigReader
 
 WIDE = 4  # bytes of a number of float32
 
@@ -44,7 +44,7 @@ class LayerBuilder:
         self.tape: Tape = Tape({"x": self.rows(self.residual)})
 
     def rows(self, width: float, bytes_per_number: int = 0) -> float:
-        """Bytes of a tensor so wide of all local rows; of the compute dtype unless another size is given."""
+        """Return the bytes of a tensor so wide of all local rows; of the compute dtype unless another size is given."""
         return self.load.rows * width * (bytes_per_number or self.number)
 
     @property
@@ -57,12 +57,12 @@ class LayerBuilder:
         """Whether state-space layers scan by kernels of GPUs, in the compute dtype."""
         return self.settings.gpu and self.settings.scan_kernels
 
-    def add(self, name: str, x: str, out: str) -> str:
-        """A residual's sum."""
+    def add_sum(self, name: str, x: str, out: str) -> str:
+        """Add a residual's sum; return its output."""
         return self.tape.run(name, (x, out), self.rows(self.residual), through=True)
 
-    def norm(self, name: str, x: str, width: float, groups: float = 1) -> str:
-        """An RMS norm of `groups` parts of a row."""
+    def add_norm(self, name: str, x: str, width: float, groups: float = 1) -> str:
+        """Add an RMS norm of `groups` parts of a row; return its output."""
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
             return tape.run(name, (x,), self.rows(width), saves=(x,), also=roots)
@@ -80,8 +80,8 @@ class LayerBuilder:
         saves = (even,) if self.settings.trains_all else ()  # for the gradient of its weight
         return tape.run(name, (even,), self.rows(width), saves=saves, work=Work(0.0, even_size))
 
-    def gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
-        """A norm with a gate before it (Mamba 2) or after it (gated delta nets)."""
+    def add_gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
+        """Add a norm with a gate before it (Mamba 2) or after it (gated delta nets); return its output."""
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
             return tape.run(name, (x, gate), self.rows(width), saves=(x, gate), also=roots)
@@ -93,8 +93,8 @@ class LayerBuilder:
         parts = {f"{name}.{part}": wide for part in ("x", "gate", "silu")} | {f"{name}.even": size}
         return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
 
-    def linear(self, name: str, target: str, x: str, width_in: float, width_out: float) -> str:
-        """A product with a weight of these widths, with its adapter if the linear `target` has one."""
+    def add_linear(self, name: str, target: str, x: str, width_in: float, width_out: float) -> str:
+        """Add a product with a weight of these widths, with its adapter if the linear `target` has one."""
         settings, size = self.settings, self.rows(width_out)
         if settings.trains_all:
             return self.tape.run(name, (x,), size, saves=(x,), weights=width_in * width_out * self.number)

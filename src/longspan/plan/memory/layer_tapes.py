@@ -7,15 +7,15 @@ tests/plan/memory/ counts the same on real models. MLPs and experts are in `feed
 
 from dataclasses import dataclass
 
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import LayerKind, attention_weights, key_value_heads, widths_of
-from longspan.plan.cost.mixer_shape import mixer_of
 from longspan.plan.memory.feed_tapes import add_experts, add_mlp, dense_width
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.mixer_tapes import add_mixer
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.tape import Tape, Work
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import LayerKind, attention_weights, attention_widths, key_value_heads
+from longspan.plan.shape.mixer_shape import read_mixer_shape
 
 HEAD_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3")  # families with a norm of each query and key
 POST_NORMS = ("gemma2", "gemma3", "glm4")  # families with a norm after attention and after the MLP too
@@ -37,23 +37,26 @@ class LayerTapes:
     tp: int = 1
     ep: int = 1
 
-    def tape(self, kind: LayerKind, load: SlotLoad, *, lean: bool = False) -> Tape:
-        """The layer's operations on a slot's rows; `lean` attention saves local rows, which backward exchanges."""
+    def make_tape(self, kind: LayerKind, load: SlotLoad, *, lean: bool = False) -> Tape:
+        """Make the layer's operations on a slot's rows.
+
+        `lean` attention saves local rows, which backward exchanges.
+        """
         builder = LayerBuilder(self.read, self.settings, load, tp=self.tp, ep=self.ep, lean=lean)
         x = "x"
         if kind.attention or kind.mixes:
-            x = builder.add("h", x, _post_norm(builder, "n1_post", self._add_mixing(builder, kind)))
+            x = builder.add_sum("h", x, _add_post_norm(builder, "n1_post", self._add_mixing(builder, kind)))
         if kind.feeds:
-            normed = builder.norm("n2", x, builder.hidden)
+            normed = builder.add_norm("n2", x, builder.hidden)
             experts = kind.feeds == "experts"
             out = add_experts(builder, normed) if experts else add_mlp(builder, "", normed, dense_width(self.read))
-            builder.add("y", x, _post_norm(builder, "n2_post", out))
+            builder.add_sum("y", x, _add_post_norm(builder, "n2_post", out))
         return builder.tape
 
     def _add_mixing(self, builder: LayerBuilder, kind: LayerKind) -> str:
-        """What attention, a state-space layer, or both, make of the normed rows."""
-        normed, parts = builder.norm("n1", "x", builder.hidden), list[str]()
-        mixer = mixer_of(self.read) if kind.mixes else None
+        """Add what attention, a state-space layer, or both, make of the normed rows."""
+        normed, parts = builder.add_norm("n1", "x", builder.hidden), list[str]()
+        mixer = read_mixer_shape(self.read) if kind.mixes else None
         if mixer is not None:
             parts.append(add_mixer(builder, normed, mixer))
         if kind.attention:
@@ -63,24 +66,24 @@ class LayerTapes:
         return builder.tape.run("both", parts, builder.rows(builder.hidden), through=True)
 
 
-def _post_norm(builder: LayerBuilder, name: str, out: str) -> str:
-    return builder.norm(name, out, builder.hidden) if builder.read.family.startswith(POST_NORMS) else out
+def _add_post_norm(builder: LayerBuilder, name: str, out: str) -> str:
+    return builder.add_norm(name, out, builder.hidden) if builder.read.family.startswith(POST_NORMS) else out
 
 
 def _add_attention(builder: LayerBuilder, x: str) -> str:
-    """Projections, norms of heads, rotary angles, attention, and for some families a gate."""
+    """Add projections, norms of heads, rotary angles, attention, and for some families a gate."""
     read, tape, tp, hidden = builder.read, builder.tape, builder.tp, builder.hidden
-    widths, kv_heads = widths_of(read), key_value_heads(read)
+    widths, kv_heads = attention_widths(read), key_value_heads(read)
     query, key = widths.query / tp, widths.key / min(tp, kv_heads)
     heads, kv_heads = read.count("num_attention_heads") / tp, max(1.0, kv_heads / tp)
     gate = max(0.0, attention_weights(read).all / hidden / tp - 2 * query - 2 * widths.key / tp)
-    q = builder.linear("q", "q_proj", x, hidden, query + gate)
-    k = builder.linear("k", "k_proj", x, hidden, key)
-    v = builder.linear("v", "v_proj", x, hidden, key)
+    q = builder.add_linear("q", "q_proj", x, hidden, query + gate)
+    k = builder.add_linear("k", "k_proj", x, hidden, key)
+    v = builder.add_linear("v", "v_proj", x, hidden, key)
     gates = q
     if read.family.startswith(HEAD_NORMS):
-        q = builder.norm("q_norm", q, query, heads)
-        k = builder.norm("k_norm", k, key, kv_heads)
+        q = builder.add_norm("q_norm", q, query, heads)
+        k = builder.add_norm("k_norm", k, key, kv_heads)
     turned = _ROTARY_WORK * builder.rows(query)
     q = tape.run("q_turned", (q,), builder.rows(query), work=Work(turned, turned))
     k = tape.run("k_turned", (k,), builder.rows(key))
@@ -88,11 +91,11 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
     if gate:
         factor = tape.run("gate", (gates,), builder.rows(gate), saves=("gate",))
         out = tape.run("gated", (out, factor), builder.rows(query), saves=(out, factor))
-    return builder.linear("o", "o_proj", out, query, hidden)
+    return builder.add_linear("o", "o_proj", out, query, hidden)
 
 
 def _add_attend(builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, heads: float) -> str:
-    """Attention of local rows; under types that exchange heads, between two exchanges."""
+    """Add attention of local rows; under types that exchange heads, between two exchanges."""
     load, tape, number, (q, k, v) = builder.load, builder.tape, builder.number, qkv
     blocks = (4 * load.ring_rows + 2 * load.gathered_rows) * key * number
     sums = 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows)

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspan.plan.cost.attention_price import kv_copies
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import key_value_heads
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.type_price import AttentionCall
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import key_value_heads
 
 
 @dataclass(frozen=True, order=True)
@@ -32,11 +32,11 @@ class SlotLoad:
     later: bool = False
 
     def covers(self, other: "SlotLoad") -> bool:
-        """Whether no number of another load is larger."""
-        return all(a >= b for a, b in zip(_numbers(self), _numbers(other), strict=True))
+        """Return whether no number of another load is larger."""
+        return all(a >= b for a, b in zip(_load_numbers(self), _load_numbers(other), strict=True))
 
 
-def _numbers(load: SlotLoad) -> tuple[float, ...]:
+def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
     return (
         load.rows,
         load.exchanged_rows,
@@ -48,10 +48,10 @@ def _numbers(load: SlotLoad) -> tuple[float, ...]:
     )
 
 
-def loads_of(
+def slot_loads(
     plans: Sequence[Plan], read: ConfigReader, settings: MemorySettings, machine: Machine, tp: int = 1
 ) -> tuple[SlotLoad, ...]:
-    """The loads of all slots in all micro-batches of these plans, without those that another one covers."""
+    """Return the loads of all slots in all micro-batches of these plans, without those that another one covers."""
     loads: set[SlotLoad] = set()
     for plan in plans:
         for index, batch in enumerate(plan.micro_batches):
@@ -72,7 +72,7 @@ def _slot_load(
     later: bool,
     of: tuple[ConfigReader, MemorySettings, Machine, int],
 ) -> SlotLoad:
-    """The rows of one slot in one micro-batch, `of` a model, its settings, a machine and `tp`."""
+    """Return the rows of one slot in one micro-batch, `of` a model, its settings, a machine and `tp`."""
     rows = exchanged = ring = gathered = runs = 0
     keys = 0.0
     read, settings, machine, tp = of
@@ -83,7 +83,7 @@ def _slot_load(
         runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
         if group.degree == 1 or not heads:
             continue
-        kind, members = exchange_of(group, read, settings, machine, plan.node_size, tp)
+        kind, members = group_exchange(group, read, settings, machine, plan.node_size, tp)
         if members > 1:
             exchanged += here
             keys += here * float(kv_copies(heads, kv_heads, members))
@@ -95,10 +95,10 @@ def _slot_load(
     return SlotLoad(rows, exchanged, keys, ring, gathered, max(1, runs), later)
 
 
-def exchange_of(
+def group_exchange(
     group: Group, read: ConfigReader, settings: MemorySettings, machine: Machine, node_size: int, tp: int
 ) -> tuple[str, int]:
-    """The type of most layers of a group, and how many members exchange heads under it."""
+    """Return the type of most layers of a group, and how many members exchange heads under it."""
     kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     kind, sizes = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
     if kind == "auto" and settings.cp_comm_type:
@@ -112,7 +112,7 @@ def exchange_of(
 
 
 def attention_call(read: ConfigReader, settings: MemorySettings, tp: int) -> AttentionCall:
-    """One layer's attention on each rank, of full attention."""
+    """Return the call of one layer's attention on each rank, of full attention."""
     heads = max(1, read.count("num_attention_heads") // tp)
     head = read.count("head_dim", "attention_head_dim") or read.count("hidden_size") // max(
         1, read.count("num_attention_heads")

@@ -7,16 +7,16 @@ from typing import Any
 
 from longspan.errors import plural
 from longspan.layout import Layout
-from longspan.plan.cost.config_reader import ConfigReader
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.cost.machine import CostSettings, Machine
-from longspan.plan.memory.bytes import Bytes, gib
-from longspan.plan.memory.loads import SlotLoad, loads_of
-from longspan.plan.memory.moments import moments_of
-from longspan.plan.memory.parameters import ModelNumbers, stages_of
-from longspan.plan.memory.settings import Measure, MemoryBudget, MemorySettings, measures_of
+from longspan.plan.memory.bytes import Bytes, gib_text
+from longspan.plan.memory.loads import SlotLoad, slot_loads
+from longspan.plan.memory.moments import step_moments
+from longspan.plan.memory.parameters import ModelNumbers, make_stages
+from longspan.plan.memory.settings import Measure, MemoryBudget, MemorySettings, layer_measures
 from longspan.plan.memory.step_peak import StepPeak
 from longspan.plan.plan import Plan
+from longspan.plan.shape.config_reader import ConfigReader
 
 MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/groups/)
 _WORDS: dict[Measure, str] = {
@@ -59,7 +59,7 @@ class MemoryPlan:
         *,
         machine: Machine | None = None,
     ) -> "MemoryPlan":
-        """The memory of a run of one plan or several: `measures` is a word for all layers, or one for each.
+        """Count the memory of a run of one plan or several: `measures` is a word for all layers, or one for each.
 
         `config` is a transformers configuration, object or dict, a config.json or its folder. `machine` decides which
         communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
@@ -68,15 +68,15 @@ class MemoryPlan:
         return needs.under(measures)
 
     def fits(self, budget: MemoryBudget) -> bool:
-        """Whether the plan fits a budget of bytes."""
+        """Return whether the plan fits a budget of bytes."""
         return self.device.total <= budget.device and self.host.total <= budget.host
 
     def excess(self, budget: MemoryBudget) -> int:
-        """Bytes of device and host above a budget."""
+        """Return how many bytes of device and host are above a budget."""
         return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
-        """Settings of a cost with this plan's recomputed layers, as most of them are, and its gathers."""
+        """Return the settings of a cost with this plan's recomputed layers, as most of them are, and its gathers."""
         return replace(
             settings,
             recomputation=self.recomputation,
@@ -92,29 +92,29 @@ class MemoryPlan:
         return word  # pyright: ignore[reportReturnType]
 
     def table(self) -> str:
-        """The bytes of device and host, a line for each name as in the JSON."""
+        """Return the bytes of device and host, a line for each name as in the JSON."""
         device, host = self.device.to_json(), self.host.to_json()
         lines = [f"{'':14}{'GPU':>22}{'host':>32}"]
         for name, size in device.items():
             other = host[name]
-            cells = f"{gib(size):>12} {size:>17,}", f"{gib(other):>12} {other:>17,}" if other else ""
+            cells = f"{gib_text(size):>12} {size:>17,}", f"{gib_text(other):>12} {other:>17,}" if other else ""
             lines.append(f"{name:<14}{cells[0]:>30}  {cells[1]:>30}".rstrip())
         return "\n".join(lines)
 
-    def line(self, budget: MemoryBudget | None = None) -> str:
-        """What layers keep and what is filled, in one line."""
+    def summary_line(self, budget: MemoryBudget | None = None) -> str:
+        """Return what layers keep and what is filled, in one line."""
         counts = Counter(self.measures)
         parts = [f"{count} {_WORDS[word]}" for word, count in counts.items()]
         first, *others = parts
         first_measure = f"{first.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first.split(' ', 1)[1]}"
-        of_all = f" of {gib(budget.device)}" if budget else ""
+        of_all = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
-        used = f"{gib(self.device.total).removesuffix(' GiB') if budget else gib(self.device.total)}{of_all}"
+        used = f"{gib_text(self.device.total).removesuffix(' GiB') if budget else gib_text(self.device.total)}{of_all}"
         measures = ", ".join([first_measure, *others]) + "".join(extras)
-        return f"memory: {measures}; {used}, {gib(self.host.total)} on the host"
+        return f"memory: {measures}; {used}, {gib_text(self.host.total)} on the host"
 
     def to_json(self) -> dict[str, Any]:
-        """All values, bytes as integers."""
+        """Return all values, bytes as integers."""
         return {
             "device": self.device.to_json(),
             "host": self.host.to_json(),
@@ -145,12 +145,12 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
-        """The needs of a run of one plan or several, as `MemoryPlan.of` takes them."""
+        """Count the needs of a run of one plan or several, as `MemoryPlan.of` takes them."""
         plans = [plan] if isinstance(plan, Plan) else list(plan)
         read = ConfigReader.of(config)
-        loads = loads_of(plans, read, settings, machine or Machine(), home.tp)
+        loads = slot_loads(plans, read, settings, machine or Machine(), home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
-        return cls.for_loads(config, home, loads, settings, micro_batches, groups=_groups_of_slot(plans))
+        return cls.for_loads(config, home, loads, settings, micro_batches, groups=_count_communicators(plans))
 
     @classmethod
     def for_loads(
@@ -163,14 +163,14 @@ class MemoryNeeds:
         *,
         groups: int = 0,
     ) -> "MemoryNeeds":
-        """The needs of these rows of slots, in steps of at most so many micro-batches, in so many groups of a slot."""
+        """Count the needs of these rows of slots, in steps of so many micro-batches and in so many groups of a slot."""
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = numbers.decoder_layers
         places = tuple(
             StepPeak(
                 read, home, settings, numbers, stage, _count_in_flight(home, settings, place, micro_batches), groups
             )
-            for place, stage in enumerate(stages_of(layers, home, settings, of_depths=len(numbers.kinds) - layers))
+            for place, stage in enumerate(make_stages(layers, home, settings, of_depths=len(numbers.kinds) - layers))
         )
         return cls(places, tuple(loads))
 
@@ -180,11 +180,11 @@ class MemoryNeeds:
         return len(self.places[0].numbers.kinds)
 
     def with_settings(self, settings: MemorySettings) -> "MemoryNeeds":
-        """The same run under other settings."""
+        """Return the same run under other settings."""
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
     def words(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
-        """One word for the first so many layers of each rank's stages (None or 0: each), another for the others."""
+        """Return one word for the first so many layers of a rank's stages (None or 0: each), another for the rest."""
         words = [others] * self.layers
         for place in self.places:
             for layer in place.stage.layers[: count or None]:
@@ -192,9 +192,9 @@ class MemoryNeeds:
         return tuple(words)
 
     def under(self, measures: str | Sequence[str]) -> MemoryPlan:
-        """The plan if layers keep this."""
-        words, settings = measures_of(measures, self.layers), self.places[0].settings
-        moments = [moment for place in self.places for moment in moments_of(place, self.loads, words)]
+        """Return the plan if layers keep this."""
+        words, settings = layer_measures(measures, self.layers), self.places[0].settings
+        moments = [moment for place in self.places for moment in step_moments(place, self.loads, words)]
         hosts = [place.host_bytes(self.loads, words) for place in self.places]
         return MemoryPlan(
             max(moments, key=lambda moment: moment.total),
@@ -206,8 +206,8 @@ class MemoryNeeds:
         )
 
 
-def _groups_of_slot(plans: Sequence[Plan]) -> int:
-    """The groups of several slots, other than all, that a slot is in at most, each with a communicator of its own."""
+def _count_communicators(plans: Sequence[Plan]) -> int:
+    """Count the groups of several slots, other than all, that a slot is in; each has a communicator."""
     groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
     several = [slots for slots in groups if 1 < len(slots) < max(plan.slots for plan in plans)]
     counts = Counter(slot for slots in several for slot in slots)
@@ -215,7 +215,7 @@ def _groups_of_slot(plans: Sequence[Plan]) -> int:
 
 
 def _count_in_flight(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
-    """How many micro-batches, of all that a rank holds of the model, wait for their backward passes at most."""
+    """Count how many micro-batches, of all that a rank holds of the model, wait for their backward passes at most."""
     if home.pp == 1:
         return 1.0
     if settings.schedule == "gpipe":

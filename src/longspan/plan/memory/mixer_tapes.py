@@ -4,9 +4,9 @@ Scans take rows in the compute dtype where kernels of GPUs run them, else in flo
 runs of rows are float32; kernels also make those of every chunk, forward and once more backward.
 """
 
-from longspan.plan.cost.mixer_shape import CHUNK, MixerShape
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.tape import Work
+from longspan.plan.shape.mixer_shape import CHUNK, MixerShape
 
 # Tensors of all rows and values in float32 that torch's operations hold in a scan, forward and backward, without a
 # delta rule and with one (counted on a CPU, and of peaks in bench/records/memory-measured-H200.json).
@@ -14,27 +14,28 @@ _TORCH_SCANS = {False: (8, 18), True: (10, 26)}
 
 
 def add_mixer(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """A state-space layer of a kind, whose heads tensor-parallel ranks share."""
+    """Add a state-space layer of a kind, whose heads tensor-parallel ranks share."""
     if mixer.kind == "short convolution":
         return _add_short_convolution(builder, x, mixer)
     return _add_delta_net(builder, x, mixer) if mixer.delta else _add_mamba(builder, x, mixer)
 
 
 def _add_short_convolution(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
+    """Add a short convolution between two gates and two projections."""
     tape, inner = builder.tape, mixer.channels / builder.tp
     size = builder.rows(inner)
-    parts = builder.linear("mixer_in", "in_proj", x, builder.hidden, 3 * inner)
+    parts = builder.add_linear("mixer_in", "in_proj", x, builder.hidden, 3 * inner)
     gated = tape.run("mixer_gated", (parts,), size, saves=(parts,))
     rolled = tape.run("mixer_rolled", (gated,), size, saves=(gated,))
     out = tape.run("mixer_out", (rolled, parts), size, saves=(rolled, parts))
-    return builder.linear("mixer_back", "out_proj", out, inner, builder.hidden)
+    return builder.add_linear("mixer_back", "out_proj", out, inner, builder.hidden)
 
 
 def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """One projection of gate, rows of the convolution and steps, of which all are read as parts."""
+    """Add one projection of gate, rows of the convolution and steps, of which all are read as parts."""
     tape, tp = builder.tape, builder.tp
     inner, channels, heads = mixer.last / builder.hidden / tp, mixer.channels / tp, mixer.heads / tp
-    every = builder.linear("mixer_in", "in_proj", x, builder.hidden, inner + channels + heads)
+    every = builder.add_linear("mixer_in", "in_proj", x, builder.hidden, inner + channels + heads)
     steps = {f"mixer_step.{i}": builder.rows(heads, WIDE) for i in range(4)}
     step = tape.run("mixer_steps", (every,), builder.rows(heads, WIDE), also=steps)
     rolled = tape.run("mixer_rolled", (every,), builder.rows(channels), saves=(every,))
@@ -49,18 +50,18 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
         also=keys | {"mixer_states": _state_bytes(builder, mixer)},
         work=_scan_work(builder, mixer, inner),
     )
-    normed = builder.gated_norm("mixer_normed", out, every, inner, 1, gate_first=True)
-    return builder.linear("mixer_back", "out_proj", normed, inner, builder.hidden)
+    normed = builder.add_gated_norm("mixer_normed", out, every, inner, 1, gate_first=True)
+    return builder.add_linear("mixer_back", "out_proj", normed, inner, builder.hidden)
 
 
 def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """Queries, keys and values through one convolution, unit queries and keys, the scan, and a gated norm of heads."""
+    """Add a convolution over queries, keys and values, unit queries and keys, the scan, and a gated norm of heads."""
     tape, tp = builder.tape, builder.tp
     values, heads = mixer.heads * mixer.value_size / tp, mixer.heads / tp
     channels = mixer.channels / tp
     keys = (channels - values) / 2
-    every = builder.linear("mixer_in", "in_proj_qkvz", x, builder.hidden, channels + values)
-    rates = builder.linear("mixer_rates", "in_proj_ba", x, builder.hidden, 2 * heads)
+    every = builder.add_linear("mixer_in", "in_proj_qkvz", x, builder.hidden, channels + values)
+    rates = builder.add_linear("mixer_rates", "in_proj_ba", x, builder.hidden, 2 * heads)
     mixed = tape.run("mixer_mixed", (every,), builder.rows(channels))
     gate = tape.run("mixer_gate", (every,), builder.rows(values))
     rolled = tape.run("mixer_rolled", (mixed,), builder.rows(channels), saves=(mixed,))
@@ -78,12 +79,12 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
         also=chunks | {"mixer_states": _state_bytes(builder, mixer)},
         work=_scan_work(builder, mixer, values),
     )
-    normed = builder.gated_norm("mixer_normed", out, gate, values, heads, gate_first=False)
-    return builder.linear("mixer_back", "out_proj", normed, values, builder.hidden)
+    normed = builder.add_gated_norm("mixer_normed", out, gate, values, heads, gate_first=False)
+    return builder.add_linear("mixer_back", "out_proj", normed, values, builder.hidden)
 
 
 def _add_unit_vectors(builder: LayerBuilder, rolled: str, keys: float) -> tuple[str, str]:
-    """Queries and keys of length 1: by a kernel that keeps what it makes, or in float32, which keeps its input too."""
+    """Add queries and keys of length 1: by a kernel that keeps its output, or in float32, which keeps its input too."""
     tape, size, units = builder.tape, _scan_row_bytes(builder, keys), list[str]()
     for name in ("queries", "keys"):
         x, parts = rolled, {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
@@ -94,17 +95,17 @@ def _add_unit_vectors(builder: LayerBuilder, rolled: str, keys: float) -> tuple[
 
 
 def _scan_row_bytes(builder: LayerBuilder, width: float) -> float:
-    """Rows as scans take them."""
+    """Return the bytes of rows as scans take them."""
     return builder.rows(width, builder.number if builder.scans_by_kernels else WIDE)
 
 
 def _state_bytes(builder: LayerBuilder, mixer: MixerShape) -> float:
-    """The states that enter runs."""
+    """Return the bytes of the states that enter runs."""
     return builder.load.runs * mixer.state / builder.tp * WIDE
 
 
 def _scan_work(builder: LayerBuilder, mixer: MixerShape, values: float) -> Work:
-    """What a scan holds while it runs forward and backward: states before chunks, and rows of all heads."""
+    """Return what a scan holds while it runs forward and backward: states before chunks, and rows of all heads."""
     states = builder.rows(mixer.state / builder.tp / CHUNK)
     if not builder.scans_by_kernels:
         forward, backward = _TORCH_SCANS[mixer.delta]

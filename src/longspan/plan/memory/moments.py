@@ -23,14 +23,14 @@ _AT_THE_LOSS = 3  # rows between layers: before the last norm and after it, and 
 _OF_WIDE_NORM = 2  # as many more, where the last norm is computed in float32 step by step
 
 
-def moments_of(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
-    """Bytes at every moment of steps with these loads, and at the optimizer's.
+def step_moments(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
+    """Yield the bytes at every moment of steps with these loads, and at the optimizer's.
 
-    >>> max(moments_of(peak, loads, ["full"] * 36), key=lambda moment: moment.total)  # doctest: +SKIP
+    >>> max(step_moments(peak, loads, ["full"] * 36), key=lambda moment: moment.total)  # doctest: +SKIP
     """
-    base = peak.resident
+    base = peak.resident_bytes
     if peak.settings.backward:
-        yield replace(base, gradients=int(peak.gradient_bytes(peak.all_numbers)), states=peak.states_of_update)
+        yield replace(base, gradients=int(peak.gradient_bytes(peak.all_numbers)), states=peak.update_state_bytes)
     for load in loads:
         yield from MicroBatchMoments(peak, load, tuple(measures)).all()
 
@@ -44,32 +44,32 @@ class MicroBatchMoments:
     measures: tuple[Measure, ...]
 
     def all(self) -> Iterator[Bytes]:
-        """All moments."""
-        yield from self._forward()
-        yield from self._loss()
+        """Yield all moments."""
+        yield from self._forward_moments()
+        yield from self._loss_moments()
         if self.peak.settings.backward:
-            yield from self._backward()
-            yield from self._end()
+            yield from self._backward_moments()
+            yield from self._end_moments()
 
     @cached_property
-    def _layers(self) -> list[LayerBytes]:
+    def _layer_bytes(self) -> list[LayerBytes]:
         return [self.peak.layer_bytes(i, self.load, self.measures[i]) for i in self.peak.stage.layers]
 
     @cached_property
-    def _whole(self) -> list[float]:
+    def _whole_weights(self) -> list[float]:
         return [self.peak.whole(self.peak.numbers.layers[i]) for i in self.peak.stage.layers]
 
     @cached_property
-    def _root(self) -> float:
-        return self.peak.whole(self.peak.root)
+    def _root_weights(self) -> float:
+        return self.peak.whole(self.peak.root_numbers)
 
     @cached_property
-    def _arrival(self) -> int:
+    def _arrival_factor(self) -> int:
         """1 where weights arrive from other slots, in a tensor of their own."""
         return int(self.peak.shards > 1)
 
     @cached_property
-    def _shards(self) -> float:
+    def _shard_bytes(self) -> float:
         """Shards of gradients that were there before."""
         every = self.peak.gradient_bytes(self.peak.all_numbers)
         return every if self.load.later and not self.peak.stays_whole else 0.0
@@ -88,10 +88,12 @@ class MicroBatchMoments:
         if not self.peak.settings.backward:
             return 0.0
         images = EncoderBytes(self.peak)
-        return (self.peak.in_flight - 1) * sum(layer.kept for layer in self._layers) + images.bytes_kept
+        return (self.peak.in_flight - 1) * sum(layer.kept for layer in self._layer_bytes) + images.bytes_kept
 
-    def _moment(self, *, gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0) -> Bytes:
-        base = self.peak.resident
+    def _make_moment(
+        self, *, gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0
+    ) -> Bytes:
+        base = self.peak.resident_bytes
         return Bytes(
             weights=base.weights,
             gradients=int(gradients),
@@ -104,38 +106,44 @@ class MicroBatchMoments:
         )
 
     def _whole_forward(self, i: int) -> float:
-        """Whole weights while layer i runs forward."""
+        """Return the bytes of whole weights while layer i runs forward."""
         if self.peak.stays_whole:
-            return self._root + sum(self._whole)
-        laid_out = sum(self._whole[: i + 1]) if self.peak.settings.gathered_once else self._whole[i]
-        return self._root + laid_out + self._arrival * self._whole[i]
+            return self._root_weights + sum(self._whole_weights)
+        laid_out = sum(self._whole_weights[: i + 1]) if self.peak.settings.gathered_once else self._whole_weights[i]
+        return self._root_weights + laid_out + self._arrival_factor * self._whole_weights[i]
 
-    def _forward(self) -> Iterator[Bytes]:
+    def _forward_moments(self) -> Iterator[Bytes]:
+        """Yield the moments of the forward pass, layer by layer."""
         whole_gradients, activations = self._whole_gradients if self.load.later else 0.0, self._other_activations
-        for i, layer in enumerate(self._layers):
-            leaving = self._layers[i - 1].host if i else 0.0  # on its way to the host
+        for i, layer in enumerate(self._layer_bytes):
+            leaving = self._layer_bytes[i - 1].host if i else 0.0  # on its way to the host
             whole = self._whole_forward(i) + whole_gradients
-            yield self._moment(
-                gradients=self._shards, gathered=whole, kept=activations + leaving, work=layer.peaks.forward
+            yield self._make_moment(
+                gradients=self._shard_bytes, gathered=whole, kept=activations + leaving, work=layer.peaks.forward
             )
             activations += layer.kept if self.peak.settings.backward else 0.0
 
-    def _loss(self) -> Iterator[Bytes]:
+    def _loss_moments(self) -> Iterator[Bytes]:
+        """Yield the moments of the loss, and of the logits that it is made of."""
         peak, settings = self.peak, self.peak.settings
         if not peak.stage.predicts:
             return
-        whole = self._root + self._arrival * self._whole[-1] * (not peak.stays_whole)
+        whole = self._root_weights + self._arrival_factor * self._whole_weights[-1] * (not peak.stays_whole)
         if peak.stays_whole or settings.gathered_once:
-            whole += sum(self._whole)
+            whole += sum(self._whole_weights)
         whole += self._whole_gradients if self.load.later else 0.0
-        activations = self._other_activations + sum(layer.kept for layer in self._layers) if settings.backward else 0.0
+        activations = (
+            self._other_activations + sum(layer.kept for layer in self._layer_bytes) if settings.backward else 0.0
+        )
         count = _AT_THE_LOSS + settings.depths + _OF_WIDE_NORM * (not (settings.gpu and settings.fused_norms))
         rows = count * self.load.rows * peak.row_bytes
-        for logits in self._logits():
-            yield self._moment(gradients=self._shards, gathered=whole, kept=activations, work=rows, logits=logits)
+        for logits in self._logit_bytes():
+            yield self._make_moment(
+                gradients=self._shard_bytes, gathered=whole, kept=activations, work=rows, logits=logits
+            )
 
-    def _logits(self) -> Iterator[float]:
-        """Of a chunk of logits with sums of the head's gradient, and of these when backward scales them."""
+    def _logit_bytes(self) -> Iterator[float]:
+        """Yield the bytes of a chunk of logits with sums of the head's gradient, and of these when they are scaled."""
         settings, number = self.peak.settings, self.peak.settings.compute_bytes
         vocabulary = self.peak.read.count("vocab_size") / self.peak.home.tp
         of_logit = 2 * number + (0 if settings.gpu else max(4, number))
@@ -148,27 +156,31 @@ class MicroBatchMoments:
         yield others + -(-rows // chunks) * vocabulary * of_logit + trained * (wide * (chunks > 1) + number)
         yield others + trained * (wide * 2 + number * (wide != number))
 
-    def _backward(self) -> Iterator[Bytes]:
+    def _backward_moments(self) -> Iterator[Bytes]:
+        """Yield the moments of the backward pass, layer by layer."""
         peak, stage = self.peak, self.peak.stage
-        activations, summed = self._other_activations + sum(layer.kept for layer in self._layers), self._shards
+        activations, summed = (
+            self._other_activations + sum(layer.kept for layer in self._layer_bytes),
+            self._shard_bytes,
+        )
         behind = 0.0  # what is sent of the layer behind
-        for i in reversed(range(len(self._layers))):
-            layer, numbers = self._layers[i], peak.numbers.layers[stage.layers[i]]
+        for i in reversed(range(len(self._layer_bytes))):
+            layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
             activations -= layer.kept
-            coming = self._layers[i - 1].host if i else 0.0
+            coming = self._layer_bytes[i - 1].host if i else 0.0
             others = self._other_weights_backward(i)
             own_bytes = layer.kept + layer.host
-            yield self._moment(
+            yield self._make_moment(
                 gradients=summed,
-                gathered=others + self._whole[i] + behind,
+                gathered=others + self._whole_weights[i] + behind,
                 kept=activations + own_bytes + coming,
                 work=layer.peaks.backward,
             )
             if peak.stays_whole:
                 continue
-            yield self._moment(
+            yield self._make_moment(
                 gradients=summed,
-                gathered=others + peak.summing(numbers),
+                gathered=others + peak.summing_bytes(numbers),
                 kept=activations + coming,
                 work=self.load.rows * peak.row_bytes,
             )
@@ -176,34 +188,34 @@ class MicroBatchMoments:
             summed += 0.0 if self.load.later else peak.gradient_bytes(numbers)
 
     def _other_weights_backward(self, i: int) -> float:
-        """Whole weights and gradients in the backward pass of layer i, but the layer's own."""
+        """Return the bytes of whole weights and gradients in the backward pass of layer i, without the layer's own."""
         peak = self.peak
         of_root = peak.numbers.head.trained * peak.stage.predicts
         if peak.settings.depths and not peak.numbers.tied:  # depths read the embedding: it has a gradient by now
             of_root += peak.numbers.embedding.trained * peak.stage.predicts
-        whole = self._root + of_root * peak.settings.compute_bytes
+        whole = self._root_weights + of_root * peak.settings.compute_bytes
         if peak.stays_whole:
-            return whole + sum(self._whole) - self._whole[i] + self._whole_gradients
+            return whole + sum(self._whole_weights) - self._whole_weights[i] + self._whole_gradients
         if peak.settings.gathered_once:
-            return whole + sum(self._whole[:i])
-        return whole + (self._arrival * self._whole[i - 1] if i else 0.0)
+            return whole + sum(self._whole_weights[:i])
+        return whole + (self._arrival_factor * self._whole_weights[i - 1] if i else 0.0)
 
-    def _end(self) -> Iterator[Bytes]:
-        """The root's gradients are summed, after all layers'; then those of images."""
-        peak, root = self.peak, self.peak.root
+    def _end_moments(self) -> Iterator[Bytes]:
+        """Yield the moments after all layers: the root's gradients are summed, then those of images."""
+        peak, root = self.peak, self.peak.root_numbers
         every = peak.gradient_bytes(peak.all_numbers)
-        before = self._shards if self.load.later else every - peak.gradient_bytes(root)
+        before = self._shard_bytes if self.load.later else every - peak.gradient_bytes(root)
         rows = self.load.rows * peak.row_bytes
         if peak.stays_whole:  # layer by layer, then the root
             largest = max((peak.numbers.layers[i] for i in peak.stage.layers), key=lambda n: n.trained)
             sent, of_root = (n.trained * peak.settings.reduce_bytes for n in (largest, root))
-            whole = self._root + sum(self._whole) + self._whole_gradients + sent
-            yield self._moment(gradients=peak.gradient_bytes(largest), gathered=whole, kept=0.0, work=rows)
-            yield self._moment(gradients=every, gathered=self._root + 2 * of_root, kept=0.0, work=rows)
+            whole = self._root_weights + sum(self._whole_weights) + self._whole_gradients + sent
+            yield self._make_moment(gradients=peak.gradient_bytes(largest), gathered=whole, kept=0.0, work=rows)
+            yield self._make_moment(gradients=every, gathered=self._root_weights + 2 * of_root, kept=0.0, work=rows)
         else:
-            yield self._moment(gradients=before, gathered=peak.summing(root), kept=0.0, work=rows)
+            yield self._make_moment(gradients=before, gathered=peak.summing_bytes(root), kept=0.0, work=rows)
         images = EncoderBytes(peak)
         if images.rows:
-            yield self._moment(
+            yield self._make_moment(
                 gradients=every, gathered=images.whole_bytes, kept=images.backward_bytes, work=images.block_work
             )

@@ -5,22 +5,22 @@ from dataclasses import dataclass
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import (
+from longspan.plan.items.encoder_shape import EncoderShape
+from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import (
     LayerKind,
     Weights,
     attention_weights,
+    attention_widths,
+    depth_kinds,
     feed_forward_weights,
+    has_latent_attention,
     has_shared_blocks,
-    kinds_of_depth,
-    latent,
     layer_kinds,
-    widths_of,
 )
-from longspan.plan.cost.mixer_shape import MixerShape, mixer_of
-from longspan.plan.cost.model_shape import ModelShape
-from longspan.plan.items.encoder_shape import EncoderShape
-from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.shape.mixer_shape import MixerShape, read_mixer_shape
+from longspan.plan.shape.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class ModelNumbers:
     def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
         """Count the parameters of a configuration under a home. Raises PlanError for sizes that are missing."""
         read = ConfigReader.of(config)
-        read.require("hidden_size", "vocab_size")
+        read.check_counts("hidden_size", "vocab_size")
         if reason := reason_uncounted(config):
             raise PlanError(f"{read.where} has {reason}, whose memory no configuration tells")
         kinds = layer_kinds(read)
         if not kinds:
-            read.require("num_hidden_layers")
-        depth = kinds_of_depth(read)
-        mixer = mixer_of(read) if any(kind.mixes for kind in kinds) else None
+            read.check_counts("num_hidden_layers")
+        depth = depth_kinds(read)
+        mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
         layers = [_layer_numbers(read, kind, mixer, home, settings) for kind in kinds]
         hidden = read.count("hidden_size")
         joined = 2 * hidden * hidden  # what a depth begins with
@@ -111,18 +111,18 @@ class ModelNumbers:
         )
 
     def begins_depth(self, layer: int) -> bool:
-        """Whether a layer is the first of a depth."""
+        """Return whether a layer is the first of a depth."""
         behind = layer - self.decoder_layers
-        return behind >= 0 and behind % len(kinds_of_depth(self.read)) == 0
+        return behind >= 0 and behind % len(depth_kinds(self.read)) == 0
 
-    def root(self, stage: Stage) -> Numbers:
-        """Embedding and head on a stage; a tied one once."""
+    def root_numbers(self, stage: Stage) -> Numbers:
+        """Return embedding and head on a stage; a tied one once."""
         parts = [self.embedding] * stage.embeds + [self.head] * stage.predicts
         return sum(parts[: 1 if self.tied else None], Numbers())
 
 
 def reason_uncounted(config: object) -> str:
-    """What of a model is not counted; "" for a model whose memory can be planned.
+    """Return what of a model is not counted; "" for a model whose memory can be planned.
 
     >>> reason_uncounted({"model_type": "zamba2"})
     'shared blocks'
@@ -132,7 +132,7 @@ def reason_uncounted(config: object) -> str:
     read = ConfigReader.of(config)
     if has_shared_blocks(read):
         return "shared blocks"
-    if latent(read):
+    if has_latent_attention(read):
         return "latent attention"
     ModelShape.of(config)
     return ""
@@ -141,6 +141,7 @@ def reason_uncounted(config: object) -> str:
 def _layer_numbers(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, home: Layout, settings: MemorySettings
 ) -> Numbers:
+    """Count the parameters of one layer of this kind, on a rank before it is sharded over slots."""
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:
         parts.append(attention_weights(read))
@@ -156,17 +157,17 @@ def _layer_numbers(
     if settings.trains_all:
         return Numbers(whole, whole, 0.0, share)
     adapters = settings.lora_rank * sum(
-        a + b for name, a, b in linears_of(read, kind, mixer) if settings.has_adapter(name)
+        a + b for name, a, b in adapter_linears(read, kind, mixer) if settings.has_adapter(name)
     )
     adapters /= home.tp
     return Numbers(whole + adapters, adapters, adapters, share + adapters)
 
 
-def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
-    """The linears of a layer that adapters go into: name, and numbers of a row before and behind."""
+def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
+    """Return the linears of a layer that adapters go into: name, and numbers of a row before and behind."""
     hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
     if kind.attention:
-        query, key = widths_of(read)
+        query, key = attention_widths(read)
         gate = max(0, attention_weights(read).all // hidden - 2 * query - 2 * key)
         linears += [("q_proj", hidden, query + gate), ("k_proj", hidden, key), ("v_proj", hidden, key)]
         linears += [("o_proj", query, hidden)]
@@ -186,7 +187,7 @@ def linears_of(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) ->
 
 
 def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
-    """The tower and projector of a model that sees, over all slots; nothing without images."""
+    """Count the tower and projector of a model that sees, over all slots; nothing without images."""
     if not settings.encoder_rows:
         return Numbers(), None
     shape = EncoderShape.of(config)
@@ -195,10 +196,10 @@ def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, E
     return Numbers(tower + projector, trained, 0.0, tower + projector), shape
 
 
-def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
-    """Consecutive layers for each pipeline stage, as `prepare` cuts a model: embedding and head count as a layer each.
+def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
+    """Divide layers over pipeline stages as `prepare` cuts a model: embedding and head count as a layer each.
 
-    >>> [len(part) for part in layers_of_stages(36, 4)]
+    >>> [len(part) for part in stage_layers(36, 4)]
     [8, 9, 10, 9]
 
     Raises PlanError if there are more stages than layers.
@@ -218,10 +219,10 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
-def stages_of(layers: int, home: Layout, settings: MemorySettings, *, of_depths: int = 0) -> tuple[Stage, ...]:
-    """What each pipeline position holds of `layers`; those `of_depths` behind them stand with the last stage."""
+def make_stages(layers: int, home: Layout, settings: MemorySettings, *, of_depths: int = 0) -> tuple[Stage, ...]:
+    """Make the stages of `layers`; those `of_depths` behind them stand with the last stage."""
     stages = home.pp * (settings.vpp if home.pp > 1 else 1)
-    parts: Sequence[Sequence[int]] = layers_of_stages(layers, stages)
+    parts: Sequence[Sequence[int]] = stage_layers(layers, stages)
     parts = [tuple(part) for part in parts]
     parts[-1] = (*parts[-1], *range(layers, layers + of_depths))
     places: list[Stage] = []

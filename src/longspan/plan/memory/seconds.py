@@ -12,19 +12,19 @@ from typing import Any
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.cost.machine import CostSettings, Machine
-from longspan.plan.cost.model_shape import ModelShape
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.settings import Measure
 from longspan.plan.memory.step_peak import StepPeak
 from longspan.plan.plan import Plan
+from longspan.plan.shape.model_shape import ModelShape
 
 BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
 SHOWN_SHARE = 0.1  # of copies to the host that a layer's work could hide
 
 
 def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> float:
-    """Seconds that the largest micro-batch takes longer than if everything were kept on the device.
+    """Return the seconds that the largest micro-batch takes longer than if everything were kept on the device.
 
     >>> added_seconds("Qwen3-8B/config.json", needs.under("full"), needs, Machine.known("H200"))  # doctest: +SKIP
     """
@@ -34,7 +34,7 @@ def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: 
 def step_seconds(
     config: Any, plans: Sequence[Plan], memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, cost: Cost
 ) -> float:
-    """The mean seconds of the steps of some plans, by a cost with `MemoryPlan.cost_settings` and what that leaves out.
+    """Return the mean seconds of the steps of some plans, with what `MemoryPlan.cost_settings` leaves out.
 
     >>> step_seconds("Qwen3-8B/config.json", plans, memory, needs, machine, cost)  # doctest: +SKIP
 
@@ -46,7 +46,7 @@ def step_seconds(
 
 
 def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
-    """What a cost with `MemoryPlan.cost_settings` leaves out: seconds of the largest micro-batch, and those of a step.
+    """Return the seconds that `MemoryPlan.cost_settings` leaves out: of the largest micro-batch, and of a step.
 
     The first are of copies to the host, and of layers that keep something else than most: less than 0 where these do
     less. The others are of the optimizer's states on the host.
@@ -70,7 +70,7 @@ class MemoryPrices:
     load: SlotLoad
 
     def seconds(self, memory: MemoryPlan) -> float:
-        """What a plan adds: its layers', and that of gathers and states."""
+        """Return the seconds that a plan adds: its layers', and those of gathers and states."""
         layers = sum(self._layer_seconds(index, word) for index, word in enumerate(memory.measures))
         gather = 0.0 if memory.gathered_once else self._gather_seconds
         states = memory.host.states if memory.offload_states else 0
@@ -85,8 +85,8 @@ class MemoryPrices:
         seconds += self._exchange_seconds.get(kind, 0.0)
         return seconds + (self._host_seconds(index, word) if host else 0.0)
 
-    def _cost(self, kind: Recomputation) -> float:
-        """Seconds of the load in the whole model, whose layers recompute so."""
+    def _kind_cost(self, kind: Recomputation) -> float:
+        """Return the cost of the load in the whole model, whose layers recompute so."""
         settings = self.place.settings
         costs = CostSettings(recomputation=kind, depths=settings.depths, frozen=not settings.trains_all)
         cost: Cost = self.machine.cost(self.config, costs).shared_by(self.place.home.tp)
@@ -100,20 +100,20 @@ class MemoryPrices:
         return self.place.home.slots if load.exchanged_rows or load.ring_rows or load.gathered_rows else 1
 
     @property
-    def _layers(self) -> int:
+    def _layer_count(self) -> int:
         return len(self.place.numbers.kinds)
 
     @cached_property
     def _plain_seconds(self) -> float:
-        return self._cost("none") / self._layers
+        return self._kind_cost("none") / self._layer_count
 
     @cached_property
     def _selective_seconds(self) -> float:
-        return max(0.0, self._cost("selective") / self._layers - self._plain_seconds)
+        return max(0.0, self._kind_cost("selective") / self._layer_count - self._plain_seconds)
 
     @cached_property
     def _full_seconds(self) -> float:
-        return max(0.0, self._cost("full") / self._layers - self._plain_seconds)
+        return max(0.0, self._kind_cost("full") / self._layer_count - self._plain_seconds)
 
     @cached_property
     def _exchange_seconds(self) -> dict[str, float]:
@@ -130,7 +130,7 @@ class MemoryPrices:
         return {kind: number * width for kind, width in widths.items()}
 
     def _host_seconds(self, index: int, word: str) -> float:
-        """Copies there and back: what a layer's passes do not hide, and a share of what they do."""
+        """Return the seconds of copies there and back: what passes do not hide, and a share of what they do."""
         size = self.place.layer_bytes(index, self.load, word).host  # pyright: ignore[reportArgumentType]
         copied = size / self.machine.host_copy_bytes_per_second
         forward = self._plain_seconds / 3

@@ -73,7 +73,7 @@ class MemorySettings:
         return not self.lora_rank
 
     def has_adapter(self, linear: str) -> bool:
-        """Whether a linear of this name has an adapter."""
+        """Return whether a linear of this name has an adapter."""
         return bool(self.lora_rank) and (
             not self.lora_targets or linear in {target.rpartition(".")[2] for target in self.lora_targets}
         )
@@ -101,8 +101,11 @@ class MemoryBudget:
     host: int = 0
 
 
-def measures_of(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:
-    """One word a layer, of one word for all or of one for each. Raises PlanError for others, and for another count."""
+def layer_measures(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:
+    """Return one measure a layer, of one word for all or of one for each.
+
+    Raises PlanError for others, and for another count.
+    """
     several = (words,) * layers if isinstance(words, str) else tuple(words)
     for word in several:
         if word not in MEASURES:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from longspan.layout import Layout
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import LayerKind
 from longspan.plan.memory.bytes import Bytes
 from longspan.plan.memory.layer_tapes import EXCHANGED, KEPT_OF_ATTENTION, LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.parameters import ModelNumbers, Numbers, Stage
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Measure, MemorySettings
 from longspan.plan.memory.tape import Peaks, Tape
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import LayerKind
 
 CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels (bench/records/memory-measured-H200.json)
 COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group (bench/records/communicators-4xH200.md)
@@ -66,14 +66,14 @@ class StepPeak:
         return self.read.count("hidden_size") * self.settings.compute_bytes
 
     def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
-        """What one layer keeps and holds of a load."""
+        """Return what one layer keeps and holds of a load."""
         is_depth = self.numbers.begins_depth(layer)
         key = self.numbers.kinds[layer], load, measure, is_depth
         if key not in self.layers_so_far:
-            tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).tape(
+            tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).make_tape(
                 key[0], load, lean=measure.startswith("selective")
             )
-            of_layer = _layer_bytes_under(tape, measure)
+            of_layer = _tape_bytes(tape, measure)
             around = _OF_A_DEPTH * load.rows * self.row_bytes * is_depth
             self.layers_so_far[key] = replace(of_layer, kept=of_layer.kept + around)
         return self.layers_so_far[key]
@@ -81,15 +81,15 @@ class StepPeak:
     @cached_property
     def all_numbers(self) -> Numbers:
         """All parameters that are here, towers included."""
-        return sum((self.numbers.layers[i] for i in self.stage.layers), self.root) + self.numbers.tower
+        return sum((self.numbers.layers[i] for i in self.stage.layers), self.root_numbers) + self.numbers.tower
 
     @cached_property
-    def root(self) -> Numbers:
+    def root_numbers(self) -> Numbers:
         """Embedding and head, as far as they are here."""
-        return self.numbers.root(self.stage)
+        return self.numbers.root_numbers(self.stage)
 
     @cached_property
-    def resident(self) -> Bytes:
+    def resident_bytes(self) -> Bytes:
         """This rank's shards of weights and states, and what every GPU has."""
         settings, every, tower = self.settings, self.all_numbers, self.numbers.tower
         trained = every.share if settings.trains_all else every.adapters
@@ -109,7 +109,7 @@ class StepPeak:
         return int(trained * settings.weight_bytes * settings.state_numbers / self.shards)
 
     @property
-    def states_of_update(self) -> int:
+    def update_state_bytes(self) -> int:
         """Bytes of states on the device during an update: all, or of those on the host the most that it copies."""
         every = self._state_bytes()
         return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every
@@ -122,7 +122,7 @@ class StepPeak:
         return CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)
 
     def gradient_bytes(self, numbers: Numbers) -> float:
-        """Bytes of this rank's shard of the gradients of these parameters."""
+        """Return the bytes of this rank's shard of the gradients of these parameters."""
         if not numbers.trained or not self.settings.backward:
             return 0.0
         size = self.settings.weight_bytes
@@ -131,11 +131,11 @@ class StepPeak:
         return numbers.trained / numbers.whole * numbers.share * size / self.shards
 
     def whole(self, numbers: Numbers) -> float:
-        """Bytes of these parameters as a layer computes with them, where FSDP2 makes them."""
+        """Return the bytes of these parameters as a layer computes with them, where FSDP2 makes them."""
         return numbers.whole * self.settings.compute_bytes if self.settings.shard_parameters else 0.0
 
-    def summing(self, numbers: Numbers) -> float:
-        """Gradients of a layer while they are summed over slots: as they were, laid out to be sent, and the result.
+    def summing_bytes(self, numbers: Numbers) -> float:
+        """Return the bytes of a layer's gradients while they are summed: as they were, as sent, and as summed.
 
         Over one slot FSDP2 divides what would be sent by 1 first, into another tensor.
         """
@@ -146,14 +146,14 @@ class StepPeak:
         return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
-        """What waits on the host: activations of the largest load, and states."""
+        """Return the bytes that wait on the host: activations of the largest load, and states."""
         activations = max(sum(self.layer_bytes(i, load, measures[i]).host for i in self.stage.layers) for load in loads)
         states = self._state_bytes() if self.settings.offload_states else 0
         return Bytes(kept=int(activations * self.in_flight) if self.settings.backward else 0, states=states)
 
 
-def _layer_bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
-    """What a layer keeps under a measure, and its peaks above that."""
+def _tape_bytes(tape: Tape, measure: Measure) -> LayerBytes:
+    """Return what a layer keeps under a measure, and its peaks above that."""
     kind, _, host = measure.partition("+")
     size = bytes_kept(tape, kind)
     if kind == "none":
@@ -164,7 +164,7 @@ def _layer_bytes_under(tape: Tape, measure: Measure) -> LayerBytes:
 
 
 def bytes_kept(tape: Tape, kind: str) -> float:
-    """Bytes that a layer keeps under "none", "exchanged", "selective" or "full", wherever they wait."""
+    """Return the bytes that a layer keeps under "none", "exchanged", "selective" or "full", wherever they wait."""
     if kind == "none":
         return tape.bytes_saved(("x",)) + tape.sizes["x"]
     return sum(tape.sizes[name] for name in _names_to_keep(tape, kind))

@@ -83,19 +83,19 @@ class Tape:
         return self.operations[-1].outputs[0]
 
     def names_saved(self) -> set[str]:
-        """The tensors that backward needs."""
+        """Return the tensors that backward needs."""
         return {name for operation in self.operations for name in operation.saves}
 
     def bytes_saved(self, but: Collection[str] = ()) -> float:
-        """Bytes of the tensors that backward needs, without some."""
+        """Return the bytes of the tensors that backward needs, without some."""
         return sum(self.sizes[name] for name in self.names_saved() if name not in but)
 
     def weight_bytes(self) -> float:
-        """Bytes of the gradients of all parameters."""
+        """Return the bytes of the gradients of all parameters."""
         return sum(operation.weights for operation in self.operations)
 
     def peaks(self, held: Collection[str], *, again: bool = True) -> Peaks:
-        """The peaks of the layer's passes; `held` is kept in between and not counted: at least the input.
+        """Return the peaks of the layer's passes; `held` is kept in between and not counted: at least the input.
 
         With `again`, backward begins with a forward pass that saves what backward needs, without its end that saves
         nothing, as torch stops early; without, all that is saved is there already, and is counted too.
@@ -106,7 +106,7 @@ class Tape:
         return Peaks(forward, max(least + self.sizes[self.output] * again, self._backward_peak(held)))
 
     def _forward_peak(self, held: Collection[str], saved: frozenset[str], *, stop_early: bool = False) -> float:
-        """The most bytes alive in a forward pass: of tensors from their making to their last use, and all saved."""
+        """Return the most bytes alive in a forward pass: of tensors until their last use, and of saved ones."""
         operations = self.operations
         if stop_early:
             last = max((i for i, op in enumerate(operations) if op.saves), default=-1)
@@ -123,7 +123,7 @@ class Tape:
         return peak
 
     def _backward_peak(self, held: Collection[str]) -> float:
-        """The most bytes alive in a backward pass: saved tensors that are left, gradients, and those of parameters."""
+        """Return the most bytes alive in a backward pass: of saved tensors that are left, and of gradients."""
         users: dict[str, int] = {}
         for operation in self.operations:
             for name in set(operation.saves):

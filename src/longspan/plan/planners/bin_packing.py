@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 
 def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
-    """The bin of each document: the first bin with room for it, in a tree of the most room below each node.
+    """Choose the bin of each document: the first bin with room for it, in a tree of the most room below each node.
 
     With lengths in falling order this is first-fit decreasing. Every length must be at most `room`.
     """
@@ -36,7 +36,7 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
-    """The bin of each document: always the bin with the least work of those with room; None if one fits nowhere.
+    """Choose the bin of each document: the bin with the least work of those with room; None if one fits nowhere.
 
     Lengths must be in falling order. Bins that are too full for a document wait in `full` until the documents have
     become short enough for the room that is left in them.

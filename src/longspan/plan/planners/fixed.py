@@ -19,7 +19,7 @@ from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.bin_packing import pack_first_fit, pack_least_loaded
-from longspan.plan.planners.options import PlanKeywords, PlanOptions, options_of, shows_options
+from longspan.plan.planners.options import PlanKeywords, PlanOptions, call_options, shows_options
 from longspan.plan.planners.request import Request
 
 Ints = NDArray[np.int64]
@@ -60,7 +60,7 @@ def plan_fixed(
     Raises PlanError if cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, or a type
     or number is impossible; LayoutError for a bad length.
     """
-    request = Request.of(lengths, home, options_of(plan_fixed, options, keywords))
+    request = Request.of(lengths, home, call_options(plan_fixed, options, keywords))
     packer = Packer.of(request, request.check_degree(home, cp))
     if not request.lengths:
         return request.plan((), "fixed")
@@ -69,7 +69,10 @@ def plan_fixed(
 
 
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
-    """The smallest degree that slots and heads allow and that holds the longest document; all slots if none does."""
+    """Return the smallest degree that slots and heads allow and that holds the longest document.
+
+    All slots if none does.
+    """
     cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
     fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
     return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
@@ -92,7 +95,7 @@ class Packer:
 
     @classmethod
     def of(cls, request: Request, cp: int) -> "Packer":
-        """The documents and groups of a request at degree cp, which divides its slots."""
+        """Sort the documents and groups of a request at degree cp, which divides its slots."""
         in_plan_order = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-in_plan_order, kind="stable")
         lengths = in_plan_order[order]
@@ -103,9 +106,7 @@ class Packer:
         return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
 
     def assignments(self) -> Iterator[Ints]:
-        """Yield assignments worth pricing: few bins, level bins, these with one more round of micro-batches, and
-        chains.
-        """
+        """Yield assignments worth pricing: few bins, level bins, each with one more round, and chains."""
         few = self._sort_bins(pack_first_fit(self.lengths, self.room))
         yield self._place_bins(self._level_groups(few))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
@@ -125,11 +126,11 @@ class Packer:
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
     def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
-        """Groups of the documents that share a place, ids rising; a place without documents has no group."""
+        """Make groups of the documents that share a place, ids rising; a place without documents has no group."""
         documents_of: dict[int, list[int]] = {}
         for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
             documents_of.setdefault(place, []).append(document)
-        batches: list[list[Group]] = [[] for _ in range(self._count(assignment))]
+        batches: list[list[Group]] = [[] for _ in range(self._count_micro_batches(assignment))]
         for place in sorted(documents_of):
             m, g = divmod(place, len(self.inside))
             batches[m].append(self.request.group(range(g * self.cp, (g + 1) * self.cp), documents_of[place]))
@@ -143,7 +144,7 @@ class Packer:
 
     def _level_groups(self, assignment: Ints) -> Ints:
         """Spread the documents of each micro-batch anew over its groups, if that is faster."""
-        groups, count = len(self.inside), self._count(assignment)
+        groups, count = len(self.inside), self._count_micro_batches(assignment)
         batch, fresh = assignment // groups, assignment.copy()
         members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
         for m, documents in enumerate(members):
@@ -180,12 +181,12 @@ class Packer:
         self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
     ) -> Floats:
         """Return the seconds of each place (micro-batches, groups); `inside`: whether each group is inside a node."""
-        count = count or self._count(assignment)
+        count = count or self._count_micro_batches(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
 
     def _bin_seconds(self, bins: Ints, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
-        """Seconds of each bin (count,); an empty one takes none."""
+        """Return the seconds of each bin (count,); an empty one takes none."""
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
         np.add.at(tokens, bins, rows)
@@ -193,7 +194,7 @@ class Packer:
         documents = np.bincount(bins, minlength=count)
         return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
 
-    def _count(self, assignment: Ints) -> int:
+    def _count_micro_batches(self, assignment: Ints) -> int:
         return self._round_up(1 + int(assignment.max()) // len(self.inside))
 
     def _round_up(self, micro_batches: int) -> int:
@@ -221,7 +222,7 @@ def plan_padded(
     `plan_fixed`; the cap counts whole padded rows. With partition="contiguous" some slots hold more padding than
     others.
     """
-    request = Request.of(lengths, home, options_of(plan_padded, options, keywords))
+    request = Request.of(lengths, home, call_options(plan_padded, options, keywords))
     cp = request.check_degree(home, cp)
     groups = request.slots // cp
     return request.plan(

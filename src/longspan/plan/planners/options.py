@@ -90,8 +90,11 @@ def shows_options(planner: Planner) -> Planner:
     return planner
 
 
-def options_of(planner: Callable[..., Any], options: PlanOptions | None, keywords: PlanKeywords) -> PlanOptions:
-    """The options of one call. Raises TypeError for a keyword that the planner does not have, with the nearest one."""
+def call_options(planner: Callable[..., Any], options: PlanOptions | None, keywords: PlanKeywords) -> PlanOptions:
+    """Gather the options of one call.
+
+    Raises TypeError for a keyword that the planner does not have, with the nearest one.
+    """
     names = [*inspect.signature(planner).parameters]
     for name in keywords:
         if name not in names:

@@ -22,7 +22,7 @@ from longspan.plan.check import (
 )
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
-from longspan.plan.hierarchy import levels_at
+from longspan.plan.hierarchy import level_sizes
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
@@ -59,10 +59,13 @@ class Request(PlanOptions):
         request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
         request._check_numbers()
         request._check_mode(home)
-        return replace(request, cost=request.price())
+        return replace(request, cost=request.group_cost())
 
-    def price(self) -> Cost:
-        """The cost of groups of the request's type, partition and node size; "auto" is the fastest of each group."""
+    def group_cost(self) -> Cost:
+        """Return the cost of groups of the request's type, partition and node size.
+
+        "auto" is the fastest of each group.
+        """
         sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
         inner = 1 if sizes is None or "a2a+p2p" not in self.types else sizes if isinstance(sizes, int) else sizes[0]
         cost = replace(self.cost, node_size=self.node_size).under(self.types, max(1, inner), heads=heads)
@@ -114,7 +117,10 @@ class Request(PlanOptions):
         return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
 
     def degrees(self, least: int, most: int) -> range | tuple[int, ...]:
-        """The degrees from `least` to `most` that a group may have; under a2a those that the query heads allow."""
+        """Return the degrees from `least` to `most` that a group may have.
+
+        Under a2a they are those that the query heads allow.
+        """
         if self.heads is None or "a2a" not in self.types:
             return range(least, most + 1)
         return tuple(d for d in range(least, most + 1) if heads_allow(d, self.heads, self.types, self.tp))
@@ -153,24 +159,24 @@ class Request(PlanOptions):
         return -(-longest // (cp * self.row_multiple)) * self.row_multiple
 
     def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
-        """A group of these slots and documents, with the request's types, sizes and partition."""
+        """Return a group of these slots and documents, with the request's types, sizes and partition."""
         lengths = tuple(self.lengths[d] for d in documents)
-        sizes, partition = self.sizes_of(len(slots)), self.partition_of(len(slots))
+        sizes, partition = self.level_sizes(len(slots)), self.partition_kind(len(slots))
         return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
 
-    def sizes_of(self, degree: int) -> tuple[int, int] | None:
-        """The two sizes of a group of this degree; the first divides the degree and the size in the options."""
+    def level_sizes(self, degree: int) -> tuple[int, int] | None:
+        """Return the two sizes of a group of this degree; the first divides the degree and the size in the options."""
         sizes = self.hierarchical_context_parallel_sizes
         if "a2a+p2p" not in self.types or sizes is None:
             return None
-        return levels_at(sizes, degree)
+        return level_sizes(sizes, degree)
 
-    def partition_of(self, degree: int) -> PartitionKind:
-        """How the rows of a group of this degree are divided; a single slot has the same rows either way."""
+    def partition_kind(self, degree: int) -> PartitionKind:
+        """Return how the rows of a group of this degree are divided; a single slot has the same rows either way."""
         return self.partition if degree > 1 else "zigzag"
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
-        """The checked plan of these micro-batches, with dummies up to the next multiple, its time and its bound."""
+        """Make the checked plan of these micro-batches, with dummies up to the next multiple, times and a bound."""
         micro_batches = self.resolve_types(micro_batches)
         dummies = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
         batches = (*micro_batches, *[MicroBatch()] * (dummies - len(micro_batches)))
@@ -191,7 +197,7 @@ class Request(PlanOptions):
         return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
 
     def resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The same with the fastest type of each group of several slots in place of "auto", with its levels.
+        """Replace "auto" by the fastest type of each group of several slots, with its levels.
 
         Where the query heads are unknown the groups keep "auto", which `attend` resolves when it sees them.
         """
@@ -207,7 +213,7 @@ class Request(PlanOptions):
         ]
 
     def _with_type(self, group: Group, way: Cost) -> Group:
-        """The group with a type in place of "auto", and its two levels."""
+        """Return the group with a type in place of "auto", and its two levels."""
         kind = way.cp_comm_type if group.degree > 1 else "p2p"
         sizes = group.hierarchical_context_parallel_sizes
         if kind == "a2a+p2p":
@@ -216,7 +222,7 @@ class Request(PlanOptions):
         return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
 
     def lower_bound(self, max_cp: int | None = None) -> Bound:
-        """What no plan of this request can beat; `max_cp` limits the degree of a group."""
+        """Return what no plan of this request can beat; `max_cp` limits the degree of a group."""
         cap, cost = self.max_tokens_per_slot, self.cost
         return lower_bound_seconds(
             self.lengths, self.slots, cap, cost, self.mode, max_cp=max_cp, node_size=self.node_size
@@ -233,8 +239,8 @@ def check_heads(request: Request, degree: int) -> None:
     fit = request.degrees(least=1, most=degree)
     levels = ", ".join(f"({d}, {degree // d})" for d in fit if degree % d == 0)
     raise PlanError(
-        f"cp_comm_type 'a2a' deals {_heads(request)} to the {degree} slots of a group, which do not divide them; use "
-        f"cp {_list_numbers(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
+        f"cp_comm_type 'a2a' deals {_heads_text(request)} to the {degree} slots of a group, which do not divide them; "
+        f"use cp {_numbers_text(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
     )
 
 
@@ -246,19 +252,19 @@ def check_first_size(request: Request) -> None:
         return
     fit = [1, *(size for size in range(2, sizes[0]) if heads % (size * request.tp) == 0)]
     raise PlanError(
-        f"cp_comm_type 'a2a+p2p' deals {_heads(request)} to {sizes[0]} slots, the first of "
+        f"cp_comm_type 'a2a+p2p' deals {_heads_text(request)} to {sizes[0]} slots, the first of "
         f"hierarchical_context_parallel_sizes {sizes}, which do not divide them; use a first size of "
-        f"{_list_numbers(fit)}, or p2p or all_gather"
+        f"{_numbers_text(fit)}, or p2p or all_gather"
     )
 
 
-def _heads(request: Request) -> str:
-    """The query heads in the words of a message."""
+def _heads_text(request: Request) -> str:
+    """Return the query heads in the words of a message."""
     shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""
     return f"{(request.heads or 0) // request.tp} query heads{shared}"
 
 
-def _list_numbers(numbers: Sequence[int]) -> str:
-    """1, 2 or 4"""
+def _numbers_text(numbers: Sequence[int]) -> str:
+    """Write numbers as in "1, 2 or 4"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last

@@ -20,7 +20,7 @@ from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.row_bytes import RowBytes
 from longspan.plan.simulate.sensitivity import Sensitivity, plan_sensitivity
 from longspan.plan.simulate.simulate import Simulation, simulate
-from longspan.plan.simulate.type_and_partition import options_of_types, plan_with_partition
+from longspan.plan.simulate.type_and_partition import list_type_options, plan_with_partition
 
 MOST_DEGREES = 5  # of fixed plans in a comparison
 NamedSimulation = tuple[str, Simulation | str]  # a plan's name; its simulation, or why there is no such plan
@@ -50,7 +50,7 @@ class PlannerComparison:
     max_cp: int = 0
 
     def simulations(self) -> Iterator[NamedSimulation]:
-        """Every plan with its name, those of one degree in order, the dynamic plan last."""
+        """Yield every plan with its name, those of one degree in order, the dynamic plan last."""
         lengths, home = self.lengths, self.home
         degrees = self.degrees()
         padded = partial(plan_padded, lengths, home, degrees[0])
@@ -61,20 +61,25 @@ class PlannerComparison:
         yield "dynamic", self._fastest_simulation(dynamic, None)
 
     def sensitivity(self) -> Iterator[Sensitivity]:
-        """What of the dynamic plan changes if a constant of the cost is wrong. Each group has its fastest type."""
+        """Return what of the dynamic plan changes if a constant of the cost is wrong.
 
-        def make(cost: Cost) -> Plan:
+        Each group has its fastest type.
+        """
+
+        def make_plan(cost: Cost) -> Plan:
             degrees: dict[str, Any] = {"min_cp": self.min_cp, "max_cp": self.max_cp or None}
             return plan_dynamic(self.lengths, self.home, options=replace(self.options, cost=cost), **degrees)
 
-        def seconds(plan: Plan) -> float:
+        def plan_seconds(plan: Plan) -> float:
             return simulate(plan, cost=self.options.cost, pp=self.home.pp, vpp=self.vpp).seconds
 
-        return plan_sensitivity(make, self.options.cost, seconds)
+        return plan_sensitivity(make_plan, self.options.cost, plan_seconds)
 
     def degrees(self) -> list[int]:
-        """The degree that is given, or the lowest powers of two that divide the slots, hold the longest document and
-        suit the query heads; all slots if there is no such degree.
+        """List the degree that is given, or the lowest powers of two that are possible.
+
+        These divide the slots, hold the longest document and suit the query heads; without such a degree it is all
+        slots.
         """
         if self.cp:
             return [self.cp]
@@ -85,9 +90,12 @@ class PlannerComparison:
         return [cp for cp in allowed if not cap or max(self.lengths) <= cap * cp][:MOST_DEGREES] or [slots]
 
     def _fastest_simulation(self, planner: Callable[..., Plan], cp: int | None) -> Simulation | str:
-        """The fastest over communication types, at a degree or (None) of dynamic degrees; or why there is no plan."""
+        """Return the fastest over communication types, at a degree or (None) of dynamic degrees.
+
+        Or why there is no plan.
+        """
         hybrid = self.options.cost.states is not None  # whose types are compared with their partitions
-        choices = [self.options] if hybrid else options_of_types(self.options, self.home, cp)
+        choices = [self.options] if hybrid else list_type_options(self.options, self.home, cp)
         if cp is None and len(choices) > 1:
             choices.append(self.options)  # a type for each group
         simulations, refusals = list[Simulation](), list[str]()
@@ -101,12 +109,12 @@ class PlannerComparison:
     def _simulate_planner(self, planner: Callable[..., Plan], options: PlanOptions, cp: int | None) -> Simulation:
         """Plan by a planner under these options, as an evaluation if it is one, and simulate the plan."""
 
-        def make(options: PlanOptions) -> Plan:
+        def make_plan(options: PlanOptions) -> Plan:
             return planner(options=options)
 
         def make_evaluation(options: PlanOptions) -> Plan:
             widest = cp or widest_degree(self.home, options, self.max_cp)
-            return plan_evaluation(make, self.lengths, self.home, options, widest)
+            return plan_evaluation(make_plan, self.lengths, self.home, options, widest)
 
-        plan, _ = plan_with_partition(make_evaluation if self.evaluation else make, options)
+        plan, _ = plan_with_partition(make_evaluation if self.evaluation else make_plan, options)
         return simulate(plan, pp=self.home.pp, vpp=self.vpp, row_bytes=self.row_bytes(plan))

@@ -15,7 +15,7 @@ DISTRIBUTIONS = ("lognorm", "bimodal", "uniform", "expo", "files")
 def sample_lengths(
     name: str, tokens: int, *, seed: int = 0, longest: int = 131072, shortest: int = 16
 ) -> NDArray[np.int64]:
-    """Lengths of documents until they hold at least `tokens` together (n,).
+    """Draw lengths of documents until they hold at least `tokens` together (n,).
 
     >>> sample_lengths("lognorm", 100_000).sum() >= 100_000
     True

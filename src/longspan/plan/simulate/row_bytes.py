@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from longspan.errors import PlanError
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import has_shared_blocks, kinds_of_depth, layer_kinds
 from longspan.plan.memory.layer_tapes import LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.parameters import reason_uncounted
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.step_peak import bytes_kept
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import depth_kinds, has_shared_blocks, layer_kinds
 
 Checkpointing = Literal["full", "selective", "none"]
 
@@ -63,7 +63,7 @@ class RowBytes:
         Raises PlanError without hidden_size, and under "none" for layers whose rows are not counted.
         """
         read = ConfigReader.of(config)
-        read.require("hidden_size")
+        read.check_counts("hidden_size")
         if checkpointing == "none" and (reason := reason_uncounted(config)):
             raise PlanError(
                 f'what rows keep under checkpointing "none" is not counted here: {reason}; use "selective" or "full"'
@@ -72,10 +72,11 @@ class RowBytes:
         with_embedding = has_shared_blocks(read)
         settings = MemorySettings(compute_bytes=bytes_per_value)
         tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))
-        kinds = layer_kinds(read) + kinds_of_depth(read)[-1:] * depths
+        kinds = layer_kinds(read) + depth_kinds(read)[-1:] * depths
         return cls(
             activations=sum(
-                row if checkpointing == "full" else bytes_kept(tapes.tape(kind, load), checkpointing) for kind in kinds
+                row if checkpointing == "full" else bytes_kept(tapes.make_tape(kind, load), checkpointing)
+                for kind in kinds
             )
             + 4 * depths * row,
             between_stages=(1 + with_embedding) * row,

@@ -50,20 +50,20 @@ def plan_sensitivity(
     `price` gives the seconds of a plan at the right cost (None: those of a step without pipeline stages).
     """
 
-    def seconds_of(plan: Plan) -> float:
+    def plan_seconds(plan: Plan) -> float:
         return price(plan) if price else plan.timeline(cost).step_seconds
 
     right = make(cost)
-    right_rows, right_seconds = rows_by_way(right), seconds_of(right)
+    right_rows, right_seconds = rows_by_way(right), plan_seconds(right)
     for constant, factor, wrong in wrong_costs(cost, share):
         plan = make(wrong)
         rows = rows_by_way(plan)
         moved = sum((right_rows - rows).values()) / max(1, right.tokens)
-        yield Sensitivity(constant, factor, plan, moved, seconds_of(plan) / right_seconds - 1)
+        yield Sensitivity(constant, factor, plan, moved, plan_seconds(plan) / right_seconds - 1)
 
 
 def rows_by_way(plan: Plan) -> Counter[tuple[int, str]]:
-    """Rows of a plan by the degree of their group, and its type if it has several slots."""
+    """Count the rows of a plan by the degree of their group, and its type if it has several slots."""
     rows = Counter[tuple[int, str]]()
     for group in (group for batch in plan.micro_batches for group in batch.groups):
         kind = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(group.cp_comm_type)
@@ -72,7 +72,10 @@ def rows_by_way(plan: Plan) -> Counter[tuple[int, str]]:
 
 
 def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, Cost]]:
-    """Each constant's name, the factor that is put on it, and the cost with it; constants that are 0 are left out."""
+    """Yield each constant's name, the factor that is put on it, and the cost with it.
+
+    Constants that are 0 are left out.
+    """
     for factor in (1 - share, 1 + share):
         for constant, name in OF_COST.items():
             if value := getattr(cost, name):

@@ -59,21 +59,21 @@ def run_pipeline(
             f"{len(forward)} micro-batches do not interleave over {stages} stages of {chunks} chunks; "
             f"use at least 2 stages, and plan with micro_batch_multiple={max(2, stages)}"
         )
-    order = _order(len(forward), stages, chunks, backward is not None)
+    order = _pipeline_order(len(forward), stages, chunks, backward is not None)
     seconds = {"forward": np.asarray(forward, np.float64), "backward": np.asarray(backward or [], np.float64)}
     total = _play_schedule(seconds, order, chunks)
     busy = float(seconds["forward"].sum() + seconds["backward"].sum()) / stages
     return PipelineRun(total, max(0.0, 1 - busy / total) if total else 0.0, order)
 
 
-def _order(micro_batches: int, stages: int, chunks: int, backward: bool) -> tuple[tuple[Action, ...], ...]:
+def _pipeline_order(micro_batches: int, stages: int, chunks: int, backward: bool) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(_stage_order(stage, micro_batches, stages, chunks, backward)) for stage in range(stages))
 
 
 def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backward: bool) -> list[Action]:
     """List the actions of a stage: 1F1B after a warm-up.
 
-    With chunks, in rounds of `stages` micro-batches, chunk by chunk (Narayanan et al. 2021).
+    With chunks they come in rounds of `stages` micro-batches, chunk by chunk (Narayanan et al. 2021).
     """
     total = micro_batches * chunks
     if not backward:
@@ -176,14 +176,14 @@ def simulate(
     if plan.mode == "free" and pp > 1:
         raise PlanError(f"free mode has no {pp} pipeline stages: its slots do not move together; plan in lockstep")
     backward = plan.cost.passes != "forward" if backward is None else backward
-    cost, row_bytes = _cost_of_passes(plan.cost if cost is None else cost, backward), row_bytes or RowBytes()
+    cost, row_bytes = _pass_cost(plan.cost if cost is None else cost, backward), row_bytes or RowBytes()
     times = plan.timeline(cost)
     closing = cost.closing_seconds if plan.mode == "free" else 0.0
     run = _run_plan(plan, cost, pp, vpp) if plan.mode == "lockstep" else run_pipeline([], [], 1)
     seconds = run.seconds + cost.update_seconds if plan.mode == "lockstep" else times.step_seconds
     once = closing + cost.update_seconds
     peak = _peak_rows(times.rows, run, pp * vpp) if run.actions[0] else times.rows.max(axis=0, initial=0) * 1.0
-    inside, across = _bytes_on_links(plan, cost)
+    inside, across = _link_bytes(plan, cost)
     hops = (pp * vpp - 1) * (2 if backward else 1)
     return Simulation(
         plan=plan,
@@ -202,15 +202,15 @@ def simulate(
 
 
 def simulate_run(plans: Sequence[Plan], **how: int | bool | Cost | RowBytes | None) -> tuple[Simulation, ...]:
-    """Every step of a run through `simulate`, with the same keywords.
+    """Simulate every step of a run through `simulate`, with the same keywords.
 
     >>> sum(step.seconds for step in simulate_run(plans, pp=2))
     """
     return tuple(simulate(plan, **how) for plan in plans)  # pyright: ignore[reportArgumentType]
 
 
-def _cost_of_passes(cost: Cost, backward: bool) -> Cost:
-    """The cost of what is run. Raises PlanError where backward passes are asked of a cost that has none."""
+def _pass_cost(cost: Cost, backward: bool) -> Cost:
+    """Return the cost of what is run. Raises PlanError where backward passes are asked of a cost that has none."""
     if backward and cost.passes == "forward":
         raise PlanError(
             f"backward passes cannot be priced by {cost.source or 'a cost'}, which is of forward passes alone; "
@@ -236,7 +236,7 @@ def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
 
 
 def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray[np.float64]:
-    """The most rows that each slot's first stage, which holds most, keeps for its backward passes (slots,)."""
+    """Return the most rows that each slot's first stage, which holds most, keeps for its backward passes (slots,)."""
     sign = np.array([1 if action.kind == "forward" else -1 for action in run.actions[0]], np.int64)
     rows_of_actions = rows[[action.micro_batch for action in run.actions[0]]]
     if not (sign < 0).any():  # nothing is kept: one micro-batch passes at a time
@@ -244,8 +244,8 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
     return np.cumsum(sign[:, None] * rows_of_actions, axis=0).max(axis=0) / parts
 
 
-def _bytes_on_links(plan: Plan, cost: Cost) -> tuple[float, float]:
-    """Bytes that all groups put on links inside and between nodes, by their own communication types."""
+def _link_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
+    """Return the bytes that all groups put on links inside and between nodes, by their own communication types."""
     inside = across = 0.0
     for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):
         kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type

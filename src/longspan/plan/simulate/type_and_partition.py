@@ -14,16 +14,16 @@ from typing import Literal
 from longspan.errors import LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_comm_types, heads_allow
-from longspan.plan.hierarchy import levels_at
+from longspan.plan.hierarchy import level_sizes
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
 
 
-def options_of_types(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
-    """The options under each type that comes into question at a degree, rings first; None: in a dynamic plan.
+def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
+    """List the options under each type that comes into question at a degree (None: in a dynamic plan), rings first.
 
-    >>> [o.cp_comm_type for o in options_of_types(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
+    >>> [o.cp_comm_type for o in list_type_options(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
     ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
 
     A type of `options` other than "auto" is the only one. Under "auto" these are p2p, all_gather and, where the query
@@ -31,7 +31,7 @@ def options_of_types(options: PlanOptions, home: Layout, cp: int | None = None) 
     under a2a, and take the others where the heads do not allow it.
     """
     if options.cp_comm_type != "auto":
-        return [options if cp is None else options_at_degree(options, cp)]
+        return [options if cp is None else fit_to_degree(options, cp)]
     if cp == 1:
         return [_with_type(options, "p2p")]
     rings = [_with_type(options, "p2p"), _with_type(options, "all_gather")]
@@ -42,17 +42,17 @@ def options_of_types(options: PlanOptions, home: Layout, cp: int | None = None) 
     return [*rings, *([_with_type(options, "a2a")] if exchanged else []), *levels]
 
 
-def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
-    """The options with the levels of a2a+p2p, where a layer has them, fitted to a degree."""
+def fit_to_degree(options: PlanOptions, cp: int) -> PlanOptions:
+    """Fit the levels of a2a+p2p, where a layer of the options has them, to a degree."""
     sizes = options.hierarchical_context_parallel_sizes
     if sizes is None or "a2a+p2p" not in check_comm_types(options.cp_comm_type):
         return options
-    levels = levels_at(sizes if isinstance(sizes, int) else tuple(sizes), cp)
+    levels = level_sizes(sizes if isinstance(sizes, int) else tuple(sizes), cp)
     return replace(options, hierarchical_context_parallel_sizes=levels)
 
 
 def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
-    """A type, or those of a list, with its levels (a2a, p2p) where it has two; of several levels the widest a2a.
+    """Return a type, or those of a list, with its levels (a2a, p2p) where it has two; of several levels the widest a2a.
 
     >>> type_text("a2a+p2p", [(4, 2)]), type_text("a2a+p2p", [(2, 2), (4, 3)]), type_text(["p2p", "a2a", "p2p"])
     ('a2a+p2p (4, 2)', 'a2a+p2p, a2a of 4 at most', 'p2p/a2a')
@@ -64,8 +64,11 @@ def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | 
     return f"{name} {levels[0]}" if len(levels) == 1 else f"{name}, a2a of {levels[-1][0]} at most"
 
 
-def type_of(plan: Plan) -> str:
-    """The communication types of a plan's groups of several slots, in words; "" if no group has several slots."""
+def plan_type_text(plan: Plan) -> str:
+    """Write the communication types of a plan's groups of several slots; "" if no group has several slots.
+
+    "" if no group has several slots.
+    """
     groups = [g for g in chain.from_iterable(batch.groups for batch in plan.micro_batches) if g.degree > 1]
     kinds = (g.cp_comm_type if isinstance(g.cp_comm_type, str) else "/".join(g.cp_comm_type) for g in groups)
     names = list(dict.fromkeys(chain.from_iterable(kind.split("/") for kind in kinds)))
@@ -126,11 +129,11 @@ class PartitionChoice:
         best, *others = self.ways
         has_seconds = bool(best.options.cost.source)
 
-        def time(way: PricedWay) -> str:
+        def way_time(way: PricedWay) -> str:
             return f"{way.seconds:.3g} s" if has_seconds else f"{way.seconds / best.seconds:.3f} x as long"
 
-        first = f"{best}: {time(best)} predicted" if has_seconds else f"{best}, by cost"
-        return "; ".join([first, *(f"{way} {time(way)}" for way in others), *self.left_out])
+        first = f"{best}: {way_time(best)} predicted" if has_seconds else f"{best}, by cost"
+        return "; ".join([first, *(f"{way} {way_time(way)}" for way in others), *self.left_out])
 
 
 def which_partition(
@@ -145,7 +148,7 @@ def which_partition(
     Raises PlanError where nothing is possible.
     """
     ways, refused = list[PricedWay](), dict[str, str]()
-    for way in _options_of_ways(options, partition):
+    for way in _way_options(options, partition):
         try:
             ways.append(PricedWay(way, seconds_of(way)))
         except LongspanError as error:
@@ -161,7 +164,7 @@ def which_partition(
 def plan_with_partition(
     make: Callable[[PlanOptions], Plan], options: PlanOptions, partition: Literal["auto"] | PartitionKind = "auto"
 ) -> tuple[Plan, str]:
-    """The plan of these options, priced under their type; of a hybrid also why its rows are dealt out so, else "".
+    """Make the plan of these options, priced under their type; of a hybrid also why its rows are dealt out so, else "".
 
     A `partition` "auto" is zigzag unless the model is a hybrid.
     """
@@ -172,13 +175,13 @@ def plan_with_partition(
 
 
 def way_text(options: PlanOptions) -> str:
-    """A way in words."""
+    """Write a way in words."""
     types: str | Sequence[str] = options.cp_comm_type
     kind = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
     return f"{options.partition} under {kind}"
 
 
-def _options_of_ways(options: PlanOptions, partition: str) -> Iterator[PlanOptions]:
+def _way_options(options: PlanOptions, partition: str) -> Iterator[PlanOptions]:
     """Yield the options under each partition and type that comes into question."""
     types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
     for kind in reversed(PARTITIONS) if partition == "auto" else (partition,):

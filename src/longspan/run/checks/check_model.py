@@ -6,14 +6,14 @@ What needs the model itself (names of adapted linears, the weights of a folder) 
 from pathlib import Path
 
 from longspan.config.defaults import encoder_default
-from longspan.config.file import nearest
+from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.model_sections import PARTS, PROJECTOR, RANDOM, TOWER, MtpSection
 from longspan.config.sections import EncoderSection, LoraSection, RunConfig
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS
-from longspan.plan.cost.model_shape import read_experts
+from longspan.plan.shape.model_shape import read_experts
 
 _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 _COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}
@@ -31,7 +31,7 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
             "path to train a folder's weights, config for random weights of a configuration, or preset"
         )
     if model.preset_name and model.preset_name not in PRESETS:
-        raise ConfigError(f"model.preset is {model.preset!r}; {nearest(model.preset, PRESETS)}")
+        raise ConfigError(f"model.preset is {model.preset!r}; {nearest_hint(model.preset, PRESETS)}")
     if training and config.train.lr == NOT_GIVEN:
         raise ConfigError(
             f"train.lr is not given, and {model.source or model.preset} has no default; give --train.lr: "
@@ -43,7 +43,7 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
             'time: a document\'s loss would depend on its neighbours; use "yarn" or "linear"'
         )
     if model.rope_scaling and model.rope_scaling not in (kinds := ("yarn", "linear")):
-        raise ConfigError(f"model.rope_scaling is {model.rope_scaling!r}; {nearest(model.rope_scaling, kinds)}")
+        raise ConfigError(f"model.rope_scaling is {model.rope_scaling!r}; {nearest_hint(model.rope_scaling, kinds)}")
     if model.rope_factor and not model.rope_scaling:
         raise ConfigError(f'model.rope_factor is {model.rope_factor:g} and model.rope_scaling is empty; use "yarn"')
     if 0 < model.rope_factor <= 1:

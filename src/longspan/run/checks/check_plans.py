@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from longspan.config.file import nearest
+from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
@@ -31,7 +31,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
         check_planner(choice.planner, choice.planner_key)
         for kind in choice.comm_types:
             if kind not in COMM_TYPES:
-                raise ConfigError(f"{choice.comm_type_key} is {kind!r}; {nearest(kind, COMM_TYPES)}")
+                raise ConfigError(f"{choice.comm_type_key} is {kind!r}; {nearest_hint(kind, COMM_TYPES)}")
         if not choice.degree and choice.planner != "fixed":
             raise ConfigError(
                 f'{choice.degree_key} is "{AUTO}", which chooses one degree for plans of packed documents, and '
@@ -96,7 +96,7 @@ def _kernel_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _check_kernel(key: str, name: str) -> None:
     if name and name not in ATTENTION_KERNELS:
-        raise ConfigError(f"{key} is {name!r}; {nearest(name, ATTENTION_KERNELS)}")
+        raise ConfigError(f"{key} is {name!r}; {nearest_hint(name, ATTENTION_KERNELS)}")
 
 
 def _check_mixer_kernels(names: tuple[str, ...]) -> None:

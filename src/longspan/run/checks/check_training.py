@@ -6,7 +6,7 @@ from typing import Any
 
 from longspan.checkpoint.store_path import as_root
 from longspan.config.best_figure import BestFigure
-from longspan.config.keys import AUTO, NOT_GIVEN, Above, AtLeast, keys_of, value_at
+from longspan.config.keys import AUTO, NOT_GIVEN, Above, AtLeast, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, TrainConfig, section_kinds
 from longspan.errors import ConfigError
@@ -62,8 +62,8 @@ def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collec
 
 def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collection[str] = ()) -> None:
     """Raise ConfigError for the first value outside the bound of its key, except for keys to leave out."""
-    for key, bound in ((key.name, key.bound) for key in keys_of(kind) if key.bound is not None):
-        value = value_at(values, key)
+    for key, bound in ((key.name, key.bound) for key in section_keys(kind) if key.bound is not None):
+        value = key_value(values, key)
         if key == "max_document_tokens" and value == 1:
             raise ConfigError(f"{prefix}{key} is 1; a document of one token predicts nothing: use 2 or more")
         if isinstance(value, str):

@@ -2,7 +2,7 @@
 
 from longspan.ssm.kernels.call import Inputs, Recurrence, ScanKernel
 from longspan.ssm.kernels.runs import LocalRuns
-from longspan.ssm.kernels.table import TORCH, check_scan_kernels, choose_scan_kernel, kernels_here
+from longspan.ssm.kernels.table import TORCH, check_scan_kernels, choose_scan_kernel, describe_kernels
 
 __all__ = [
     "TORCH",
@@ -12,5 +12,5 @@ __all__ = [
     "ScanKernel",
     "check_scan_kernels",
     "choose_scan_kernel",
-    "kernels_here",
+    "describe_kernels",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
 from longspan.ssm.kernels.decay import scan_chunks
-from longspan.ssm.kernels.packages import lacks_package
+from longspan.ssm.kernels.packages import package_lack
 from longspan.ssm.kernels.runs import LocalRuns, take_runs
 
 NAME = "mamba_ssm"
@@ -26,20 +26,20 @@ _CHUNK = 128
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def mamba_lacks(recurrence: Recurrence) -> str:
-    """What a recurrence would need for these kernels; "" if nothing."""
+def mamba_lack(recurrence: Recurrence) -> str:
+    """Return what a recurrence would need for these kernels; "" if nothing."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     if recurrence.dtype not in _DTYPES:
         return f"bfloat16 or float16, got {str(recurrence.dtype).removeprefix('torch.')}"
-    return lacks_package(NAME, _NEEDED, recurrence.device)
+    return package_lack(NAME, _NEEDED, recurrence.device)
 
 
 class _Chunks:
     """Inputs in whole chunks: b, c (1, L, G, K), x (1, L, H, V), sums of log-decays inside chunks (1, H, N, C)."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        self.runs = runs.with_chunks(_CHUNK)
+        self.runs = runs.cut_chunks(_CHUNK)
         self.c = self.lay_out(inputs.q if scale == 1.0 else inputs.q * scale)
         self.b, self.x = self.lay_out(inputs.k), self.lay_out(inputs.v)
         g = self.lay_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
@@ -55,8 +55,8 @@ class _Chunks:
             rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, places)
         return rows.contiguous().unsqueeze(0)
 
-    def back(self, x: Tensor) -> Tensor:
-        """(1, L, …) as rows (T, …)."""
+    def restore_rows(self, x: Tensor) -> Tensor:
+        """Take the rows (T, …) out of chunks (1, L, …)."""
         rows = x.squeeze(0)
         return rows if self.runs.padded_rows is None else rows.index_select(0, self.runs.padded_places)
 
@@ -67,13 +67,13 @@ class _Chunks:
         return h
 
     def additions(self) -> Tensor:
-        """What each chunk adds to the state: (N, H, V, K) float32."""
+        """Return what each chunk adds to the state: (N, H, V, K) float32."""
         arguments = (self.b, self.x, self.steps, self.sums)
-        return _function("ssd_chunk_state", "_chunk_state_fwd")(*arguments, states_in_fp32=True).squeeze(0)
+        return _mamba_function("ssd_chunk_state", "_chunk_state_fwd")(*arguments, states_in_fp32=True).squeeze(0)
 
     def products(self) -> Tensor:
-        """c_i · b_j of the pairs of rows of each chunk: (1, N, G, C, C) float32."""
-        return _function("ssd_bmm", "_bmm_chunk_fwd")(self.c, self.b, _CHUNK, output_dtype=torch.float32)
+        """Return c_i · b_j of the pairs of rows of each chunk: (1, N, G, C, C) float32."""
+        return _mamba_function("ssd_bmm", "_bmm_chunk_fwd")(self.c, self.b, _CHUNK, output_dtype=torch.float32)
 
 
 class MambaForward:
@@ -95,10 +95,10 @@ class MambaForward:
         """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         chunks = self._chunks
         h = chunks.entering_states(states.mT.contiguous())
-        out, _ = _function("ssd_chunk_scan", "_chunk_scan_fwd")(
+        out, _ = _mamba_function("ssd_chunk_scan", "_chunk_scan_fwd")(
             chunks.products(), chunks.x, chunks.steps, chunks.sums, chunks.c, h
         )
-        return chunks.back(out)
+        return chunks.restore_rows(out)
 
 
 class MambaBackward:
@@ -108,53 +108,54 @@ class MambaBackward:
         self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
         self._chunks = chunks = _Chunks(inputs, runs, scale)
         self._dout = chunks.lay_out(saved.dout.to(inputs.v.dtype))
-        gradients_of_states = _function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
+        gradients_of_states = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
         self._read = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
         self._h = inputs.v[:0]
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """See `Backward`."""
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs."""
         zero = torch.zeros_like(self._states)
-        return take_runs(self._sums(zero), runs).mT
+        return take_runs(self._chunk_sums(zero), runs).mT
 
-    def prepare(self) -> None:
-        """The states of chunks, once more."""
+    def prepare_chunks(self) -> None:
+        """Compute the states of chunks once more."""
         self._h = self._chunks.entering_states(self._states)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""
         chunks, dh = self._chunks, torch.empty_like(self._h)
-        self._sums(leaving.mT.contiguous(), into=dh)
+        self._chunk_sums(leaving.mT.contiguous(), into=dh)
         products, groups = chunks.products(), self._inputs.k.shape[1]
         inside = (chunks.x, chunks.steps, chunks.sums)
-        dx, *_ = _function("ssd_combined", "_chunk_scan_chunk_state_bwd_dx")(
+        dx, *_ = _mamba_function("ssd_combined", "_chunk_scan_chunk_state_bwd_dx")(
             *inside, chunks.b, products, self._dout, dh
         )
-        db, to_end = _function("ssd_chunk_state", "_chunk_state_bwd_db")(*inside, dh, B=chunks.b, ngroups=groups)
-        gradients_of_c = _function("ssd_chunk_scan", "_chunk_scan_bwd_dC")
+        db, to_end = _mamba_function("ssd_chunk_state", "_chunk_state_bwd_db")(*inside, dh, B=chunks.b, ngroups=groups)
+        gradients_of_c = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dC")
         dc, from_start = gradients_of_c(self._h, chunks.sums, self._dout, C=chunks.c, ngroups=groups)
-        pairs = _function("ssd_chunk_scan", "_chunk_scan_bwd_dcb")(*inside, self._dout, ngroups=groups)
-        gradients_of_products = _function("ssd_bmm", "_bmm_chunk_bwd")
+        pairs = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dcb")(*inside, self._dout, ngroups=groups)
+        gradients_of_products = _mamba_function("ssd_bmm", "_bmm_chunk_bwd")
         dk = gradients_of_products(chunks.c, pairs, residual=db, out=torch.empty_like(chunks.b))
         dq = gradients_of_products(chunks.b, pairs.mT, residual=dc, out=torch.empty_like(chunks.c))
         from_start[..., -1] += self._whole_decay_gradients(dh)
-        stable = _function("ssd_chunk_scan", "_chunk_scan_bwd_ddAcs_stable")
+        stable = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_ddAcs_stable")
         dg = stable(*inside, self._dout, products) + to_end + from_start.flip(-1).cumsum(-1).flip(-1)
         dg = dg[0].permute(1, 2, 0).flatten(0, 1).unsqueeze(0)
-        dq, dk, dv, dg = (chunks.back(x) for x in (dq, dk, dx, dg))
+        dq, dk, dv, dg = (chunks.restore_rows(x) for x in (dq, dk, dx, dg))
         return (dq if self._scale == 1.0 else dq * self._scale), dk, dv, dg.unsqueeze(-1)
 
     def _whole_decay_gradients(self, dh: Tensor) -> Tensor:
-        """Gradients of the decays of whole chunks, by the states that went through them: (1, H, N)."""
+        """Return gradients of the decays of whole chunks, by the states that went through them: (1, H, N)."""
         passed = torch.linalg.vecdot(self._h.float().flatten(3), dh.float().flatten(3))
         return (passed * self._chunks.whole.exp()).transpose(1, 2)
 
-    def _sums(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
+    def _chunk_sums(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
+        """Sum over the chunks of each run, from the gradients at their final states."""
         chunks = self._chunks
         return scan_chunks(self._read, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)
 
 
 @cache
-def _function(module: str, name: str) -> Callable[..., Any]:
-    """`mamba_ssm.ops.triton.MODULE.NAME`."""
+def _mamba_function(module: str, name: str) -> Callable[..., Any]:
+    """Return `mamba_ssm.ops.triton.MODULE.NAME`."""
     return getattr(import_module(f"mamba_ssm.ops.triton.{module}"), name)

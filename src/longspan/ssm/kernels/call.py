@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     beta: Tensor | None
 
     def rows(self, start: int, stop: int) -> "Inputs":
-        """These rows of all of them."""
+        """Return these rows of all of them."""
         return Inputs(*(None if x is None else x[start:stop] for x in self))  # pyright: ignore[reportArgumentType]
 
     @property
@@ -45,7 +45,7 @@ class Recurrence(NamedTuple):
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That of states, of folds, and on the wire: float64 for float64, float32 otherwise."""
+    """Return the type of states, of folds, and on the wire: float64 for float64, float32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -73,13 +73,11 @@ class Backward(Protocol):
     """The backward pass over some runs."""
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, those at final states being
-        0.
-        """
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, with 0 at final states."""
         ...
 
-    def prepare(self) -> None:
-        """What may be done while gradients of states travel."""
+    def prepare_chunks(self) -> None:
+        """Do what may be done while gradients of states travel."""
         ...
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:

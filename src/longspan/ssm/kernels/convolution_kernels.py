@@ -23,8 +23,7 @@ def _sum_taps(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Triton: sum weight · row over the last BEFORE + 1 rows up to row ROW of a run, for BLOCK channels; before
-    activation.
+    """Sum weight · row over the last BEFORE + 1 rows up to row ROW of a run, for BLOCK channels; before activation.
 
     Rows before the run are in `arrived`, at the places in `table`, −1 for none.
     """
@@ -63,7 +62,7 @@ def write_first_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Triton kernel: write the outputs of the first rows of each run that reads rows of other members.
+    """Write the outputs of the first rows of each run that reads rows of other members.
 
     One program does BLOCK channels of the first BEFORE rows of one run.
     """
@@ -104,7 +103,7 @@ def arrived_gradients_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Triton kernel: the gradients of rows that arrived for a run, which no other run reads.
+    """Compute the gradients of rows that arrived for a run, which no other run reads.
 
     One program does BLOCK channels of all (up to COLUMNS) rows before one run; with SILU it computes the run's first
     outputs again.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.ssm.kernels.packages import TORCH_ONLY, check_names, fla_function, fla_lacks, lacks_package, refuse
+from longspan.ssm.kernels.packages import TORCH_ONLY, check_names, fla_function, fla_lack, package_lack, refuse_kernel
 from longspan.ssm.kernels.runs import LocalRuns
 
 
@@ -83,7 +83,7 @@ class ConvolutionKernel:
 
 
 def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
-    return _convolve(x, x[:0], convolution, isolated)
+    return _convolve_runs(x, x[:0], convolution, isolated)
 
 
 def _torch_backward(
@@ -94,7 +94,7 @@ def _torch_backward(
     with torch.enable_grad():
         leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
         of_bias = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
-        out = _convolve(leaves[0], arrived, Convolution(leaves[1], of_bias, silu), before)
+        out = _convolve_runs(leaves[0], arrived, Convolution(leaves[1], of_bias, silu), before)
     every = [y if y is not None and y.requires_grad else None for y in (*leaves, of_bias)]
     gradients = iter(torch.autograd.grad(out, [y for y in every if y is not None], dout))
     dx, dweight, dbias = (None if y is None else next(gradients) for y in every)
@@ -103,7 +103,7 @@ def _torch_backward(
 
 
 def _torch_write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
-    y.index_copy_(0, first.rows, _convolve(x.index_select(0, first.rows), arrived, convolution, first.before))
+    y.index_copy_(0, first.rows, _convolve_runs(x.index_select(0, first.rows), arrived, convolution, first.before))
 
 
 def _torch_arrived_gradients(
@@ -112,11 +112,11 @@ def _torch_arrived_gradients(
     """Compute gradients of the rows that arrived by running the first rows of each run again."""
     rows, arrived = x.index_select(0, first.rows), arrived.detach().requires_grad_()
     with torch.enable_grad():
-        out = _convolve(rows, arrived, convolution, first.before)
+        out = _convolve_runs(rows, arrived, convolution, first.before)
     return torch.autograd.grad(out, arrived, dout.index_select(0, first.rows))[0]
 
 
-def _convolve(x: Tensor, arrived: Tensor, convolution: Convolution, before: Before) -> Tensor:
+def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before: Before) -> Tensor:
     """Run one convolution over all runs, each behind the rows before it."""
     weight, bias, silu = convolution
     rows = torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source)
@@ -134,7 +134,7 @@ _BLOCK = 256  # channels of a program
 
 
 def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
-    """See `ConvolutionKernel`."""
+    """Write the outputs of the first rows of runs, by our kernel; see `ConvolutionKernel`."""
     grid, arguments, sizes = _launch_arguments(y, x, arrived, convolution, first)
     _first_rows_kernel("write_first_kernel")[grid](*arguments, **sizes)
 
@@ -208,7 +208,7 @@ def _fla_backward(
 
 FLA_CONVOLUTION = ConvolutionKernel(
     "fla",
-    lambda x, weight: fla_lacks(x.dtype, x.device),
+    lambda x, weight: fla_lack(x.dtype, x.device),
     _fla_forward,
     _fla_backward,
     write_first,
@@ -222,8 +222,8 @@ _WIDTHS = range(2, 5)
 _CHANNELS = 8  # their number is a multiple of it
 
 
-def _package_lacks(x: Tensor, weight: Tensor) -> str:
-    """What causal_conv1d needs that is not there; "" if nothing."""
+def _package_lack(x: Tensor, weight: Tensor) -> str:
+    """Return what causal_conv1d needs that is not there; "" if nothing."""
     channels, width = weight.shape
     if x.dtype not in _DTYPES:
         return f"bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')}"
@@ -231,14 +231,16 @@ def _package_lacks(x: Tensor, weight: Tensor) -> str:
         return f"a convolution of width {_WIDTHS.start} to {_WIDTHS.stop - 1}, got {width}"
     if channels % _CHANNELS:
         return f"channels in multiples of {_CHANNELS}, got {channels}"
-    return lacks_package("causal-conv1d", _NEEDED, x.device)
+    return package_lack("causal-conv1d", _NEEDED, x.device)
 
 
 def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
     """Convolve rows by causal_conv1d, without the rows of other members; several runs are laid out in one row."""
     rows, state = _rows_and_state(x, x[:0], runs, isolated)
     weight, bias, silu = convolution
-    y = _package().causal_conv1d_fwd_function(_channels_last(rows), weight.contiguous(), bias, None, state, None, silu)
+    y = _conv_package().causal_conv1d_fwd_function(
+        _channels_last(rows), weight.contiguous(), bias, None, state, None, silu
+    )
     y = y.squeeze(0).t()
     return y if len(runs.lengths) == 1 else y.index_select(0, isolated.local)
 
@@ -252,7 +254,7 @@ def _package_backward(
     is_single = len(runs.lengths) == 1
     of_rows = dout.contiguous() if is_single else torch.zeros_like(rows).index_copy_(0, before.local, dout)
     arguments = (_channels_last(rows), weight.contiguous(), bias, _channels_last(of_rows), None, state, None, None)
-    drows, dweight, dbias, _ = _package().causal_conv1d_bwd_function(*arguments, False, silu)
+    drows, dweight, dbias, _ = _conv_package().causal_conv1d_bwd_function(*arguments, False, silu)
     drows = drows.squeeze(0).t()
     return drows if is_single else drows.index_select(0, before.local), dweight, dbias
 
@@ -270,25 +272,25 @@ def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before)
 
 
 def _channels_last(rows: Tensor) -> Tensor:
-    """(L, C) as (1, C, L), channels next to each other."""
+    """Change (L, C) to (1, C, L), channels next to each other."""
     return rows.t().unsqueeze(0)
 
 
-def _package() -> Any:
+def _conv_package() -> Any:
     return import_module("causal_conv1d.cpp_functions")
 
 
 PACKAGE_CONVOLUTION = ConvolutionKernel(
-    "causal_conv1d", _package_lacks, _package_forward, _package_backward, write_first, arrived_gradients
+    "causal_conv1d", _package_lack, _package_forward, _package_backward, write_first, arrived_gradients
 )
 
 
 def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
-    """The kernel for rows x (T, C) and weight (C, W). Raises LayoutError if a named one is unknown or cannot."""
+    """Choose the kernel for rows x (T, C) and weight (C, W). Raises LayoutError if a named one is unknown or cannot."""
     check_names(kernel_names)
     if TORCH_ONLY in kernel_names:
         return TORCH_CONVOLUTION
     if PACKAGE_CONVOLUTION.name in kernel_names:
-        refuse(PACKAGE_CONVOLUTION.name, PACKAGE_CONVOLUTION.lacks(x, weight))
+        refuse_kernel(PACKAGE_CONVOLUTION.name, PACKAGE_CONVOLUTION.lacks(x, weight))
         return PACKAGE_CONVOLUTION
     return TORCH_CONVOLUTION if FLA_CONVOLUTION.lacks(x, weight) else FLA_CONVOLUTION

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
-from longspan.ssm.kernels.packages import batch_of_one, chunk_cumsum, fla_function, fla_lacks, match_inputs, run_indices
+from longspan.ssm.kernels.packages import add_batch_dim, chunk_cumsum, fla_function, fla_lack, match_inputs, run_indices
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, take_runs
 
 _BLOCK = 1024
@@ -28,7 +28,7 @@ def scan_chunks(
     into: Tensor | None = None,
     backwards: bool = False,
 ) -> Tensor:
-    """The final state (R, H, K, V) of each run, from `states` (R, H, K, V), float32.
+    """Scan the final state (R, H, K, V) of each run, from `states` (R, H, K, V), float32.
 
     added (N, G, K, H / G · V) float32 and decays (N, H) in base 2 of each chunk. `into` (1, N, H, K, V) gets the state
     before each chunk. `backwards`: chunks in reverse, for gradients: what is kept for a chunk is its final state's.
@@ -61,11 +61,11 @@ def _chunks_kernel() -> Any:
     return scan_chunks_kernel
 
 
-def decay_lacks(recurrence: Recurrence) -> str:
-    """What a recurrence would need for these kernels; "" if nothing."""
+def decay_lack(recurrence: Recurrence) -> str:
+    """Return what a recurrence would need for these kernels; "" if nothing."""
     if recurrence.delta:
         return "a recurrence without a delta term"
-    return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class _Decays:
@@ -77,11 +77,11 @@ class _Decays:
         self._of_row = runs.chunk_of_row
 
     def decay_to_end(self) -> Tensor:
-        """What is left of each row at its chunk's end: (T, H, 1)."""
+        """Return what is left of each row at its chunk's end: (T, H, 1)."""
         return torch.exp2(self.whole.index_select(0, self._of_row) - self.g.squeeze(0)).unsqueeze(-1)
 
     def decay_from_start(self) -> Tensor:
-        """What is left at each row of the state that entered its chunk: (T, H, 1)."""
+        """Return what is left at each row of the state that entered its chunk: (T, H, 1)."""
         return torch.exp2(self.g.squeeze(0)).unsqueeze(-1)
 
 
@@ -104,7 +104,7 @@ class DecayForward:
 
     def outputs(self, states: Tensor) -> Tensor:
         """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
-        q, k, v, _ = batch_of_one(self._inputs)
+        q, k, v, _ = add_batch_dim(self._inputs)
         h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
         scan_chunks(self._added, self._decays.whole, states, self._runs, into=h)
         out = fla_function("ops.common.chunk_o", "chunk_fwd_o")
@@ -128,7 +128,7 @@ class DecayBackward:
         entry_gradients = scan_chunks(self._read, self._decays.whole, zero, self._runs, backwards=True)
         return take_runs(entry_gradients, runs)
 
-    def prepare(self) -> None:
+    def prepare_chunks(self) -> None:
         """Compute the states that enter chunks once more."""
         _, k, v, _, _ = self._inputs
         self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
@@ -137,7 +137,7 @@ class DecayBackward:
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""
-        q, k, v, _ = batch_of_one(self._inputs)
+        q, k, v, _ = add_batch_dim(self._inputs)
         dh = torch.empty_like(self._h)
         scan_chunks(self._read, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
         arguments = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}

@@ -3,26 +3,26 @@
 from torch import Tensor
 
 from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
-from longspan.ssm.kernels.delta_states import DeltaGradients, DeltaStates, states_of_chunks
-from longspan.ssm.kernels.packages import batch_of_one, chunk_cumsum, fla_function, fla_lacks, match_inputs, run_indices
-from longspan.ssm.kernels.pieces import pieces_of
+from longspan.ssm.kernels.delta_states import DeltaGradients, DeltaStates, compute_chunk_states
+from longspan.ssm.kernels.packages import add_batch_dim, chunk_cumsum, fla_function, fla_lack, match_inputs, run_indices
+from longspan.ssm.kernels.pieces import cut_into_pieces
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
 
-def kimi_lacks(recurrence: Recurrence) -> str:
+def kimi_lack(recurrence: Recurrence) -> str:
     """Return what a recurrence would need for Kimi's kernels; "" for nothing."""
     if not recurrence.delta or not recurrence.by_channel:
         return "a delta rule of a decay for each key number"
-    return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class KimiForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        pieces = pieces_of(runs, inputs.state_shape[0])
+        pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._runs, self._scale = pieces.runs, scale
-        self._q, k, v, _, beta = batch_of_one(inputs)
+        self._q, k, v, _, beta = add_batch_dim(inputs)
         self._g = chunk_cumsum(inputs.g, self._runs)
         chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
         arguments = {"q": self._q, "k": k, "v": v, "gk": self._g, "beta": beta, "scale": scale}
@@ -44,11 +44,11 @@ class KimiBackward:
     """A backward pass; see `Backward`. Its kernels work out the states of chunks themselves, after the exchange."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
-        pieces = pieces_of(runs, inputs.state_shape[0])
+        pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
-        q, k, v, _, beta = batch_of_one(inputs)
+        q, k, v, _, beta = add_batch_dim(inputs)
         indices = run_indices(self._runs)
         recompute = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
         w, _, qg, kg = recompute(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **indices)
@@ -58,12 +58,12 @@ class KimiBackward:
         self._states = DeltaGradients(rows, pieces, transitions, scale)
         self.entry_gradients = self._states.entry_gradients
 
-    def prepare(self) -> None:
-        """Nothing apart."""
+    def prepare_chunks(self) -> None:
+        """Do nothing ahead of the exchange."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""
-        q, k, v, _, beta = batch_of_one(self._inputs)
+        q, k, v, _, beta = add_batch_dim(self._inputs)
         dq, dk, dv, dbeta, dg, *_ = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd")(
             q=q,
             k=k,
@@ -85,20 +85,20 @@ class KimiBackward:
 _WY = "ops.gated_delta_rule.wy_fast"
 
 
-def delta_lacks(recurrence: Recurrence) -> str:
+def delta_lack(recurrence: Recurrence) -> str:
     """Return what a recurrence would need for fla's gated delta rule; "" for nothing."""
     if not recurrence.delta or recurrence.by_channel:
         return "a delta rule of one decay a head"
-    return fla_lacks(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
+    return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class DeltaForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        pieces = pieces_of(runs, inputs.state_shape[0])
+        pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._runs, self._scale = pieces.runs, scale
-        self._q, self._k, v, _, beta = batch_of_one(inputs)
+        self._q, self._k, v, _, beta = add_batch_dim(inputs)
         self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
         chunk_kernel = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
         w, u, a = chunk_kernel(k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_indices(self._runs))
@@ -121,10 +121,10 @@ class DeltaBackward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         """Compute what backward reads again: the products u and w of each chunk, and the gradients inside chunks."""
-        pieces = pieces_of(runs, inputs.state_shape[0])
+        pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._a, transitions, self._entering = saved.activations
-        self._q, self._k, self._v, _, self._beta = batch_of_one(inputs)
+        self._q, self._k, self._v, _, self._beta = add_batch_dim(inputs)
         indices = run_indices(self._runs)
         recompute = fla_function(_WY, "recompute_w_u_fwd")
         self._w, self._u = recompute(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **indices)
@@ -136,10 +136,10 @@ class DeltaBackward:
         self.entry_gradients = self._states.entry_gradients
         self._h = self._new = inputs.v[:0]
 
-    def prepare(self) -> None:
-        """The states of chunks, once more."""
+    def prepare_chunks(self) -> None:
+        """Compute the states of chunks once more."""
         rows = {"k": self._k, "w": self._w, "u": self._u, "g": self._g}
-        self._h, self._new = states_of_chunks(rows, self._entering, self._runs)
+        self._h, self._new = compute_chunk_states(rows, self._entering, self._runs)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""

@@ -22,9 +22,9 @@ _NARROW = 128  # key numbers up to which a program of four warps keeps a state i
 
 
 def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
-    """Return B (R, H, K, V) and M (R, H, K, K) of each run, where S_out = M S_in + B, in float32."""
+    """Compute B (R, H, K, V) and M (R, H, K, K) of each run, where S_out = M S_in + B, in float32."""
     heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
-    states, transitions = (_single(rows, count, heads, size, n) for n in (width, size))
+    states, transitions = (_one_number(rows, count, heads, size, n) for n in (width, size))
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
     arguments = [rows["k"], rows["w"], rows["u"], _decay_rows(rows), states, transitions, runs.ends]
     if count:  # a single rank compiles nothing
@@ -33,9 +33,9 @@ def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
 
 
 def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tensor:
-    """Return gradients (R, H, K, V), float32, of the outputs by the states that enter runs."""
+    """Compute gradients (R, H, K, V), float32, of the outputs by the states that enter runs."""
     heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
-    entry_gradients = _single(rows, count, heads, size, width)
+    entry_gradients = _one_number(rows, count, heads, size, width)
     arguments = [rows[name] for name in ("q", "k", "w")] + [
         _decay_rows(rows),
         rows["do"],
@@ -63,7 +63,7 @@ def _decay_rows(rows: Named) -> Tensor:
     return rows["gk"] if "gk" in rows else rows["g"]
 
 
-def _single(rows: Named, *shape: int) -> Tensor:
+def _one_number(rows: Named, *shape: int) -> Tensor:
     return rows["w"].new_empty(shape, dtype=torch.float32)
 
 
@@ -89,19 +89,19 @@ class DeltaStates:
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""
         either = np.union1d(leaving, carrying)
-        states, transitions = self._pieces.maps_of_runs(self._states, self.transitions, either)
+        states, transitions = self._pieces.run_maps(self._states, self.transitions, either)
         return take_runs(states, np.searchsorted(either, leaving)), take_runs(
             transitions, np.searchsorted(either, carrying)
         )
 
     def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From the states that enter runs: those that enter chunks, values that rows add, states that enter pieces."""
+        """Compute, of the states that enter runs, those that enter chunks and pieces, and the values that rows add."""
         entering = self._pieces.entering_states(states, self._states, self.transitions)
-        return *states_of_chunks(self._rows, entering, self._pieces.runs), entering
+        return *compute_chunk_states(self._rows, entering, self._pieces.runs), entering
 
 
-def states_of_chunks(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
-    """The state that enters each chunk, and the values that its rows add to it."""
+def compute_chunk_states(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
+    """Compute the state that enters each chunk, and the values that its rows add to it."""
     scanning = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
     h, new_values, _ = scanning(
         **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_indices(runs)
@@ -117,12 +117,12 @@ class DeltaGradients:
         self._entry_gradients: Tensor | None = None
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """See `Backward`."""
+        """Return gradients of the outputs by the states that enter these runs."""
         return self._pieces.run_entry_gradients(self._map_gradients(), self._transitions, runs)
 
     def leaving_gradients(self, leaving: Tensor) -> Tensor:
-        """The gradient at each piece's final state."""
-        entry_gradients = self._map_gradients() if self._pieces.cut else None
+        """Return the gradient at each piece's final state."""
+        entry_gradients = self._map_gradients() if self._pieces.has_cuts else None
         return self._pieces.leaving_gradients(leaving, entry_gradients, self._transitions)
 
     def chunk_gradients(self, states: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,26 +21,26 @@ from longspan.ssm.kernels.call import Inputs
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
 
-def batch_of_one(inputs: Inputs) -> tuple[Tensor, ...]:
-    """All of them (1, T, ·, ·)."""
+def add_batch_dim(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Make all inputs (1, T, ·, ·)."""
     return tuple(x.unsqueeze(0) for x in inputs if x is not None)
 
 
 def match_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-    """Gradients (1, T, ·, ·) as those of the inputs, in their dtypes."""
+    """Bring gradients (1, T, ·, ·) to the shapes and dtypes of the inputs."""
     tensors = (x for x in inputs if x is not None)
     return tuple(gradient.squeeze(0).to(x.dtype) for gradient, x in zip(gradients, tensors, strict=True))
 
 
 def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor:
-    """(1, T, H, …) of (T, H, …): sums inside chunks, in base 2; `reverse`: gradients of such sums."""
+    """Sum (T, H, …) inside chunks to (1, T, H, …), in base 2; `reverse`: gradients of such sums."""
     sums = fla_function("ops.utils", "chunk_local_cumsum")
     base = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
     return sums(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **base, **run_indices(runs))
 
 
 def run_indices(runs: LocalRuns) -> dict[str, Tensor]:
-    """Where runs and their chunks lie, as the kernels' arguments."""
+    """Return where runs and their chunks lie, as the kernels' arguments."""
     return {"cu_seqlens": runs.ends, "chunk_indices": runs.chunk_indices}
 
 
@@ -51,19 +51,19 @@ _HOPPER, _WRONG_TRITON = 9, ((3, 4, 0), (3, 7, 1))
 
 
 @cache
-def fla_missing(device: torch.device) -> str:
-    """What this installation or device lacks for the kernels; "" where nothing."""
+def fla_device_lack(device: torch.device) -> str:
+    """Return what this installation or device lacks for the kernels; "" where nothing."""
     try:
         installed = version("fla-core")
     except PackageNotFoundError:
         return "flash-linear-attention, which is not installed: pip install 'longspan[fla]'"
-    if numbers(installed)[:2] != NEEDED:
+    if version_numbers(installed)[:2] != NEEDED:
         return f"fla-core {'.'.join(map(str, NEEDED))}, and {installed} is installed"
     if find_spec("triton") is None:
         return "Triton, which comes with torch for CUDA"
     triton = version("triton")
     low, high = _WRONG_TRITON
-    if torch.cuda.get_device_capability(device)[0] == _HOPPER and low <= numbers(triton) < high:
+    if torch.cuda.get_device_capability(device)[0] == _HOPPER and low <= version_numbers(triton) < high:
         return (
             f"Triton {'.'.join(map(str, high))} or later on this GPU, and {triton} is installed, whose code for gated "
             "delta rules gives wrong gradients (github.com/fla-org/flash-linear-attention/issues/640)"
@@ -71,27 +71,27 @@ def fla_missing(device: torch.device) -> str:
     return ""
 
 
-def fla_lacks(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
-    """What a recurrence would need for the kernels; "" if nothing. The default sizes suit every kernel."""
+def fla_lack(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
+    """Return what a recurrence would need for the kernels; "" if nothing. The default sizes suit every kernel."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     if dtype not in _HALF:
         return f"bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
     if key_size > _LARGEST_KEY or key_size % 2 or value_size % 2:
         return f"even sizes of heads, of keys {_LARGEST_KEY} at most, got {key_size} and {value_size}"
-    return fla_missing(device)
+    return fla_device_lack(device)
 
 
 @cache
 def fla_function(module: str, name: str) -> Any:
-    """`fla.MODULE.NAME`."""
+    """Return `fla.MODULE.NAME`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportWarning)  # it names other packages that it could use
         return getattr(import_module(f"fla.{module}"), name)
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a version, at most three."""
+def version_numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version, at most three."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
 
 
@@ -103,8 +103,8 @@ PACKAGES = {
 }
 
 
-def lacks_package(name: str, needed: tuple[int, int], device: torch.device) -> str:
-    """What is missing for a package's kernels: CUDA, the package, or that version of it; "" for nothing."""
+def package_lack(name: str, needed: tuple[int, int], device: torch.device) -> str:
+    """Return what is missing for a package's kernels: CUDA, the package, or that version of it; "" for nothing."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     return _version_lack(name, needed)
@@ -118,17 +118,17 @@ def _version_lack(name: str, needed: tuple[int, int]) -> str:
         installed = version(name)
     except PackageNotFoundError:
         return f"{name} {version_text}, which is not installed: pip install '{name}=={version_text}.*'"
-    return "" if numbers(installed)[:2] == needed else f"{name} {version_text}, and {installed} is installed"
+    return "" if version_numbers(installed)[:2] == needed else f"{name} {version_text}, and {installed} is installed"
 
 
-def refuse(name: str, lacking: str) -> None:
+def refuse_kernel(name: str, lacking: str) -> None:
     """Raise LayoutError if a kernel that was named lacks something."""
     if lacking:
         raise LayoutError(f"the kernel {name} of state-space layers was asked for and needs {lacking}; leave it out")
 
 
 def check_names(kernel_names: Sequence[str]) -> None:
-    """Raises LayoutError for names that are no kernels, or that exclude each other."""
+    """Raise LayoutError for names that are no kernels, or that exclude each other."""
     names = (TORCH_ONLY, *PACKAGES)
     for name in kernel_names:
         if name not in names:

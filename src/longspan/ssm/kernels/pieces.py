@@ -45,71 +45,73 @@ class Pieces:
         return runs, slice(begin, begin + runs.rows)
 
     @property
-    def cut(self) -> bool:
+    def has_cuts(self) -> bool:
         """Whether any run has several pieces."""
         return bool((self._counts > 1).any())
 
-    def maps_of_runs(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
-        """B and M of some shared runs from those of pieces. May be views of these."""
+    def run_maps(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
+        """Return B and M of some shared runs from those of pieces. They may be views of these."""
         first = self._starts[runs] - self.first
         b, m = take_runs(states, first), take_runs(transitions, first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             with_place = np.flatnonzero(self._counts[runs] > place)
-            mine = first[with_place] + place
-            later = take_runs(transitions, mine)
-            b = _replace_rows(b, with_place, apply_maps(later, take_runs(b, with_place), take_runs(states, mine)))
+            of_run = first[with_place] + place
+            later = take_runs(transitions, of_run)
+            b = _replace_rows(b, with_place, apply_maps(later, take_runs(b, with_place), take_runs(states, of_run)))
             m = _replace_rows(m, with_place, later @ take_runs(m, with_place))
         return b, m
 
     def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
-        """The state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
-        if not self.cut:
+        """Return the state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
+        if not self.has_cuts:
             return of_runs
         result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
         put_runs(result, self._starts, of_runs)
         for place in range(1, int(self._counts.max())):
             before = self._starts[self._counts > place] + place - 1
-            mine = before - self.first
+            of_run = before - self.first
             put_runs(
                 result,
                 before + 1,
-                apply_maps(take_runs(transitions, mine), take_runs(result, before), take_runs(states, mine)),
+                apply_maps(take_runs(transitions, of_run), take_runs(result, before), take_runs(states, of_run)),
             )
         return result
 
     def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
-        """Gradients (n, H, K, V) at the states that enter some shared runs, from those at the states of pieces."""
+        """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces."""
         last = self._starts[runs] + self._counts[runs] - 1
         result = take_runs(entry_gradients, last - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             with_place = np.flatnonzero(self._counts[runs] > place)
-            mine = last[with_place] - place - self.first
+            of_run = last[with_place] - place - self.first
             entered = apply_maps(
-                take_runs(transitions, mine).mT, take_runs(result, with_place), take_runs(entry_gradients, mine)
+                take_runs(transitions, of_run).mT, take_runs(result, with_place), take_runs(entry_gradients, of_run)
             )
             result = _replace_rows(result, with_place, entered)
         return result
 
     def leaving_gradients(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
-        """The gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
-        if entry_gradients is None or not self.cut:
+        """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
+        if entry_gradients is None or not self.has_cuts:
             return leaving
         last = self._starts + self._counts - 1
         result = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
         put_runs(result, last, leaving)
         for place in range(1, int(self._counts.max())):
             after = last[self._counts > place] - place + 1
-            mine = after - self.first
+            of_run = after - self.first
             put_runs(
                 result,
                 after - 1,
-                apply_maps(take_runs(transitions, mine).mT, take_runs(result, after), take_runs(entry_gradients, mine)),
+                apply_maps(
+                    take_runs(transitions, of_run).mT, take_runs(result, after), take_runs(entry_gradients, of_run)
+                ),
             )
         return result
 
 
 def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
-    """x with these rows replaced; x may be a view of something else."""
+    """Return x with these rows replaced; x may be a view of something else."""
     if len(rows) == len(x):
         return values
     x = x.clone()
@@ -118,15 +120,15 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
 
 
 def _piece_sizes(rows: int, most: int) -> list[int]:
-    """Rows of the pieces of a run: whole chunks except for the last, nearly equal, at most so many."""
+    """Return rows of the pieces of a run: whole chunks except for the last, nearly equal, at most so many."""
     chunks = -(-rows // CHUNK)
     count = max(1, min(most, rows // _SHORTEST))
     ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
     return np.diff([0, *ends]).tolist()
 
 
-def pieces_of(runs: LocalRuns, heads: int) -> Pieces:
-    """The pieces of these runs, worked out once."""
+def cut_into_pieces(runs: LocalRuns, heads: int) -> Pieces:
+    """Cut these runs into pieces, worked out once."""
     if heads not in runs.pieces:
         runs.pieces[heads] = Pieces(runs, heads)
     return runs.pieces[heads]

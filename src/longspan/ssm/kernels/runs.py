@@ -12,7 +12,7 @@ from longspan.layout.segments import Flags, Integers
 
 
 def apply_maps(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
-    """M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, 1, 1)."""
+    """Compute M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, 1, 1)."""
     if transition.shape[2:] == (1, 1):
         return torch.addcmul(added, transition, state)
     shape = added.shape
@@ -40,8 +40,8 @@ class LocalRuns:
         self.rows: int = int(lengths.sum())
         self._chunks = -(-lengths // chunk)
 
-    def with_chunks(self, chunk: int) -> "LocalRuns":
-        """The same runs in chunks of so many rows, worked out once."""
+    def cut_chunks(self, chunk: int) -> "LocalRuns":
+        """Cut the same runs into chunks of so many rows, worked out once."""
         if chunk not in self._of_chunks:
             self._of_chunks[chunk] = LocalRuns(self.lengths, self.device, self.shared, chunk=chunk)
         return self._of_chunks[chunk]
@@ -54,32 +54,32 @@ class LocalRuns:
     @cached_property
     def ends(self) -> Tensor:
         """(R + 1,) int64: where runs begin, and the end of the last."""
-        return self._device(np.concatenate([[0], np.cumsum(self.lengths)]))
+        return self._to_device(np.concatenate([[0], np.cumsum(self.lengths)]))
 
     @cached_property
     def chunk_indices(self) -> Tensor:
         """(N, 2) int64: the run of each chunk, and its number in the run."""
-        return self._device(np.stack([self._run_of_chunk, self._place_of_chunk], 1))
+        return self._to_device(np.stack([self._run_of_chunk, self._place_of_chunk], 1))
 
     @cached_property
     def chunk_ends(self) -> Tensor:
         """(R + 1,) int64: where the chunks of runs begin among all, and the number of them."""
-        return self._device(np.concatenate([[0], np.cumsum(self._chunks)]))
+        return self._to_device(np.concatenate([[0], np.cumsum(self._chunks)]))
 
     @cached_property
     def run_of_chunk(self) -> Tensor:
         """(N,) int64."""
-        return self._device(self._run_of_chunk)
+        return self._to_device(self._run_of_chunk)
 
     @cached_property
     def chunk_of_row(self) -> Tensor:
         """(T,) int64."""
-        return self._device(np.repeat(np.arange(len(self._first_rows)), self._sizes))
+        return self._to_device(np.repeat(np.arange(len(self._first_rows)), self._sizes))
 
     @cached_property
     def last_rows(self) -> Tensor:
         """(N,) int64: the last row of each chunk."""
-        return self._device(self._first_rows + self._sizes - 1)
+        return self._to_device(self._first_rows + self._sizes - 1)
 
     @cached_property
     def padded_rows(self) -> Tensor | None:
@@ -87,13 +87,13 @@ class LocalRuns:
         if (self._sizes == self.chunk).all():
             return None
         rows = self._first_rows[:, None] + np.arange(self.chunk)
-        return self._device(np.where(np.arange(self.chunk) < self._sizes[:, None], rows, self.rows).reshape(-1))
+        return self._to_device(np.where(np.arange(self.chunk) < self._sizes[:, None], rows, self.rows).reshape(-1))
 
     @cached_property
     def padded_places(self) -> Tensor:
         """(T,) int64: the place of each row among `padded_rows`."""
         chunk = np.repeat(np.arange(len(self._first_rows)), self._sizes)
-        return self._device(chunk * self.chunk + np.arange(self.rows) - self._first_rows[chunk])
+        return self._to_device(chunk * self.chunk + np.arange(self.rows) - self._first_rows[chunk])
 
     @property
     def chunks(self) -> int:
@@ -116,31 +116,31 @@ class LocalRuns:
     def _sizes(self) -> Integers:
         return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * self.chunk, self.chunk)
 
-    def _device(self, rows: Integers) -> Tensor:
+    def _to_device(self, rows: Integers) -> Tensor:
         return to_device(np.ascontiguousarray(rows), self.device)
 
 
 def take_runs(x: Tensor, rows: Integers) -> Tensor:
-    """These rows of x, a view where they are consecutive."""
-    if _consecutive(rows):
+    """Take these rows of x, a view where they are consecutive."""
+    if _are_consecutive(rows):
         return x[int(rows[0]) : int(rows[-1]) + 1]
     return x.index_select(0, index_on_device(rows, x.device))
 
 
 def put_runs(into: Tensor, rows: Integers, values: Tensor) -> None:
-    """into[rows] ← values."""
-    if _consecutive(rows):
+    """Put values into these rows: into[rows] ← values."""
+    if _are_consecutive(rows):
         into[int(rows[0]) : int(rows[-1]) + 1].copy_(values)
     else:
         into.index_copy_(0, index_on_device(rows, into.device), values)
 
 
-def _consecutive(rows: Integers) -> bool:
+def _are_consecutive(rows: Integers) -> bool:
     return len(rows) > 0 and bool((np.diff(rows) == 1).all())
 
 
 def index_on_device(rows: Integers, device: torch.device) -> Tensor:
-    """Row numbers as an index; every layer uses the same few, which are copied once."""
+    """Copy row numbers as an index to the device; every layer uses the same few, which are copied once."""
     return _upload_index(np.ascontiguousarray(rows, dtype=np.int64).tobytes(), device)
 
 

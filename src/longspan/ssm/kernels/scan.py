@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import to_device
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 from longspan.ssm.kernels.call import Inputs, SavedScan, state_dtype
 from longspan.ssm.kernels.runs import LocalRuns, take_runs
 
@@ -42,7 +42,7 @@ def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device)
     size, total = np.array(lengths, dtype=np.int64), sum(lengths)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
-    run, place = np.repeat(order, counts[order]), expand(np.zeros_like(order), counts[order])
+    run, place = np.repeat(order, counts[order]), expand_runs(np.zeros_like(order), counts[order])
     by_place = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
     run, place = run[by_place, None], place[by_place]
     row_of_run = place[:, None] * chunk + np.arange(chunk)
@@ -57,7 +57,7 @@ def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device)
 def scan(
     q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor, lengths: Integers
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs (T, H, V) of all runs and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
+    """Scan all runs: the outputs (T, H, V), and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
 
     `lengths` (R,): rows of each run, one after another. Without q there is no o: an empty tensor.
     """
@@ -66,23 +66,23 @@ def scan(
     chunk = CHUNK if g.shape[-1] == 1 else _CHUNK_BY_CHANNEL
     chunks = _cut_into_chunks(tuple(lengths.tolist()), chunk, k.device)
 
-    def cut(x: Tensor) -> Tensor:  # (N, H, C, ·)
+    def cut_rows(x: Tensor) -> Tensor:  # (N, H, C, ·)
         wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
         return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
 
-    k, v, g = cut(k), cut(v), cut(g)
+    k, v, g = cut_rows(k), cut_rows(v), cut_rows(g)
     decay, last = g.cumsum(2), g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
     later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(last)], 2).flip(2).cumsum(2).flip(2)  # last − decay
     new_values, state_share = v, None
     fades = None if q is None and beta is None else _pair_decays(g)
     if beta is not None and fades is not None:
-        weight = cut(beta.unsqueeze(-1))
-        system = _products_with_decay(weight * k, k, fades).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
+        weight = cut_rows(beta.unsqueeze(-1))
+        system = _products_under_decay(weight * k, k, fades).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
         right = torch.cat([weight * v, weight * k * decay.exp()], -1)
         solution = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         new_values, state_share = solution.split([v.shape[-1], k.shape[-1]], -1)
-    inner = None if q is None or fades is None else _products_with_decay(cut(q), k, fades)
-    decayed_q = None if q is None else cut(q) * decay.exp()
+    inner = None if q is None or fades is None else _products_under_decay(cut_rows(q), k, fades)
+    decayed_q = None if q is None else cut_rows(q) * decay.exp()
     writing, fading = (k * later_decay.exp()).mT, last.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
 
     state, outs, chunks_done = initial.index_select(0, chunks.order), [v[:0, :, :, : v.shape[-1]]], 0
@@ -107,7 +107,7 @@ def scan(
 
 
 def _pair_decays(g: Tensor) -> Tensor:
-    """Return exp(g_{j+1} + … + g_i) of the pairs i ≥ j of each chunk, (N, H, C, C, K or 1), and 1 elsewhere.
+    """Compute exp(g_{j+1} + … + g_i) of the pairs i ≥ j of each chunk, (N, H, C, C, K or 1), and 1 elsewhere.
 
     Each sum is one of its own, as in Mamba 2's segsum (arXiv:2405.21060, listing 1): differences of sums from the
     chunk's first row on would leave their rounding, in the gradient of g above all.
@@ -117,7 +117,7 @@ def _pair_decays(g: Tensor) -> Tensor:
     return g.unsqueeze(3).expand(*g.shape[:3], chunk, -1).masked_fill(later[..., None], 0).cumsum(2).exp()
 
 
-def _products_with_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
+def _products_under_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
     """Return a_i · fades_ij b_j of the pairs i ≥ j of each chunk: (N, H, C, C), 0 elsewhere."""
     if fades.shape[-1] == 1:
         return (a @ b.mT * fades.squeeze(-1)).tril()
@@ -127,14 +127,14 @@ def _products_with_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
 def summaries(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Integers, leaving: Integers, carrying: Integers
 ) -> tuple[Tensor, Tensor]:
-    """B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
+    """Return B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
 
     The columns [v | 0] from the state [0 | I] are [B | M] of the delta rule, M (m, H, K, K); without one (m, H, 1, 1).
     """
     heads, size, width = k.shape[1], k.shape[2], v.shape[2]
     either = np.union1d(leaving, carrying)
     starts = (np.cumsum(lengths) - lengths)[either]
-    rows = to_device(expand(starts, starts + lengths[either]), k.device)
+    rows = to_device(expand_runs(starts, starts + lengths[either]), k.device)
     k, v, g = (x.index_select(0, rows) for x in (k, v, g))
     beta = None if beta is None else beta.index_select(0, rows)
     at = [to_device(np.searchsorted(either, runs), k.device) for runs in (leaving, carrying)]
@@ -161,12 +161,12 @@ class TorchForward:
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """See `Forward`."""
+        """Compute the summaries of runs in torch's operations."""
         _, k, v, g, beta = self._inputs
         return summaries(k, v, g, beta, self._runs.lengths, leaving, carrying)
 
     def outputs(self, states: Tensor) -> Tensor:
-        """See `Forward`."""
+        """Compute the outputs (T, H, V) from the states that enter the runs."""
         return scan(*self._inputs, states, self._runs.lengths)[0]
 
 
@@ -189,8 +189,8 @@ class TorchBackward:
         entry_gradients = torch.zeros_like(self._start) if entry_gradients is None else entry_gradients
         return take_runs(entry_gradients, runs)
 
-    def prepare(self) -> None:
-        """Nothing: the scan has run."""
+    def prepare_chunks(self) -> None:
+        """Do nothing: the scan has run."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of all inputs, from those (R, H, K, V) at final states, by autograd."""

@@ -28,7 +28,7 @@ def scan_chunks_kernel(
     KEEP: tl.constexpr,
     BACKWARDS: tl.constexpr,
 ):
-    """Triton kernel: the state after each chunk of a run.
+    """Compute the state after each chunk of a run.
 
     One program does BLOCK numbers of one head's state, for one run, chunk after chunk.
     """
@@ -70,7 +70,7 @@ def maps_kernel(
     COLUMNS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """Triton kernel: B and M of each run, where S_out = M S_in + B.
+    """Compute B and M of each run, where S_out = M S_in + B.
 
     One program does COLUMNS columns of one head's B or M, for one run, chunk after chunk.
 
@@ -105,7 +105,7 @@ def maps_kernel(
         new_values = b_u - tl.dot(state.to(b_w.dtype), tl.trans(b_w))
         if not BY_CHANNEL:
             new_values *= tl.exp2(last - decay)[None, :]
-        state = tl.dot(new_values.to(b_k.dtype), b_k, state * _fading(last, BY_CHANNEL))
+        state = tl.dot(new_values.to(b_k.dtype), b_k, state * _chunk_fading(last, BY_CHANNEL))
         b_u, last, decay = next_u, next_last, next_decay
         weights += CHUNK * HEADS * SIZE
         keys += CHUNK * (HEADS // SHARED) * SIZE
@@ -137,7 +137,7 @@ def entry_gradients_kernel(
     COLUMNS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """One program has COLUMNS of the gradient of a head's outputs by the state that entered a run, last chunk first."""
+    """Compute COLUMNS of the gradient of a head's outputs by the state that entered a run, last chunk first."""
     head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = tl.load(ends + run)
     length = (tl.load(ends + run + 1) - first).to(tl.int32)
@@ -175,7 +175,7 @@ def entry_gradients_kernel(
         if not BY_CHANNEL:
             gradient *= tl.exp2(last - decay)[None, :]
             outer *= tl.exp2(decay)[None, :]
-        state = tl.dot(outer.to(b_q.dtype), b_q, state * _fading(last, BY_CHANNEL))
+        state = tl.dot(outer.to(b_q.dtype), b_q, state * _chunk_fading(last, BY_CHANNEL))
         state = tl.dot((-gradient - b_dv).to(b_w.dtype), b_w, state)
         b_do, b_dv, last, decay = next_do, next_dv, next_last, next_decay
         keys -= CHUNK * (HEADS // SHARED) * SIZE
@@ -199,7 +199,7 @@ def _chunk_decays(
     KEYS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """Log-decays of a chunk of `left` rows: its last row's, one or one for each key number, and where one all rows'."""
+    """Load log-decays of a chunk of `left` rows: its last row's, one or one a key number, and all rows' where one."""
     last = tl.minimum(left, CHUNK) - 1
     if BY_CHANNEL:
         key = tl.arange(0, KEYS)
@@ -213,7 +213,7 @@ def _chunk_decays(
 
 
 @triton.jit
-def _fading(last, BY_CHANNEL: tl.constexpr):
-    """What is left of a state after a chunk: a number, or (1, K)."""
+def _chunk_fading(last, BY_CHANNEL: tl.constexpr):
+    """Return what is left of a state after a chunk: a number, or (1, K)."""
     fading = tl.exp2(last)
     return fading[None, :] if BY_CHANNEL else fading

@@ -7,23 +7,23 @@ import torch
 from longspan.ssm.kernels import by_mamba_ssm, decay, delta
 from longspan.ssm.kernels.call import Recurrence, ScanKernel
 from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION
-from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY, check_names, fla_lacks, refuse
+from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY, check_names, fla_lack, refuse_kernel
 from longspan.ssm.kernels.scan import TorchBackward, TorchForward
 
 TORCH = ScanKernel("torch", lambda _: "", TorchForward, TorchBackward)
 MAMBA = ScanKernel(
-    by_mamba_ssm.NAME, by_mamba_ssm.mamba_lacks, by_mamba_ssm.MambaForward, by_mamba_ssm.MambaBackward, half=True
+    by_mamba_ssm.NAME, by_mamba_ssm.mamba_lack, by_mamba_ssm.MambaForward, by_mamba_ssm.MambaBackward, half=True
 )
 _KERNELS = (
-    ScanKernel("fla", delta.delta_lacks, delta.DeltaForward, delta.DeltaBackward, half=True),
-    ScanKernel("fla", delta.kimi_lacks, delta.KimiForward, delta.KimiBackward, half=True),
-    ScanKernel("fla", decay.decay_lacks, decay.DecayForward, decay.DecayBackward, half=True),
+    ScanKernel("fla", delta.delta_lack, delta.DeltaForward, delta.DeltaBackward, half=True),
+    ScanKernel("fla", delta.kimi_lack, delta.KimiForward, delta.KimiBackward, half=True),
+    ScanKernel("fla", decay.decay_lack, decay.DecayForward, decay.DecayBackward, half=True),
     TORCH,
 )
 
 
 def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> ScanKernel:
-    """The first kernel that can do this recurrence, or the one named: `mamba_ssm` for those without a delta term.
+    """Choose the first kernel that can do this recurrence, or the named one: `mamba_ssm` if it has no delta term.
 
     Raises LayoutError if the named one cannot, or is unknown.
     """
@@ -31,7 +31,7 @@ def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ())
     if TORCH_ONLY in kernel_names:
         return TORCH
     if MAMBA.name in kernel_names and not recurrence.delta:
-        refuse(MAMBA.name, MAMBA.lacks(recurrence))
+        refuse_kernel(MAMBA.name, MAMBA.lacks(recurrence))
         return MAMBA
     return next(kernel for kernel in _KERNELS if not kernel.lacks(recurrence))
 
@@ -40,18 +40,21 @@ def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: 
     """Raise LayoutError for names that are no kernels, and for kernels that cannot be used in this dtype here."""
     check_names(kernel_names)
     if MAMBA.name in kernel_names:
-        refuse(MAMBA.name, MAMBA.lacks(Recurrence(dtype, device, 2, 2, delta=False, by_channel=False)))
+        refuse_kernel(MAMBA.name, MAMBA.lacks(Recurrence(dtype, device, 2, 2, delta=False, by_channel=False)))
     if PACKAGE_CONVOLUTION.name in kernel_names:
         rows, weight = (torch.empty(n, dtype=dtype, device=device) for n in ((1, 8), (8, 4)))
-        refuse(PACKAGE_CONVOLUTION.name, PACKAGE_CONVOLUTION.lacks(rows, weight))
+        refuse_kernel(PACKAGE_CONVOLUTION.name, PACKAGE_CONVOLUTION.lacks(rows, weight))
 
 
-def kernels_here(dtype: torch.dtype, device: torch.device, kernel_names: Sequence[str] = ()) -> str:
-    """The kernels of recurrences in this dtype on this device, in words; and what a GPU needs for faster ones."""
+def describe_kernels(dtype: torch.dtype, device: torch.device, kernel_names: Sequence[str] = ()) -> str:
+    """Name the kernels of recurrences in this dtype on this device, and what a GPU needs for faster ones.
+
+    And what a GPU needs for faster ones.
+    """
     if TORCH_ONLY in kernel_names:
         return "torch's operations, as asked for"
     named = " and ".join(f"{name} ({tried})" for name, tried in PACKAGES.items() if name in kernel_names)
     by_name = f"{named}, as asked for, and " if named else ""
-    if not (lacking := fla_lacks(dtype, device)):
+    if not (lacking := fla_lack(dtype, device)):
         return f"{by_name}flash-linear-attention's kernels"
     return f"{by_name}torch's operations" + (f" (faster kernels want {lacking})" if device.type == "cuda" else "")

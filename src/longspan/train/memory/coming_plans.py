@@ -43,7 +43,7 @@ class ComingSteps:
         return range(self.first, min(self.last, self.first + MOST_STEPS))
 
     def fullest_plans(self, config: RunConfig, cost: Cost) -> list[Plan]:
-        """Plans of the steps whose slots are fullest, where that is known, and otherwise of the heaviest steps.
+        """Return the plans of the steps whose slots are fullest, where that is known, otherwise of the heaviest steps.
 
         Raises PlanError for documents that fit no group.
         """
@@ -52,7 +52,7 @@ class ComingSteps:
         return [choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps]
 
     def fullest_steps(self, choice: PlanChoice) -> Sequence[int]:
-        """The steps with most rows in a slot, by plans whose prices are simple and take a millisecond."""
+        """Return the steps with most rows in a slot, by plans whose prices are simple and take a millisecond."""
         if len(self.steps) <= FEW_STEPS:
             return self.steps
         simple = replace(choice, options=replace(choice.options, cost=Cost(), cp_comm_type="p2p"))
@@ -64,8 +64,10 @@ class ComingSteps:
         return [replace(config, context=replace(config.context, planner=planner)) for planner in planners]
 
     def limit_plans(self, config: RunConfig, plans: Sequence[Plan]) -> list[Plan]:
-        """A plan that fills every slot to its limit of rows, or with all tokens of one of these plans; none where the
-        fullest steps are known, or rows have no limit."""
+        """Return a plan that fills every slot to its limit of rows, or with all tokens of one of these plans.
+
+        There is none where the fullest steps are known, or rows have no limit.
+        """
         cap = PlanChoice.training(config, heads=self.heads).options.max_tokens_per_slot
         if not cap or self._sees_all(config):
             return []
@@ -74,20 +76,20 @@ class ComingSteps:
         return [probe_plan(config, self.home, max(rows, multiple), self.heads)]
 
     def _sees_all(self, config: RunConfig) -> bool:
-        """Whether every step's plan is made."""
+        """Return whether every step's plan is made."""
         if self.last - self.first <= FEW_STEPS:
             return True
         one_degree = PlanChoice.training(config, heads=self.heads).has_one_degree
         return one_degree and not self.few and self.steps.stop == self.last
 
     def heaviest_steps(self) -> Sequence[int]:
-        """The step with the longest document, and that with most tokens."""
+        """Return the step with the longest document, and that with most tokens."""
         lengths = {step: self.lengths_of_step(step) for step in self.steps}
         longest = max(lengths, key=lambda step: max(lengths[step], default=0))
         return sorted({longest, max(lengths, key=lambda step: sum(lengths[step]))})
 
     def rows_to_try(self, config: RunConfig) -> list[int]:
-        """Rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
+        """List the rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
 
         From those that the longest document needs in the widest group to those with which the heaviest step is one
         micro-batch, doubling.
@@ -95,7 +97,7 @@ class ComingSteps:
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]
         longest, tokens = max(max(step, default=1) for step in lengths), max(sum(step) for step in lengths)
-        most_slots = choice.widest(self.home) or self.home.slots
+        most_slots = choice.widest_degree(self.home) or self.home.slots
         widest = max(d for d in range(1, most_slots + 1) if self.home.slots % d == 0)
         multiple = 2 * choice.options.row_multiple  # of the two parts of a document that a slot has
         rows = [-(-longest // widest) + multiple]
@@ -105,5 +107,5 @@ class ComingSteps:
 
 
 def most_rows(plan: Plan) -> int:
-    """The rows of the fullest slot in any micro-batch."""
+    """Return the rows of the fullest slot in any micro-batch."""
     return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max(initial=0))

@@ -44,9 +44,9 @@ class LiveBytes(TorchDispatchMode):
         self._live[key] = storage.nbytes()
         self.now += storage.nbytes()
         self.peak: int = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key)
+        weakref.finalize(storage, self._forget_storage, key)
 
-    def _forget(self, key: int) -> None:
+    def _forget_storage(self, key: int) -> None:
         self.now -= self._live.pop(key, 0)
 
 
@@ -66,20 +66,23 @@ def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
     if device.type != "cuda":
         yield added
         return
-    _highest[device], bytes_before = peak_memory_bytes(device), _allocator_figure(device, "allocated_bytes", "current")
+    _highest[device], bytes_before = peak_memory_bytes(device), _memory_figure(device, "allocated_bytes", "current")
     torch.cuda.reset_peak_memory_stats(device)
     yield added
-    added.bytes = _allocator_figure(device, "allocated_bytes", "peak") - bytes_before
+    added.bytes = _memory_figure(device, "allocated_bytes", "peak") - bytes_before
 
 
 def unused_bytes(device: torch.device, ranks: int) -> int:
-    """Bytes that a rank could still take of its GPU, or of the host's memory, which so many ranks share; 0: unknown."""
+    """Return the bytes that a rank could still take of its GPU, or of the host's memory, which so many ranks share.
+
+    0 means unknown.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return (
             free
-            + _allocator_figure(device, "reserved_bytes", "current")
-            - _allocator_figure(device, "allocated_bytes", "current")
+            + _memory_figure(device, "reserved_bytes", "current")
+            - _memory_figure(device, "allocated_bytes", "current")
         )
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
@@ -87,15 +90,15 @@ def unused_bytes(device: torch.device, ranks: int) -> int:
         return 0
 
 
-def _allocator_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
-    """One figure of a GPU's allocator. Functions as torch.cuda.memory_allocated sort all two hundred of them."""
+def _memory_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
+    """Return one figure of a GPU's allocator. Functions as torch.cuda.memory_allocated sort all two hundred of them."""
     figures = torch.cuda.memory_stats_as_nested_dict(device)
     return figures[name]["all"][which] if figures else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held: of its GPU, or resident on a CPU."""
+    """Return the most memory that this process has held: of its GPU, or resident on a CPU."""
     if device.type == "cuda":
-        return max(_allocator_figure(device, "allocated_bytes", "peak"), _highest.get(device, 0))
+        return max(_memory_figure(device, "allocated_bytes", "peak"), _highest.get(device, 0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

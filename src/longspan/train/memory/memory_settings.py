@@ -4,18 +4,18 @@ Imports no torch, but for the states of an optimizer that is named by its class.
 """
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
-from longspan.config.memory_keys import checkpointing_by_hand
+from longspan.config.memory_keys import key_checkpointing
 from longspan.config.sections import RunConfig, TrainConfig
 from longspan.plan import FixedMemory, MemorySettings
 from longspan.plan.memory.settings import MOMENTS
 
 
-def memory_settings_of(
+def run_memory_settings(
     config: RunConfig, *, gpu: bool = True, target_share: float = 1.0, encoder_rows: int = 0
 ) -> MemorySettings:
-    """The settings of a run's plan of memory, with what the keys say of that which the plan may choose.
+    """Read the settings of a run's plan of memory, with what the keys say of that which the plan may choose.
 
-    >>> memory_settings_of(RunConfig()).state_numbers
+    >>> run_memory_settings(RunConfig()).state_numbers
     2.0
 
     `encoder_rows` of images are encoded at once on a slot, and `target_share` of all rows predict a token.
@@ -46,7 +46,10 @@ def memory_settings_of(
 
 
 def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
-    """Numbers of state that the optimizer keeps of each weight; those of a class are counted on a small matrix."""
+    """Return how many numbers of state the optimizer keeps of each weight.
+
+    Those of a class are counted on a small matrix.
+    """
     if train.optimizer == "sgd" and any(words.startswith("momentum") for words in train.optimizer_arguments):
         return 1.0
     if train.optimizer in MOMENTS:
@@ -59,12 +62,12 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
 
 
 def fixed_keys(config: RunConfig) -> FixedMemory:
-    """The keys of memory that are given by hand; with train.memory "none" all of them are.
+    """Read the keys of memory that are given by hand; with train.memory "none" all of them are.
 
     Only states of known optimizers are moved to the host without a key.
     """
     train, by_hand = config.train, config.train.memory == "none"
-    kind = checkpointing_by_hand(train) or ("none" if by_hand else None)
+    kind = key_checkpointing(train) or ("none" if by_hand else None)
     states = None if train.optimizer in MOMENTS and not by_hand else False
     return FixedMemory(
         measure=kind,

@@ -17,9 +17,9 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, ModelError, plural
 from longspan.host_memory import free_host_bytes
 from longspan.layout import Layout
-from longspan.model.layers import decoder_layers, layers_of_stages
+from longspan.model.layers import decoder_layers, stage_layers
 from longspan.model.mtp.depths import mtp_blocks
-from longspan.model.parts import parts_of
+from longspan.model.parts import find_parts
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import stage_models
 from longspan.plan.memory.settings import MOMENTS
@@ -41,7 +41,7 @@ class NeededBytes:
         return self.weights + self.gradients + self.states + self.gathered
 
     def shards_that_fit(self, room: int) -> int:
-        """How many shards of the parameters leave each small enough; 0 where no number does."""
+        """Return how many shards of the parameters leave each small enough; 0 where no number does."""
         room_left = room - self.gathered
         return 0 if room_left <= 0 else math.ceil((self.total - self.gathered) * self.shards / room_left)
 
@@ -54,14 +54,14 @@ def check_model_fits(
     `model` is not yet prepared, and need have no memory. Without `training`, weights and a gathered layer count.
     """
 
-    def check() -> None:
+    def check_rank() -> None:
         room = free_room(world)
         if room is not None:
             _check_room(
                 config, needed_bytes(config, model, world.home, compute_dtype, training=training), room, world.home
             )
 
-    run_on_every_rank(world, check, ConfigError)
+    run_on_every_rank(world, check_rank, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,13 @@ class Room:
 
 
 def free_room(world: World) -> Room | None:
-    """The free memory of this rank's GPU, or its part of the host's; None on hosts without the figure (macOS)."""
+    """Return the free memory of this rank's GPU, or its part of the host's.
+
+    It is None on hosts without the figure (macOS).
+    """
     if world.device.type == "cuda":
         return Room(torch.cuda.mem_get_info(world.device)[0], f"the GPU of rank {world.rank}", of_gpu=True)
-    ranks_here, free = ranks_on_host(world), free_host_bytes(swap=True)
+    ranks_here, free = count_ranks_of_host(world), free_host_bytes(swap=True)
     return (
         None
         if free is None
@@ -85,20 +88,20 @@ def free_room(world: World) -> Room | None:
     )
 
 
-def ranks_on_host(world: World) -> int:
-    """How many ranks share a host."""
+def count_ranks_of_host(world: World) -> int:
+    """Return how many ranks share a host."""
     return min(len(world.home.ranks), world.node_size * world.home.tp)
 
 
 def needed_bytes(
     config: RunConfig, model: PreTrainedModel, home: Layout, compute_dtype: torch.dtype, *, training: bool
 ) -> NeededBytes:
-    """The least bytes of this model on the rank of a home that needs most, from the shapes of its parameters.
+    """Count the least bytes of this model on the rank of a home that needs most, from the shapes of its parameters.
 
     Everything is taken as split over tensor-parallel ranks: more is needed, never less. What is frozen has neither
     gradients nor states. What several stages share has a copy on each, and a state on each rank.
     """
-    shards, ranks = home.slots // home.dp_replicate, _models_of_ranks(config, model, home)
+    shards, ranks = home.slots // home.dp_replicate, _rank_models(config, model, home)
     gathers = shards > 1 or compute_dtype != getattr(torch, config.model.dtype)
     sharers = home.pp // len(ranks)  # ranks that share a stage whose parts are not known yet
     moments = 0 if config.train.offload_states else MOMENTS.get(config.train.optimizer, 0)
@@ -118,14 +121,14 @@ def needed_bytes(
     return max(needs, key=lambda needed: needed.total)
 
 
-def _models_of_ranks(config: RunConfig, model: PreTrainedModel, home: Layout) -> list[list[PreTrainedModel]]:
-    """The stages of each pipeline rank; the whole model without a pipeline, or if it cannot be cut yet."""
+def _rank_models(config: RunConfig, model: PreTrainedModel, home: Layout) -> list[list[PreTrainedModel]]:
+    """Return the stages of each pipeline rank; the whole model without a pipeline, or if it cannot be cut yet."""
     if home.pp == 1:
         return [[model]]
     settings = PipelineSettings(config.parallel.pipeline_schedule, home.pp, config.parallel.vpp)
     try:
-        layers = layers_of_stages(len(decoder_layers(model)), settings.stages)
-        stages = stage_models(model, parts_of(model), layers)
+        layers = stage_layers(len(decoder_layers(model)), settings.stages)
+        stages = stage_models(model, find_parts(model), layers)
     except ModelError:  # towers are taken off first, and what cannot be cut is refused when it is prepared
         return [[model]]
     return [[stages[i] for i in settings.stages_at(place)] for place in range(home.pp)]
@@ -136,12 +139,15 @@ def _parameter_bytes(x: Tensor) -> int:
 
 
 def _parameter_numbers(model: nn.Module, home: Layout) -> dict[str, float]:
-    """Numbers of each parameter on a tensor-parallel rank, before FSDP2 shards them."""
+    """Count the numbers of each parameter on a tensor-parallel rank, before FSDP2 shards them."""
     return {name: parameter.numel() / home.tp for name, parameter in model.named_parameters()}
 
 
 def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
-    """How many numbers a rank gathers at one time: the root's and the largest layer's, or all if none is freed."""
+    """Count the numbers that a rank gathers at one time.
+
+    They are the root's and the largest layer's, or all if none is freed.
+    """
     layers = (*decoder_layers(model), *mtp_blocks(model))
     by_layer, root = dict.fromkeys(layers, 0.0), 0.0
     for name, numel in _parameter_numbers(model, home).items():
@@ -161,10 +167,10 @@ def _check_room(config: RunConfig, needed: NeededBytes, room: Room, home: Layout
         return
     parts = [("weights", needed.weights), ("gradients", needed.gradients), ("optimizer states", needed.states)]
     parts.append(("gathered layers", needed.gathered))
-    figures = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    figures = ", ".join(f"{name} {_gib_text(size)}" for name, size in parts if size)
     raise ConfigError(
-        f"the model does not fit: a rank needs at least {_gib(needed.total)} before any activation ({figures}; "
-        f"parameters over {plural(needed.shards, 'shard')}), and {room.where} has {_gib(room.size)} free; "
+        f"the model does not fit: a rank needs at least {_gib_text(needed.total)} before any activation ({figures}; "
+        f"parameters over {plural(needed.shards, 'shard')}), and {room.where} has {_gib_text(room.size)} free; "
         + _advise_remedy(config, needed, room, home)
     )
 
@@ -186,5 +192,5 @@ def _advise_remedy(config: RunConfig, needed: NeededBytes, room: Room, home: Lay
     return f"no number of such GPUs would do with these keys, for what is gathered has no room; try {' or '.join(keys)}"
 
 
-def _gib(size: int) -> str:
+def _gib_text(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"

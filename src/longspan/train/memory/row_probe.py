@@ -64,7 +64,7 @@ Measurement = TypeVar("Measurement", bound=_Measured)
 
 
 def measure_step_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
-    """The most bytes at a time of a step of micro-batches of so many rows on every slot, above those before.
+    """Measure the most bytes at a time of a step of micro-batches of so many rows on every slot, above those before.
 
     Raises ConfigError on the rank whose memory does not suffice; the others raise CommError, which quotes it.
     """
@@ -83,7 +83,7 @@ def measure_step_bytes(config: RunConfig, model: nn.Module, world: World, rows: 
 
 
 def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan, documents: Any) -> int:
-    """The most bytes that a step of this plan takes on this rank, above those before it."""
+    """Measure the most bytes that a step of this plan takes on this rank, above those before it."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
         bytes_before = torch.cuda.memory_allocated(world.device)
@@ -95,12 +95,12 @@ def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan,
 
 
 def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
-    """A plan in which every slot holds so many rows of a document of training's widest group, in each micro-batch.
+    """Make a plan in which every slot holds so many rows of a document of training's widest group, in each micro-batch.
 
     Under sequence parallelism `rows` is a multiple of tp.
     """
     choice = PlanChoice.training(config, heads=heads)
-    widest = choice.widest(home)
+    widest = choice.widest_degree(home)
     degree = max(d for d in range(1, widest + 1) if home.slots % d == 0 and choice.allows(d, home))
     in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
     lengths = [rows * degree] * (home.slots // degree * in_flight)
@@ -111,7 +111,7 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
 
 
 def _too_many_error(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
-    """The error of a rank without memory for a probe of so many rows, which a file records."""
+    """Return the error of a rank without memory for a probe of so many rows, which a file records."""
     too_many = TooMany(rows, len(world.home.ranks), memory_keys(config))
     with suppress(OSError):  # the folder may not be there on every rank
         write_atomically(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
@@ -123,7 +123,7 @@ def _too_many_error(config: RunConfig, world: World, rows: int, error: BaseExcep
 
 
 def read_too_many_rows(directory: Path, ranks: int, keys: dict[str, Any]) -> int | None:
-    """The rows of a probe for which there was no memory when the run was started before, under the same keys."""
+    """Read the rows of a probe for which there was no memory when the run was started before, under the same keys."""
     too_many = read_measurement(TooMany, directory / TOO_MANY_FILE, ranks, keys, "rows are probed from the start")
     return None if too_many is None else too_many.rows
 
@@ -145,7 +145,7 @@ def read_measurement(
 
 
 def memory_keys(config: RunConfig) -> dict[str, Any]:
-    """The keys of a configuration on which the rows depend, with their values as JSON keeps them."""
+    """Return the keys of a configuration on which the rows depend, with their values as JSON keeps them."""
     values = config.tables()
     names = {"model": values["model"], "parallel": values["parallel"], "lora": values["lora"], "mtp": values["mtp"]}
     names |= _DEPENDS_ON

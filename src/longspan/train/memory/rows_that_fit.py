@@ -27,21 +27,23 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import read_json, write_atomically
-from longspan.model.multimodal.multimodal_model import MultimodalModel, language_model_of
+from longspan.model.multimodal.multimodal_model import MultimodalModel, find_language_model
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
 from longspan.train.memory.images_held import ImagesHeld, measure_images
 from longspan.train.memory.row_probe import measure_step_bytes, memory_keys, read_measurement, read_too_many_rows
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.plans import row_multiple_of
+from longspan.train.plans import plan_row_multiple
 
 CPU_BUDGET = 1 << 30
 
 
 def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
-    """Bytes for gradients and activations: those that a run may fill, without weights and moments, and what a GPU's
-    context takes."""
+    """Return the bytes for gradients and activations, of those that a run may fill.
+
+    Weights and moments are taken off, and what a GPU's context takes.
+    """
     train, on_host = config.train, isinstance(optimizer, OffloadedStates)
     states = 0 if optimizer.state or on_host else measure_state_bytes(OptimizerChoice.of(train), model)
     if device.type == "cuda":
@@ -106,7 +108,7 @@ class RowsThatFit:
 
 
 def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> RowsThatFit:
-    """The rows that a budget holds, from two measurements (rows, most bytes). Raises ConfigError where none fit.
+    """Return the rows that a budget holds, from two measurements (rows, most bytes). Raises ConfigError where none fit.
 
     >>> fit_rows([(100, 3000), (300, 7000)], 10_000, ranks=1).rows
     450
@@ -122,8 +124,11 @@ def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Ro
     return RowsThatFit(rows, row_bytes, fixed, budget, ranks)
 
 
-def use_rows_of_run(config: RunConfig, world: World, log: LogLine) -> RunConfig:
-    """The configuration with the number that the run measured before in place of "auto"; entered by all ranks."""
+def use_measured_rows(config: RunConfig, world: World, log: LogLine) -> RunConfig:
+    """Put the number that the run measured before in place of "auto".
+
+    All ranks enter it.
+    """
     if config.context.max_tokens_per_slot != AUTO:
         return config
     file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
@@ -143,7 +148,7 @@ def measure_rows(
     image_rows: float = 0.0,
     first_guess: int | None = None,
 ) -> RunConfig:
-    """The configuration with a number in place of "auto", measured now; entered by all ranks.
+    """Put a number that is measured now in place of "auto"; entered by all ranks.
 
     `image_rows` are the rows of images in a step, on all slots together, of a model that has an encoder; `first_guess`
     is how many rows of a slot a plan of memory has room for.
@@ -155,7 +160,7 @@ def measure_rows(
     below = run_on_first_rank(world, lambda: read_too_many_rows(directory, ranks, keys), ConfigError)
     uses = 1 + config.mtp.depths
     images = measure_images(model, image_rows, world, uses=uses) if isinstance(model, MultimodalModel) else None
-    fit = measure(config, model, optimizer, world, below=below, images=images, first_guess=first_guess)
+    fit = fit_by_probes(config, model, optimizer, world, below=below, images=images, first_guess=first_guess)
     fit = replace(fit, measured_for=keys)
     text = json.dumps(asdict(fit), indent=1)
     run_on_first_rank(world, lambda: write_atomically(directory / FILE, text), ConfigError)
@@ -168,8 +173,8 @@ def _use_rows(config: RunConfig, fit: RowsThatFit, log: LogLine) -> RunConfig:
     return _set_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
 
 
-def read_rows_of_run(config: RunConfig) -> RunConfig:
-    """For evaluation only: the configuration with the rows that the run measured for training in place of "auto".
+def read_training_rows(config: RunConfig) -> RunConfig:
+    """Put the rows that the run measured for training in place of "auto"; for evaluation only.
 
     Evaluation keeps less than training, so they fit on other ranks too. Raises ConfigError where there are none.
     """
@@ -187,14 +192,14 @@ def read_rows_of_run(config: RunConfig) -> RunConfig:
 
 
 def _set_rows(config: RunConfig, rows: int) -> RunConfig:
-    """The configuration with so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
+    """Set so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
     if config.context.evaluation.max_tokens_per_slot == AUTO:
-        config = replace(config, context=config.context.with_evaluation(max_tokens_per_slot=rows))
+        config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot=rows))
     sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
     return replace(config, eval=tuple(sets))
 
 
-def measure(
+def fit_by_probes(
     config: RunConfig,
     model: nn.Module,
     optimizer: Optimizer,
@@ -214,14 +219,14 @@ def measure(
     if images is not None:
         run_on_every_rank(world, partial(images.check, budget), ConfigError)
         budget -= images.held
-    probes = _Probes(config, language_model_of(model), world, budget, below)
+    probes = _Probes(config, find_language_model(model), world, budget, below)
     probes.run(probes.first, warm=True)
-    if first_guess is not None and (rows := probes.rows_of_guess(first_guess)) > probes.first:
+    if first_guess is not None and (rows := probes.guess_rows(first_guess)) > probes.first:
         probes.run(rows)
         return probes.fit_rows()
     probes.run(probes.second_rows())
     third_rows = probes.third_rows()
-    if third_rows > probes.most:
+    if third_rows > probes.largest_rows:
         probes.run(third_rows)
     return probes.fit_rows()
 
@@ -231,11 +236,11 @@ class _Probes:
 
     def __init__(self, config: RunConfig, model: nn.Module, world: World, budget: float, below: int | None) -> None:
         self._config, self._model, self._world, self._below = config, model, world, below
-        self._multiple = row_multiple_of(config.parallel)
+        self._multiple = plan_row_multiple(config.parallel)
         self._sizes = PROBES.get(world.device.type, PROBES_ELSEWHERE)
         self._budgets: list[float] = world.control.gather_objects(budget)
         self._probed: list[tuple[int, list[int]]] = []  # rows, the most bytes of every rank
-        self.first = self._round(min(self._sizes[0], (below or math.inf) / 4))
+        self.first = self._round_rows(min(self._sizes[0], (below or math.inf) / 4))
         if self.first < 2 * self._multiple:
             raise ConfigError(
                 f'context.max_tokens_per_slot is "{AUTO}": {below} rows of a slot did not fit when this run was '
@@ -244,7 +249,7 @@ class _Probes:
             )
 
     @property
-    def most(self) -> int:
+    def largest_rows(self) -> int:
         """The rows of the largest probe."""
         return max(rows for rows, _ in self._probed)
 
@@ -258,36 +263,36 @@ class _Probes:
         bytes_here = measure_step_bytes(self._config, self._model, self._world, rows)
         return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
 
-    def rows_of_guess(self, guess: int) -> int:
-        """The rows of a probe of a guess, below what did not fit before."""
-        return self._round(min(guess, self._limit / 2))
+    def guess_rows(self, guess: int) -> int:
+        """Return the rows of a probe of a guess, below what did not fit before."""
+        return self._round_rows(min(guess, self._row_limit / 2))
 
     def second_rows(self) -> int:
-        """The rows of the second probe: more than the first had if they surely fit, otherwise half as many."""
+        """Return the rows of the second probe: more than the first had if they surely fit, otherwise half as many."""
         rows, bytes_of_ranks = self._probed[0]
         room = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
-        larger = self._round(min(self._sizes[1], rows * room, self._limit / 2))
-        return larger if larger >= rows + rows // 4 else self._round(rows / 2)
+        larger = self._round_rows(min(self._sizes[1], rows * room, self._row_limit / 2))
+        return larger if larger >= rows + rows // 4 else self._round_rows(rows / 2)
 
     def third_rows(self) -> int:
-        """Half of the rows that fit by now."""
-        return self._round(min(self.fit_rows().rows / 2, FARTHEST * self.most, self._limit / 2))
+        """Return half of the rows that fit by now."""
+        return self._round_rows(min(self.fit_rows().rows / 2, FARTHEST * self.largest_rows, self._row_limit / 2))
 
     def fit_rows(self) -> RowsThatFit:
-        """The fit of the two largest probes, on the rank where the fewest rows fit."""
+        """Return the fit of the two largest probes, on the rank where the fewest rows fit."""
         smaller, larger = sorted(self._probed)[-2:]
         by_rank = [
             ([(smaller[0], fewer_bytes), (larger[0], more_bytes)], budget)
             for fewer_bytes, more_bytes, budget in zip(smaller[1], larger[1], self._budgets, strict=True)
         ]
         fit = fit_rows(*min(by_rank, key=lambda measured: _largest_rows(*measured)), ranks=len(self._budgets))
-        return fit if fit.rows < self._limit else replace(fit, rows=int(self._limit // 2))
+        return fit if fit.rows < self._row_limit else replace(fit, rows=int(self._row_limit // 2))
 
     @property
-    def _limit(self) -> float:
+    def _row_limit(self) -> float:
         return self._below or math.inf
 
-    def _round(self, rows: float) -> int:
+    def _round_rows(self, rows: float) -> int:
         return int(rows // self._multiple) * self._multiple
 
 
@@ -297,7 +302,7 @@ def _largest_rows(probes: Sequence[tuple[int, int]], budget: float) -> float:
 
 
 def _fit_line(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """The bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
+    """Return the bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
     (fewer_rows, fewer_bytes), (more_rows, more_bytes) = probes
     row_bytes = max((more_bytes - fewer_bytes) / (more_rows - fewer_rows), 1.0)
     return row_bytes, max(fewer_bytes - row_bytes * fewer_rows, 0.0)

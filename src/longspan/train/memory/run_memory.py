@@ -15,7 +15,7 @@ import torch
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import check_measures, checkpointing_by_hand, chooses_measures
+from longspan.config.memory_keys import check_measures, chooses_measures, key_checkpointing
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, PlanError
 from longspan.host_memory import free_host_bytes
@@ -33,9 +33,9 @@ from longspan.plan.memory.parameters import ModelNumbers
 from longspan.plan.memory.seconds import step_seconds
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.memory_settings import fixed_keys, memory_settings_of
-from longspan.train.memory.model_fits import ranks_on_host
-from longspan.train.plans.run_cost import cost_of_run, machine_of
+from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings
+from longspan.train.memory.model_fits import count_ranks_of_host
+from longspan.train.plans.run_cost import find_run_cost, read_run_machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,34 +56,34 @@ class RunMemory:
     def settings(self) -> MemorySettings:
         """The settings of the plan of memory, with the keys by hand."""
         share, rows = self.target_share, self.encoder_rows
-        return memory_settings_of(self.config, gpu=self.gpu, target_share=share, encoder_rows=rows)
+        return run_memory_settings(self.config, gpu=self.gpu, target_share=share, encoder_rows=rows)
 
     @property
     def machine(self) -> Machine:
         """The machine by whose prices measures are compared."""
-        machine = machine_of(self.config)
+        machine = read_run_machine(self.config)
         return machine if isinstance(machine, Machine) else Machine.known("H200") if self.gpu else Machine.cpus()
 
-    def plan_of(self, chosen: MemoryPlan | None) -> MemoryPlan:
-        """The memory of the run with measures that were chosen; None: with those of the keys."""
+    def plan_memory(self, chosen: MemoryPlan | None) -> MemoryPlan:
+        """Plan the memory of the run with measures that were chosen; None: with those of the keys."""
         settings = self.settings
         if chosen is not None:
             settings = replace(settings, gathered_once=chosen.gathered_once, offload_states=chosen.offload_states)
-        plans = self._plans(self.config)
+        plans = self._coming_plans(self.config)
         needs = MemoryNeeds.of(self.model, self.ahead.home, plans, settings, machine=self.machine)
-        return needs.under(measures_by_hand(self.config, needs) if chosen is None else chosen.measures)
+        return needs.under(key_measures(self.config, needs) if chosen is None else chosen.measures)
 
-    def choose(self, budget: MemoryBudget) -> MemoryPlan:
-        """The fastest measures that fit, and the rows of a slot with which they do where these are "auto".
+    def choose_memory(self, budget: MemoryBudget) -> MemoryPlan:
+        """Choose the fastest measures that fit, and the rows of a slot with which they do where these are "auto".
 
         Raises PlanError, with the bytes, where nothing fits.
         """
         if self.config.context.max_tokens_per_slot != AUTO:
-            return self._choose(self._plans(self.config), budget)
+            return self._choose_plan(self._coming_plans(self.config), budget)
         choices, refusal = list[tuple[float, MemoryPlan]](), None
         for rows in self.ahead.rows_to_try(self.config):
             try:
-                choices.append(self._choose_with_rows(rows, budget))
+                choices.append(self._choose_under_limit(rows, budget))
             except PlanError as error:
                 refusal = error
         if not choices:
@@ -91,35 +91,35 @@ class RunMemory:
             raise refusal
         return min(choices, key=lambda choice: choice[0])[1]
 
-    def _choose_with_rows(self, rows: int, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
-        """The seconds of the heaviest steps under a limit of rows, and the plan of memory."""
+    def _choose_under_limit(self, rows: int, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
+        """Choose the plan of memory under a limit of rows; returns the seconds of the heaviest steps, and the plan."""
         config = replace(self.config, context=replace(self.config.context, max_tokens_per_slot=rows))
         ahead = replace(self.ahead, few=True)
-        steps = ahead.fullest_plans(config, self._cost())
-        memory = self._choose([*steps, *ahead.limit_plans(config, steps)], budget)
-        cost = self._cost(memory).shared_by(self.ahead.home.tp)
+        steps = ahead.fullest_plans(config, self._plan_cost())
+        memory = self._choose_plan([*steps, *ahead.limit_plans(config, steps)], budget)
+        cost = self._plan_cost(memory).shared_by(self.ahead.home.tp)
         needs = MemoryNeeds.of(self.model, self.ahead.home, steps, self.settings, machine=self.machine)
         return step_seconds(self.model, steps, memory, needs, self.machine, cost), memory
 
-    def _plans(self, config: RunConfig) -> list[Plan]:
-        steps = self.ahead.fullest_plans(config, self._cost())
+    def _coming_plans(self, config: RunConfig) -> list[Plan]:
+        steps = self.ahead.fullest_plans(config, self._plan_cost())
         return [*steps, *self.ahead.limit_plans(config, steps)]
 
-    def _cost(self, memory: MemoryPlan | None = None) -> Cost:
-        """The cost of plans, without the lines about it."""
+    def _plan_cost(self, memory: MemoryPlan | None = None) -> Cost:
+        """Return the cost of plans, without the lines about it."""
         slots = self.ahead.home.slots
         share = self.target_share
-        return cost_of_run(
+        return find_run_cost(
             self.config, self.model, lambda line: None, gpu=self.gpu, slots=slots, target_share=share, memory=memory
         )
 
-    def _choose(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
+    def _choose_plan(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
         home, fixed = self.ahead.home, fixed_keys(self.config)
         return choose_memory(self.model, home, list(plans), self.settings, budget, self.machine, fixed=fixed)
 
 
 def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | None:
-    """The measures that a run's layers have, by a plan of memory; entered by all ranks, before `prepare`.
+    """Choose the measures that a run's layers have, by a plan of memory; entered by all ranks, before `prepare`.
 
     None where the keys say what layers keep, or where the model's bytes cannot be counted. Raises ConfigError, on every
     rank, for keys that contradict each other, and with the bytes where nothing fits.
@@ -129,57 +129,64 @@ def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | 
         return None
     budget = memory_budget(run.config, world)
     memory, reason = run_on_first_rank(world, partial(choice_or_reason, run, budget), ConfigError)
-    log(memory.line(budget) if memory else f"memory: not planned, and the keys of [train] hold as they are: {reason}")
+    log(
+        memory.summary_line(budget)
+        if memory
+        else f"memory: not planned, and the keys of [train] hold as they are: {reason}"
+    )
     return memory
 
 
 def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
-    """The plan of memory, or why the model's bytes cannot be counted."""
+    """Return the plan of memory, or why the model's bytes cannot be counted."""
     try:
         ModelNumbers.of(run.model, run.ahead.home, run.settings)
     except PlanError as error:
         return None, str(error)
     try:
-        return run.choose(budget), ""
+        return run.choose_memory(budget), ""
     except PlanError as error:
         raise ConfigError(str(error)) from error
 
 
 def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> MemoryPlan | None:
-    """The plan of memory of a run whose rows of a slot are known; entered by all ranks.
+    """Plan the memory of a run whose rows of a slot are known; entered by all ranks.
 
     None on CPUs without `memory_bytes`, and where the model's bytes cannot be counted.
     """
     if not (run.gpu or run.config.train.memory_bytes):
         return None
 
-    def plan() -> MemoryPlan | None:
+    def plan_run_memory() -> MemoryPlan | None:
         with suppress(PlanError):
-            return run.plan_of(chosen)
+            return run.plan_memory(chosen)
 
-    return run_on_first_rank(world, plan, ConfigError)
+    return run_on_first_rank(world, plan_run_memory, ConfigError)
 
 
 HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
 
 
 def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
-    """The bytes that a rank may fill of its device and of its host: the least of all ranks, which call it together."""
+    """Return the bytes that a rank may fill of its device and of its host.
+
+    They are the least of all ranks, which call it together.
+    """
     device, host = _rank_budget(config, world)
     least = world.control.largest_of([-float(device), -float(host)], "the least free memory")
     return MemoryBudget(device=int(-least[0]), host=int(-least[1]))
 
 
 def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
-    host = int(HOST_SHARE * (free_host_bytes() or 0) / ranks_on_host(world))
+    host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     if config.train.memory_bytes:
         return config.train.memory_bytes, host
     free, all_bytes = torch.cuda.mem_get_info(world.device)
     return int(config.train.memory_fraction * min(all_bytes, free + CONTEXT_BYTES)), host
 
 
-def measures_by_hand(config: RunConfig, needs: MemoryNeeds) -> tuple[str, ...]:
-    """What each layer keeps by the keys: the first `recompute_layers` of a stage (0: each) are recomputed."""
-    train, kind = config.train, checkpointing_by_hand(config.train) or "none"
+def key_measures(config: RunConfig, needs: MemoryNeeds) -> tuple[str, ...]:
+    """Return what each layer keeps by the keys: the first `recompute_layers` of a stage (0: each) are recomputed."""
+    train, kind = config.train, key_checkpointing(config.train) or "none"
     word = f"{kind}+host" if train.offload_activations and kind != "none" else kind
     return needs.words(word, train.recompute_layers)

@@ -22,21 +22,21 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError
-from longspan.model.host_arena import HostArena, HostRange, check_host_room
+from longspan.model.activations.host_arena import HostArena, HostRange, check_host_room
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.state_parts import (
     Bucket,
     StateSizes,
-    check_one_by_one,
-    cut_into_buckets,
+    check_separate_updates,
+    cut_buckets,
+    make_sharded,
     waits_on_host,
-    with_local,
 )
 
 
 def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> "OffloadedStates":
-    """The optimizer with its moments in the host's memory; call it once, after `prepare`, on all ranks together.
+    """Move the moments of an optimizer to the host's memory; call it once, after `prepare`, on all ranks together.
 
     >>> optimizer = offload_states(torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), world)
     >>> result = run_step(model, plan, documents, world, optimizer=optimizer)
@@ -51,11 +51,11 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
     if isinstance(optimizer, OffloadedStates):
         raise ConfigError("the states of this optimizer wait on the host already; call offload_states once")
 
-    def measure() -> int:
-        check_one_by_one(optimizer)
-        return StateSizes(optimizer).total()
+    def measure_bytes() -> int:
+        check_separate_updates(optimizer)
+        return StateSizes(optimizer).total_bytes()
 
-    size = run_on_every_rank(world, measure, ConfigError)
+    size = run_on_every_rank(world, measure_bytes, ConfigError)
     if not world.control.reduce_object(size, max, "bytes of the optimizer's states"):
         raise ConfigError(
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
@@ -78,11 +78,11 @@ class OffloadedStates(Optimizer):
         self._bucket_bytes = bucket_bytes
         optimizer.param_groups = self.param_groups
         self._sizes = StateSizes(optimizer)
-        self._copies, self._arena = _Copies(device), HostArena(device, self._sizes.total())
+        self._copies, self._arena = _Copies(device), HostArena(device, self._sizes.total_bytes())
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states, optimizer.state = optimizer.state, defaultdict(dict)
         for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
-            self.state[parameter] = self._on_host(parameter, states.pop(parameter))  # of steps before this
+            self.state[parameter] = self._host_state(parameter, states.pop(parameter))  # of steps before this
 
     @property
     def host_bytes(self) -> int:
@@ -95,24 +95,24 @@ class OffloadedStates(Optimizer):
 
         Where an optimizer makes new tensors for states, those of one parameter come on top.
         """
-        sizes = [b.bytes for b in cut_into_buckets(self.inner, self._sizes, self._bucket_bytes, every=True)]
+        sizes = [b.bytes for b in cut_buckets(self.inner, self._sizes, self._bucket_bytes, every=True)]
         return int(max(map(sum, zip(sizes, [*sizes[1:], 0.0], strict=True)), default=0))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every parameter that has a gradient; returns what `closure` does."""
+        """Update every parameter that has a gradient; returns what `closure` does."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        buckets = [*cut_into_buckets(self.inner, self._sizes, self._bucket_bytes)]
+        buckets = [*cut_buckets(self.inner, self._sizes, self._bucket_bytes)]
         before = {part.parameter: {**self.state.get(part.parameter, {})} for b in buckets for part in b.parts}
         try:
             self._update_all(buckets, before)
         finally:
-            self._copies.finish()
+            self._copies.wait_for_all()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; moments are copied to the host's memory, whatever device they come from."""
+        """Load a state as torch does; moments are copied to the host's memory, whatever device they come from."""
         state_dict = {**state_dict}
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -126,47 +126,49 @@ class OffloadedStates(Optimizer):
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         for key, state in states.items():
             parameter = parameters[key]
-            values = {k: _cast(v, parameter, k) if _has_numbers(v) else loaded[parameter][k] for k, v in state.items()}
-            self.state[parameter] = self._on_host(parameter, values)
+            values = {
+                k: _cast_state(v, parameter, k) if _has_numbers(v) else loaded[parameter][k] for k, v in state.items()
+            }
+            self.state[parameter] = self._host_state(parameter, values)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def _update_all(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Update bucket after bucket, while the next one comes to the device and the one before goes to the host."""
-        coming, leaving = (self._fetch(buckets[0], before) if buckets else None), list[Tensor]()
+        coming, leaving = (self._fetch_bucket(buckets[0], before) if buckets else None), list[Tensor]()
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
             fetched, coming = coming, None
             assert fetched is not None
             self._copies.wait_for_stores()
             leaving.clear()  # the bucket before is on the host: its memory of the device is free
             if following is not None:
-                coming = self._fetch(following, before)
+                coming = self._fetch_bucket(following, before)
             self._copies.wait_for_fetch(fetched.arrived)
-            leaving = self._store(bucket, self._update(bucket, fetched.states))
+            leaving = self._store_bucket(bucket, self._update_bucket(bucket, fetched.states))
 
     # ---- one bucket
 
-    def _fetch(self, bucket: Bucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
+    def _fetch_bucket(self, bucket: Bucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
         """Begin to copy a bucket's states to the device; those of its parameters `before` this step."""
         states, pairs = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
         for part in bucket.parts:
             state = dict[str, Any]()
             for name, value in before[part.parameter].items():
                 if _has_numbers(value):
-                    host = part.numbers(local_tensor(value))
+                    host = part.local_view(local_tensor(value))
                     pairs.append((torch.empty_like(host, device=self._copies.device), host))
-                    state[name] = part.state_on_device(value, pairs[-1][0])
+                    state[name] = part.device_state(value, pairs[-1][0])
                 else:  # a count, which the update of every part moves on
                     state[name] = value.clone() if isinstance(value, Tensor) and not part.last else value
             states.append(state)
         return _Fetched(states, self._copies.fetch(pairs))
 
-    def _update(self, bucket: Bucket, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _update_bucket(self, bucket: Bucket, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Let the inner optimizer update the bucket's parts; returns their states on the device.
 
         `states` is emptied: an optimizer that makes new tensors need not keep all of the old ones meanwhile.
         """
-        inner, stand_ins = self.inner, [part.stand_in() for part in bucket.parts]
+        inner, stand_ins = self.inner, [part.make_stand_in() for part in bucket.parts]
         group = {**bucket.group, "params": stand_ins}
         inner.param_groups = [group]
         inner.state = defaultdict(dict, {p: state for p, state in zip(stand_ins, states, strict=True) if state})
@@ -178,15 +180,15 @@ class OffloadedStates(Optimizer):
             inner.param_groups, inner.state = self.param_groups, defaultdict(dict)
             bucket.group.update({key: value for key, value in group.items() if key != "params"})
 
-    def _store(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
+    def _store_bucket(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
         """Begin to copy updated states to the host; returns those that must stay on the device until they are there."""
         pairs = list[tuple[Tensor, Tensor]]()
         for part, new_state in zip(bucket.parts, states, strict=True):
             state = self.state[part.parameter]
             for name, value in new_state.items():
                 if waits_on_host(value, part.parameter):
-                    state[name] = host = self._place(part.parameter, name, value, whole=part.whole)
-                    pairs.append((part.numbers(local_tensor(host)), local_tensor(value)))
+                    state[name] = host = self._host_tensor(part.parameter, name, value, whole=part.whole)
+                    pairs.append((part.local_view(local_tensor(host)), local_tensor(value)))
                 else:
                     state[name] = value
         self._copies.store(pairs)
@@ -194,17 +196,17 @@ class OffloadedStates(Optimizer):
 
     # ---- the host's memory
 
-    def _on_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's state with its numbers in the host's memory."""
+    def _host_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a parameter's state with its numbers in the host's memory."""
         values = dict(state)
         for name, value in state.items():
             if _has_numbers(value):
-                values[name] = host = self._place(parameter, name, value, whole=True)
+                values[name] = host = self._host_tensor(parameter, name, value, whole=True)
                 local_tensor(host).copy_(local_tensor(value))
         return values
 
-    def _place(self, parameter: nn.Parameter, name: str, value: Tensor, *, whole: bool) -> Tensor:
-        """The tensor of the host for a state of this parameter: made once, and the same in later steps.
+    def _host_tensor(self, parameter: nn.Parameter, name: str, value: Tensor, *, whole: bool) -> Tensor:
+        """Return the tensor of the host for a state of this parameter: made once, and the same in later steps.
 
         It is like `value`; where that is a part's, like the parameter, with the type of `value`.
         """
@@ -214,9 +216,9 @@ class OffloadedStates(Optimizer):
         memory = self._places.get((parameter, name))
         if memory is None or (memory[1].shape, memory[1].dtype) != (shape, value.dtype):
             place = self._arena.take(local.numel() * value.dtype.itemsize)
-            memory = place, place.like(torch.empty_like(local, dtype=value.dtype, device="meta"))
+            memory = place, place.view_like(torch.empty_like(local, dtype=value.dtype, device="meta"))
             self._places[parameter, name] = memory
-        return with_local(like, memory[1])
+        return make_sharded(like, memory[1])
 
 
 @dataclass(frozen=True)
@@ -242,13 +244,13 @@ class _Copies:
 
     def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         """Copy into each first tensor, just made, the second one; returns the event to wait for."""
-        return self._copy(pairs, self._to_device)
+        return self._copy_pairs(pairs, self._to_device)
 
     def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy into each first tensor, of the host, the second one, which stays until `wait_for_stores`."""
-        self._copy(pairs, self._to_host)
+        self._copy_pairs(pairs, self._to_host)
 
-    def _copy(
+    def _copy_pairs(
         self, pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None
     ) -> torch.cuda.Event | None:
         if stream is not None:
@@ -269,25 +271,25 @@ class _Copies:
 
     def wait_for_stores(self) -> None:
         """Let what is computed next wait for all that is on its way to the host."""
-        self._wait_for(self._to_host)
+        self._wait_for_stream(self._to_host)
 
-    def finish(self) -> None:
+    def wait_for_all(self) -> None:
         """Return once all is on the host, and let what is computed next wait for every copy."""
-        self._wait_for(self._to_device)
-        self._wait_for(self._to_host)
+        self._wait_for_stream(self._to_device)
+        self._wait_for_stream(self._to_host)
         if self._to_host is not None:
             self._to_host.synchronize()
 
-    def _wait_for(self, stream: torch.cuda.Stream | None) -> None:
+    def _wait_for_stream(self, stream: torch.cuda.Stream | None) -> None:
         if stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
 def _has_numbers(value: Any) -> bool:
-    """Whether a state is more than a count: it waits on the host."""
+    """Return whether a state is more than a count: it waits on the host."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _cast(value: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """A loaded state in the type that torch's `load_state_dict` gives it."""
+def _cast_state(value: Tensor, parameter: Tensor, name: str) -> Tensor:
+    """Return a loaded state in the type that torch's `load_state_dict` gives it."""
     return value.to(parameter.dtype) if parameter.is_floating_point() and name != "step" else value

@@ -20,13 +20,15 @@ from longspan.train.optim.optimizer import OptimizerChoice
 STEPS, BOUND = 2, 1e-4  # of updates, relative to the largest
 
 
-def check_on_shards(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
-    """Raise ConfigError, on every rank, where the optimizer cannot update sharded parameters, or updates them otherwise
-    than whole ones; all ranks call it together."""
+def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
+    """Raise ConfigError, on every rank, where the optimizer updates sharded parameters otherwise than whole ones.
+
+    So it does where it cannot update them. All ranks call it together.
+    """
     pairs = list(_make_pairs(model, world.device))
     refusal = reason = ""
     try:
-        reason = _difference(choice, pairs) if pairs else ""
+        reason = _describe_difference(choice, pairs) if pairs else ""
     except ConfigError as error:
         refusal = str(error)
     except Exception as error:  # an optimizer of any package may raise anything
@@ -44,7 +46,7 @@ def check_on_shards(choice: OptimizerChoice, model: nn.Module, world: World) -> 
 
 
 def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """A sharded and a whole parameter for each kind of the model's: mesh, placements and dims."""
+    """Yield a sharded and a whole parameter for each kind of the model's: mesh, placements and dims."""
     kinds = dict[Any, nn.Parameter]()
     for parameter in model.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):
@@ -70,7 +72,7 @@ def _draw_normal(shape: Sequence[int], *, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
+def _describe_difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
     """Describe how updated sharded parameters differ from whole ones; "" if they do not."""
     initial_values = [whole.detach().clone() for _, whole in pairs]
     optimizers = [choice.build([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]

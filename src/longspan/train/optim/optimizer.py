@@ -41,7 +41,7 @@ class OptimizerChoice:
 
     @classmethod
     def of(cls, train: TrainConfig) -> "OptimizerChoice":
-        """The choice of [train]. Raises ConfigError for a class that cannot train, or for its arguments."""
+        """Read the choice of [train]. Raises ConfigError for a class that cannot train, or for its arguments."""
         arguments = parse_arguments(train.optimizer, train.optimizer_arguments)
         if train.optimizer == "adamw":
             arguments = {"betas": train.betas, "eps": train.eps} | arguments
@@ -53,7 +53,7 @@ class OptimizerChoice:
         return optimizer_class(self.name)
 
     def build(self, parameters: Iterable[Any]) -> Optimizer:
-        """The optimizer over parameters, or groups of them. Raises ConfigError where its class refuses these."""
+        """Return the optimizer over parameters, or groups of them. Raises ConfigError where its class refuses these."""
         settings: dict[str, Any] = {"lr": self.lr, **dict(self.arguments)}
         if self.name == "adamw":
             settings = {"fused": True} | settings
@@ -74,16 +74,16 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     **arguments: Any,
 ) -> Optimizer:
-    """An optimizer over the model's trainable parameters; call it after `prepare`, which may replace them.
+    """Build an optimizer over the model's trainable parameters; call it after `prepare`, which may replace them.
 
     >>> optimizer = build_optimizer(model, lr={"encoders.image": 1e-4, "language_model": 1e-5})
 
     "adamw" (fused), "sgd" (no momentum unless given), or the dotted name of a class, such as "torch.optim.NAdam". `lr`
     is one learning rate, or those of modules by name: a parameter has that of the innermost module that is named.
     `betas` are adamw's; `arguments` are the class's own. Weight decay applies to matrices and kernels of convolutions
-    (see `decays`), not to norms and biases. If the model has nothing to train (a frozen pipeline stage, say), the
-    optimizer has no parameters. Raises ConfigError for another name, for arguments that the class does not take, for a
-    rate whose name is not a module, and for parameters without a rate.
+    (see `has_weight_decay`), not to norms and biases. If the model has nothing to train (a frozen pipeline stage, say),
+    the optimizer has no parameters. Raises ConfigError for another name, for arguments that the class does not take,
+    for a rate whose name is not a module, and for parameters without a rate.
     """
     if name == "adamw":
         arguments = {"betas": betas} | arguments
@@ -96,7 +96,7 @@ def build_optimizer(
 def parameter_groups(
     model: nn.Module, name: str, weight_decay: float, rates: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """The model's trainable parameters in groups of one learning rate and weight decay; what decays comes first.
+    """Divide the model's trainable parameters into groups of one learning rate and weight decay, what decays first.
 
     DTensors and plain tensors are apart, for no kernel of an optimizer takes both at once. `rates` are learning rates
     by the names of modules (None: the optimizer's own). Raises ConfigError where weights are to decay under an
@@ -110,7 +110,7 @@ def parameter_groups(
     groups = defaultdict[tuple[bool, bool, float], list[nn.Parameter]](list)
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            spared = knows_decay and not decays(parameter_name, parameter)
+            spared = knows_decay and not has_weight_decay(parameter_name, parameter)
             rate = 0.0 if rates is None else rates[_innermost_module(rates, parameter_name)]
             groups[spared, not isinstance(parameter, DTensor), rate].append(parameter)
     settings = [
@@ -133,7 +133,7 @@ def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
 
 
 def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
-    """The longest of these names that the parameter is in. Raises ConfigError where it is in none."""
+    """Return the longest of these names that the parameter is in. Raises ConfigError where it is in none."""
     around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
     if not around:
         raise ConfigError(
@@ -143,8 +143,8 @@ def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
     return max(around, key=len)
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices, one for each expert too, and to kernels of convolutions.
+def has_weight_decay(name: str, parameter: Tensor) -> bool:
+    """Return whether weight decay applies: to matrices, one for each expert too, and to kernels of convolutions.
 
     Shapes do not decide it: the biases of experts (E, D) and norms of single heads (N, H) have two dims as well.
 
@@ -158,7 +158,10 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """The class of "adamw", "sgd" or a dotted name. Raises ConfigError for one that cannot train here, or is none."""
+    """Find the class of "adamw", "sgd" or a dotted name.
+
+    Raises ConfigError for one that cannot train here, or is none.
+    """
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     module, _, attribute = name.rpartition(".")
@@ -176,12 +179,12 @@ def optimizer_class(name: str) -> type[Optimizer]:
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"train.optimizer {name!r} is {kind!r}, no class of torch.optim.Optimizer")
-    if reason := _REFUSED.get(kind.__name__) or _class_fault(kind):
+    if reason := _REFUSED.get(kind.__name__) or _class_fault_text(kind):
         raise ConfigError(f"train.optimizer {name!r} cannot train here: {reason}; use adamw")
     return kind
 
 
-def _class_fault(kind: type[Optimizer]) -> str:
+def _class_fault_text(kind: type[Optimizer]) -> str:
     if not _accepts_argument(kind, "lr"):
         return "it takes no lr, which the schedule sets at every step"
     closure = inspect.signature(kind.step).parameters.get("closure")
@@ -191,7 +194,7 @@ def _class_fault(kind: type[Optimizer]) -> str:
 
 
 def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Arguments written as "momentum=0.9", with values as in JSON; a value that is none is a string.
+    """Parse arguments written as "momentum=0.9", with values as in JSON; a value that is none is a string.
 
     >>> parse_arguments("sgd", ("momentum=0.9", "nesterov=true"))
     {'momentum': 0.9, 'nesterov': True}
@@ -215,8 +218,10 @@ def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first argument that the optimizer's class does not take, with those that it takes, and
-    for a switch that is neither true nor false."""
+    """Raise ConfigError for the first argument that the optimizer's class does not take.
+
+    So it does for a switch that is neither true nor false.
+    """
     kind = optimizer_class(name)
     parameters = inspect.signature(kind).parameters
     if unknown := [key for key in arguments if key == "params" or not _accepts_argument(kind, key)]:

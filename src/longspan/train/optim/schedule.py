@@ -33,7 +33,7 @@ class Schedule:
 
     @classmethod
     def of(cls, train: TrainConfig) -> "Schedule":
-        """The schedule of [train]. Raises ConfigError for a decay that does not fit in the steps."""
+        """Read the schedule of [train]. Raises ConfigError for a decay that does not fit in the steps."""
         schedule = cls(
             steps=train.steps,
             lr=train.lr,
@@ -60,13 +60,13 @@ class Schedule:
         return self.decay or -(-self.steps // WSD_DECAY)
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of step 0, 1, …, steps − 1; later ones have the last one's."""
+        """Return the learning rate of step 0, 1, …, steps − 1; later ones have the last one's."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * self._height_at(step))
+        return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * self._curve_height(step))
 
-    def _height_at(self, step: int) -> float:
-        """How much of the way from the least rate to the peak is left after the warm-up: from 1 to 0."""
+    def _curve_height(self, step: int) -> float:
+        """Return how much of the way from the least rate to the peak is left after the warm-up: from 1 to 0."""
         if self.shape == "constant":
             return 1.0
         start = self.steps - self.decay_steps if self.shape == "wsd" else self.warmup

@@ -43,35 +43,35 @@ class Part:
     last: bool
     plain: bool
 
-    def numbers(self, local: Tensor) -> Tensor:
-        """This part of the parameter's local tensor, its gradient's, or that of a state; a view."""
+    def local_view(self, local: Tensor) -> Tensor:
+        """Return this part of the parameter's local tensor, its gradient's, or that of a state; a view."""
         return local if self.whole else local.view(-1)[self.start : self.stop]
 
-    def stand_in(self) -> nn.Parameter:
-        """A parameter with the same memory, and gradient, which an optimizer updates in place of the part."""
+    def make_stand_in(self) -> nn.Parameter:
+        """Return a parameter with the same memory, and gradient, which an optimizer updates in place of the part."""
         if self.whole:
             return self.parameter
         assert self.parameter.grad is not None
-        stand_in = nn.Parameter(self._view_like(self.parameter, self.numbers(local_tensor(self.parameter.detach()))))
-        stand_in.grad = self._view_like(self.parameter, self.numbers(local_tensor(self.parameter.grad)))
+        stand_in = nn.Parameter(self._view_like(self.parameter, self.local_view(local_tensor(self.parameter.detach()))))
+        stand_in.grad = self._view_like(self.parameter, self.local_view(local_tensor(self.parameter.grad)))
         return stand_in
 
-    def state_on_device(self, value: Tensor, local: Tensor) -> Tensor:
-        """The state of the stand-in, from that of the parameter on the host and this part of it on the device."""
-        return with_local(value, local) if self.whole else self._view_like(value, local)
+    def device_state(self, value: Tensor, local: Tensor) -> Tensor:
+        """Return the state of the stand-in, from the parameter's on the host and this part of it on the device."""
+        return make_sharded(value, local) if self.whole else self._view_like(value, local)
 
     def _view_like(self, like: Tensor, local: Tensor) -> Tensor:
         return local_dtensor(local, like) if isinstance(like, DTensor) and not self.plain else local
 
 
 def local_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor on the same mesh that claims to be whole here: what is done with it number by number stays here."""
+    """Make a DTensor on the same mesh that claims to be whole here: what is done number by number stays here."""
     mesh = like.device_mesh
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def with_local(value: Tensor, local: Tensor) -> Tensor:
-    """A tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
+def make_sharded(value: Tensor, local: Tensor) -> Tensor:
+    """Make a tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
     if not isinstance(value, DTensor):
         return local
     spec = value._spec
@@ -82,7 +82,7 @@ def with_local(value: Tensor, local: Tensor) -> Tensor:
 
 
 def can_split(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-    """Whether the optimizer may update any part of the parameter by itself."""
+    """Return whether the optimizer may update any part of the parameter by itself."""
     local = local_tensor(parameter.detach())
     gradient = local if parameter.grad is None else local_tensor(parameter.grad)
     is_flat = local.ndim > 0 and local.is_contiguous() and gradient.is_contiguous() and local.shape == gradient.shape
@@ -98,7 +98,7 @@ class Bucket:
     bytes: float
 
 
-def cut_into_buckets(
+def cut_buckets(
     optimizer: Optimizer, sizes: "StateSizes", bucket_bytes: int, *, every: bool = False
 ) -> Iterator[Bucket]:
     """Cut the parameters that have gradients, or `every` one, into buckets whose states take so many bytes at most.
@@ -110,7 +110,7 @@ def cut_into_buckets(
         for parameter in group["params"]:
             if parameter.grad is None and not every:
                 continue
-            number_bytes = sizes.bytes_of(index, parameter) / max(local_tensor(parameter.detach()).numel(), 1)
+            number_bytes = sizes.parameter_bytes(index, parameter) / max(local_tensor(parameter.detach()).numel(), 1)
             for part in _split_parameter(optimizer, parameter, number_bytes, bucket_bytes, plain=plain):
                 part_bytes = number_bytes * (part.stop - part.start)
                 if parts and filled + part_bytes > bucket_bytes:
@@ -142,7 +142,7 @@ def _split_parameter(
 class StateSizes:
     """The bytes that an optimizer's states take on the host, found by an update of a small tensor of each kind.
 
-    >>> StateSizes(AdamW([nn.Parameter(torch.zeros(64))])).bytes_of(0, parameter)
+    >>> StateSizes(AdamW([nn.Parameter(torch.zeros(64))])).parameter_bytes(0, parameter)
     512
 
     Where states are not numbers like the parameter's, a tensor of its local shape is updated. Raises ConfigError for
@@ -155,8 +155,8 @@ class StateSizes:
         self._by_number = kind in BY_NUMBER
         self._bytes = dict[Any, tuple[int, ...]]()
 
-    def bytes_of(self, group: int, parameter: nn.Parameter) -> int:
-        """Bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
+    def parameter_bytes(self, group: int, parameter: nn.Parameter) -> int:
+        """Return the bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
         local = local_tensor(parameter.detach())
         shape = (1,) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
         key = group, local.dtype, shape
@@ -165,10 +165,12 @@ class StateSizes:
         scale = local.numel() if self._by_number else 1
         return sum(-(-max(size * scale, 1) // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
 
-    def total(self) -> int:
-        """Bytes of all states of the parameters that are here."""
+    def total_bytes(self) -> int:
+        """Return the bytes of all states of the parameters that are here."""
         groups = enumerate(self._optimizer.param_groups)
-        return sum(self.bytes_of(index, p) for index, group in groups for p in group["params"] if p.requires_grad)
+        return sum(
+            self.parameter_bytes(index, p) for index, group in groups for p in group["params"] if p.requires_grad
+        )
 
     def _state_bytes(self, group: int, values: Tensor) -> tuple[int, ...]:
         parameter = nn.Parameter(values)
@@ -191,19 +193,19 @@ class StateSizes:
         return tuple(value.nbytes for value in state.values() if waits_on_host(value, parameter))
 
     def _first_state(self, group: int) -> dict[str, Any]:
-        """The states, with plain tensors, of the first parameter of a group that has any; empty if none has."""
+        """Return the states, with plain tensors, of the first parameter of a group that has any; empty if none has."""
         states = (self._optimizer.state.get(p) for p in self._optimizer.param_groups[group]["params"])
         first: Mapping[str, Any] = next((state for state in states if state), {})
         return {name: local_tensor(value) if isinstance(value, Tensor) else value for name, value in first.items()}
 
 
 def waits_on_host(value: Any, parameter: Tensor) -> bool:
-    """Whether a state waits on the host: numbers for those of the parameter, not a count of steps."""
+    """Return whether a state waits on the host: numbers for those of the parameter, not a count of steps."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.device == parameter.device
 
 
 def make_shadow(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The optimizer with other parameters, and no states, in a group with these settings; it stays as it is."""
+    """Make the optimizer with other parameters, and no states, in a group with these settings; it stays as it is."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     shadow.__dict__.pop("step", None)  # a scheduler of torch puts there a step of the optimizer itself
@@ -214,7 +216,7 @@ def make_shadow(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequ
     return shadow
 
 
-def check_one_by_one(optimizer: Optimizer) -> None:
+def check_separate_updates(optimizer: Optimizer) -> None:
     """Raise ConfigError for an optimizer that updates parameters otherwise together than one after another.
 
     Small tensors of the dims of the parameters are updated both ways; nothing of the optimizer changes.
@@ -224,7 +226,7 @@ def check_one_by_one(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         shapes = {tuple(min(size, 4) for size in local_tensor(p.detach()).shape): p for p in group["params"]}
         like = [p for p in shapes.values() for _ in range(2)]
-        if difference := _difference(optimizer, group, [*shapes, *shapes], like):
+        if difference := _update_difference(optimizer, group, [*shapes, *shapes], like):
             raise ConfigError(
                 f"{type(optimizer).__name__} cannot update a few parameters at a time, as states on the host need: "
                 f"{difference}; use adamw, sgd, or keep its states on the device (train.offload_states = false)"
@@ -234,7 +236,9 @@ def check_one_by_one(optimizer: Optimizer) -> None:
 STEPS = 3
 
 
-def _difference(optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]) -> str:
+def _update_difference(
+    optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]
+) -> str:
     """Describe how an update of all parameters differs from updates of one after another; "" if it does not."""
     draws = torch.Generator().manual_seed(0)
     values = [

@@ -44,7 +44,7 @@ class StochasticRounding(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None, "a step evaluates the loss once"
         if self._world.step != self._last_step:
             self._last_step, self._draws = self._world.step, Counter()
@@ -54,17 +54,17 @@ class StochasticRounding(Optimizer):
                     self._update_parameter(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; the next update draws as the first one of its step."""
+        """Load a state as torch does; the next update draws as the first one of its step."""
         super().load_state_dict(state_dict)
         self._last_step = -1
 
     def _update_parameter(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         """Update one parameter and its state in float32, and round both."""
         assert parameter.grad is not None
-        wide_parameter = nn.Parameter(_widen(parameter.detach().clone()))
-        wide_parameter.grad = _widen(parameter.grad)
+        wide_parameter = nn.Parameter(_widen_value(parameter.detach().clone()))
+        wide_parameter.grad = _widen_value(parameter.grad)
         self._wide.param_groups[:] = [{**group, "params": [wide_parameter]}]
-        state = {name: _widen(value) for name, value in self.state[parameter].items()}
+        state = {name: _widen_value(value) for name, value in self.state[parameter].items()}
         self._wide.state = defaultdict(dict, {wide_parameter: state} if state else {})
         self._wide.step()
         bits = self._generator(parameter)
@@ -100,7 +100,7 @@ def _round_value(value: Any, dtype: torch.dtype, bits: torch.Generator) -> Any:
     return rounded
 
 
-def _widen(value: Any) -> Any:
+def _widen_value(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
@@ -109,5 +109,5 @@ def _is_wide(value: Any) -> bool:
 
 
 def _parameter_blocks(model: nn.Module) -> dict[nn.Parameter, tuple[str, Any]]:
-    """The name and the block of every parameter here; copies on several pipeline stages have one name."""
+    """Return the name and the block of every parameter here; copies on several pipeline stages have one name."""
     return {parameter: (name, LocalPart.of(parameter).block) for name, parameter in model.named_parameters()}

@@ -8,22 +8,22 @@ from longspan.train.plans.choice import (
     StepPlanner,
     degrees_to_compare,
     home_of,
-    planner_of_steps,
-    plans_of_steps,
+    make_step_planner,
+    plan_row_multiple,
+    plan_steps,
     query_heads,
-    row_multiple_of,
 )
-from longspan.train.plans.run_cost import cost_of, cost_of_run
+from longspan.train.plans.run_cost import find_run_cost, read_cost
 
 __all__ = [
     "PlanChoice",
     "StepPlanner",
-    "cost_of",
-    "cost_of_run",
     "degrees_to_compare",
+    "find_run_cost",
     "home_of",
-    "planner_of_steps",
-    "plans_of_steps",
+    "make_step_planner",
+    "plan_row_multiple",
+    "plan_steps",
     "query_heads",
-    "row_multiple_of",
+    "read_cost",
 ]

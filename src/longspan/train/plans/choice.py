@@ -18,28 +18,34 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import heads_allow
 from longspan.plan.cost.correction import NO_CORRECTION, Correction
-from longspan.plan.hierarchy import levels_at
+from longspan.plan.hierarchy import level_sizes
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.refinement import MOST_AHEAD, Refinement
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
-from longspan.plan.simulate.type_and_partition import options_at_degree
+from longspan.plan.simulate.type_and_partition import fit_to_degree
 from longspan.train.plans.own import call_planner
-from longspan.train.plans.run_cost import cost_of
+from longspan.train.plans.run_cost import read_cost
 
 
-def row_multiple_of(parallel: ParallelConfig) -> int:
-    """What the rows of a slot are a multiple of: under sequence parallelism its tp ranks take equal parts of them."""
+def plan_row_multiple(parallel: ParallelConfig) -> int:
+    """Return what the rows of a slot are a multiple of.
+
+    Under sequence parallelism the tp ranks of a slot take equal parts of them.
+    """
     return parallel.tp if parallel.sequence_parallel else 1
 
 
 def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
-    """The home of a run on so many ranks. Raises LayoutError if the degrees do not divide them."""
+    """Return the home of a run on so many ranks. Raises LayoutError if the degrees do not divide them."""
     return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
 
 
 def query_heads(model_config: Any) -> int | None:
-    """The number of query heads of a transformers configuration, of each layer that attends; None if none does."""
+    """Return the number of query heads of a transformers configuration, of each layer that attends.
+
+    None if none does.
+    """
     return getattr(model_config.get_text_config(), "num_attention_heads", None)
 
 
@@ -62,7 +68,7 @@ class PlanChoice:
 
     @classmethod
     def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlanChoice":
-        """Plans of one degree; `options` are those of `plan_fixed`.
+        """Choose plans of one degree; `options` are those of `plan_fixed`.
 
         >>> PlanChoice.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
         4
@@ -71,7 +77,7 @@ class PlanChoice:
 
     @classmethod
     def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlanChoice":
-        """Plans of a degree for each document, from `min_degree` to `max_degree` (0: no limit).
+        """Choose plans of a degree for each document, from `min_degree` to `max_degree` (0: no limit).
 
         `options` are those of `plan_dynamic`.
         """
@@ -92,7 +98,7 @@ class PlanChoice:
         `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
         slot's rank and sharded over slots, of `weight_bytes` each.
         """
-        options = _section_options(config.context, config, cost or cost_of(config), heads)
+        options = _section_options(config.context, config, cost or read_cost(config), heads)
         options = replace(options, mode=config.context.mode)
         return cls._from_section(config.context, options, "context.", weights, weight_bytes)
 
@@ -111,7 +117,7 @@ class PlanChoice:
         the smallest that holds their documents.
         """
         entry = entry or held_out_set(config)
-        cost = (cost or cost_of(config)).forward_only()
+        cost = (cost or read_cost(config)).forward_only()
         section = replace(entry, partition=entry.partition or config.context.partition)
         options = _section_options(section, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
@@ -126,7 +132,7 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """The planner and degree of a plan section, with these options; 0 for a degree "auto"."""
+        """Choose the planner and degree of a plan section, with these options; 0 for a degree "auto"."""
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
@@ -142,8 +148,11 @@ class PlanChoice:
         """The key of the planner."""
         return self.prefix + "planner"
 
-    def widest(self, home: Layout) -> int:
-        """The highest degree that a group may have; of fixed and padded plans their degree, 0 if it is "auto"."""
+    def widest_degree(self, home: Layout) -> int:
+        """Return the highest degree that a group may have.
+
+        Of fixed and padded plans their degree, 0 if it is "auto".
+        """
         if self.has_one_degree:
             return self.degree
         limit = self.max_degree if self.planner == "dynamic" else 0
@@ -166,11 +175,11 @@ class PlanChoice:
         return (types,) if isinstance(types, str) else tuple(types)
 
     def allows(self, degree: int, home: Layout) -> bool:
-        """Whether a2a, where a layer uses it, can deal the query heads to groups of this degree."""
+        """Return whether a2a, where a layer uses it, can deal the query heads to groups of this degree."""
         return heads_allow(degree, self.options.heads, self.comm_types, home.tp)
 
     def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
-        """The same documents at another fixed degree, under a cap that holds the longest of them.
+        """Return the same documents at another fixed degree, under a cap that holds the longest of them.
 
         Of hierarchical sizes, the a2a level keeps what divides the degree.
         """
@@ -179,19 +188,21 @@ class PlanChoice:
         if cap is not None:
             cap = max(cap, -(-longest // degree))
         if sizes is not None:
-            sizes = levels_at(sizes, degree)
+            sizes = level_sizes(sizes, degree)
         options = replace(options, max_tokens_per_slot=cap, hierarchical_context_parallel_sizes=sizes)
         return replace(self, planner="fixed", degree=degree, options=options)
 
     def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
-        """The plan of these documents. `targets` is how many tokens they predict (None: those of the options, or every
-        token except a document's first).
+        """Plan these documents.
+
+        `targets` is how many tokens they predict (None: those of the options, or every token except a document's
+        first).
 
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
         do not fit.
         """
-        options = self.options_on(home)
+        options = self.home_options(home)
         if targets is not None:
             options = replace(options, targets=targets)
         if self.planner == "dynamic":
@@ -203,19 +214,19 @@ class PlanChoice:
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
-                options = options_at_degree(options, widest)
+                options = fit_to_degree(options, widest)
             make = partial(plan_padded if self.planner == "padded" else plan_fixed, lengths, home, widest)
         if options.cost.passes != "forward":
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
     def apply_correction(self, correction: Correction) -> "PlanChoice":
-        """The same documents, priced by a cost that is corrected."""
-        return replace(self, options=replace(self.options, cost=correction.apply(self.options.cost)))
+        """Return the same documents, priced by a cost that is corrected."""
+        return replace(self, options=replace(self.options, cost=correction.correct_cost(self.options.cost)))
 
-    def options_on(self, home: Layout) -> PlanOptions:
-        """The planners' options on a home: the cost of its slots, and micro-batches for its stages."""
-        return replace(self.options, cost=self._cost(home), micro_batch_multiple=home.pp)
+    def home_options(self, home: Layout) -> PlanOptions:
+        """Return the planners' options on a home: the cost of its slots, and micro-batches for its stages."""
+        return replace(self.options, cost=self._slot_cost(home), micro_batch_multiple=home.pp)
 
     def check(self, longest: int, home: Layout, title: str) -> None:
         """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
@@ -227,8 +238,8 @@ class PlanChoice:
             keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
 
-    def _cost(self, home: Layout) -> Cost:
-        """The cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
+    def _slot_cost(self, home: Layout) -> Cost:
+        """Return the cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
         cost = self.options.cost.shared_by(home.tp)
         if self.options.mode == "lockstep" or not self.weights:
             return cost
@@ -238,23 +249,23 @@ class PlanChoice:
 
 
 def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:
-    """Degrees 1, 2, 4, … that divide the slots, and the number of slots itself; those that a choice's heads allow."""
+    """List the degrees 1, 2, 4, … and all slots, as far as they divide the slots and suit a choice's heads."""
     powers = {2**i for i in range(home.slots.bit_length())} | {home.slots}
     divisors = sorted(degree for degree in powers if home.slots % degree == 0)
     return tuple(degree for degree in divisors if choice is None or choice.allows(degree, home))
 
 
 def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
-    """Options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
+    """Make options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
     values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in keywords.items()}
     return PlanOptions(**values)
 
 
 def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
-    """The planners' options that a plan section gives.
+    """Read the planners' options that a plan section gives.
 
     Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
-    A limit of rows "auto" is none yet. Until a world is open (`with_node_size`), hosts of size "auto" have the usual 8
+    A limit of rows "auto" is none yet. Until a world is open (`set_node_size`), hosts of size "auto" have the usual 8
     slots, which no plan that is only checked depends on.
     """
     cap, node_size = section.max_tokens_per_slot, config.context.node_size
@@ -264,7 +275,7 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
         hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes,
         cost=cost,
         node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
-        row_multiple=row_multiple_of(config.parallel),
+        row_multiple=plan_row_multiple(config.parallel),
         partition="contiguous" if section.partition == "contiguous" else "zigzag",
         heads=heads,
     )
@@ -279,17 +290,17 @@ class StepPlanner:
     home: Layout
 
     def __call__(self, step: int, correction: Correction = NO_CORRECTION) -> Plan:
-        """The plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
+        """Return the plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
         return self.choice.apply_correction(correction).plan(lengths, self.home, targets=targets)
 
 
-def planner_of_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
-    """The planner of any training step of a run."""
+def make_step_planner(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
+    """Make the planner of any training step of a run."""
     return StepPlanner(choice, order, home)
 
 
-def plans_of_steps(
+def plan_steps(
     choice: PlanChoice,
     order: StepOrder | PackOrder,
     home: Layout,
@@ -297,11 +308,11 @@ def plans_of_steps(
     ahead: int,
     refinement: Refinement | None = None,
 ) -> PlanAhead:
-    """The plans of a run's training steps, priced with the corrections of a refinement; a context manager.
+    """Plan the training steps of a run, priced with the corrections of a refinement; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
     plans take a millisecond and are made when their step begins.
     """
     ahead = min(ahead, MOST_AHEAD if refinement else ahead) if not choice.has_one_degree else 0
     argument_of = refinement.correction_of if refinement else None
-    return PlanAhead(planner_of_steps(choice, order, home), ahead=ahead, argument_of=argument_of)
+    return PlanAhead(make_step_planner(choice, order, home), ahead=ahead, argument_of=argument_of)

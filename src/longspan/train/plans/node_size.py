@@ -8,10 +8,10 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, plural
 
 
-def with_node_size(config: RunConfig, world: World) -> RunConfig:
-    """The configuration with the world's slots of a host in place of "auto".
+def set_node_size(config: RunConfig, world: World) -> RunConfig:
+    """Put the world's slots of a host in place of "auto".
 
-    >>> with_node_size(config, world).context.node_size == world.node_size  # doctest: +SKIP
+    >>> set_node_size(config, world).context.node_size == world.node_size  # doctest: +SKIP
     True
 
     Raises ConfigError for another number, on every rank, since all ranks of a world have one node size.

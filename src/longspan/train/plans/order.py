@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.config.defaults import with_steps
+from longspan.config.defaults import set_steps
 from longspan.config.sections import RunConfig
 from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
@@ -20,14 +20,16 @@ FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
 HELD_OUT, ONE_IN = 32, 10  # documents held out by default: one in so many, at most so many
 
 
-def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
-    """The configuration with the number of steps that `train.epochs` takes. Raises ConfigError for a schedule that does
-    not fit them."""
+def set_epoch_steps(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
+    """Set the number of steps that `train.epochs` takes.
+
+    Raises ConfigError for a schedule that does not fit them.
+    """
     if not config.train.epochs:
         return config
     steps = order.steps_of_epochs(config.train.epochs)
     documents, tokens = order.stream.documents, order.stream.tokens
-    config = with_steps(config, steps)
+    config = set_steps(config, steps)
     Schedule.of(config.train)
     log(
         f"train.epochs {config.train.epochs:g}: {plural(steps, 'step')} over {plural(documents, 'document')} "
@@ -39,7 +41,7 @@ def with_steps_of_epochs(config: RunConfig, order: StepOrder | PackOrder, log: L
 
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
-    """Advice that makes more steps of the same documents; a step takes at least one document."""
+    """Advise how to make more steps of the same documents; a step takes at least one document."""
     tokens, tokens_per_step = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
     least = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     fewer = max(tokens // FEW_STEPS, least)
@@ -50,9 +52,9 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
 
 
 def count_held_out(setting: int | str, documents: int) -> int:
-    """How many of so many documents are held out: the setting, or one in ten (at least one, of several), at most 32.
+    """Count how many documents are held out: the setting, or one in ten (at least one, of several), at most 32.
 
-    >>> [held_out_count("auto", documents) for documents in (1, 7, 153, 5000)]
+    >>> [count_held_out("auto", documents) for documents in (1, 7, 153, 5000)]
     [0, 1, 15, 32]
     """
     if isinstance(setting, int):
@@ -60,15 +62,15 @@ def count_held_out(setting: int | str, documents: int) -> int:
     return min(HELD_OUT, max(1, documents // ONE_IN), documents - 1)
 
 
-def step_order_of(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
-    """The order of a run's documents."""
+def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
+    """Make the order of a run's documents."""
     data = config.data
     mixture = Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None
     uncut = _uncut_spans(config, corpus) if data.pack_to else None
-    return order_of_lengths(config, corpus.lengths, targets=corpus.targets, mixture=mixture, uncut=uncut)
+    return order_lengths(config, corpus.lengths, targets=corpus.targets, mixture=mixture, uncut=uncut)
 
 
-def order_of_lengths(
+def order_lengths(
     config: RunConfig,
     lengths: Sequence[int] | npt.NDArray[Any],
     *,
@@ -76,7 +78,7 @@ def order_of_lengths(
     mixture: Mixture | None = None,
     uncut: UncutSpans | None = None,
 ) -> StepOrder | PackOrder:
-    """The order of documents of these lengths, as `StepOrder` and `PackOrder` take the rest."""
+    """Make the order of documents of these lengths, as `StepOrder` and `PackOrder` take the rest."""
     data, tokens = config.data, config.train.tokens_per_step
     order = StepOrder(
         lengths,
@@ -93,8 +95,9 @@ def order_of_lengths(
 
 
 def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
-    """Return the spans of placeholders of each image, which no pack cuts. Raises ConfigError where packs are too small
-    for one.
+    """Find the spans of placeholders of each image, which no pack cuts.
+
+    Raises ConfigError where packs are too small for one.
     """
     if corpus.images is None or not len(corpus.images):
         return None
@@ -108,7 +111,7 @@ def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
 
 
 def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
-    """How many documents are trained on, how often the run's steps read them, and how many are held out of that."""
+    """Write how many documents are trained on, how often the run's steps read them, and how many are held out."""
     steps, tokens = config.train.steps, order.stream.tokens
     line = f"{plural(order.stream.documents, 'document')} to train on, of {plural(tokens, 'token')}"
     if not config.train.epochs:  # their number of steps has a line of its own

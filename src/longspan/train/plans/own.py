@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from longspan.config.file import nearest
-from longspan.config.keys import object_named
+from longspan.config.file import nearest_hint
+from longspan.config.keys import import_object
 from longspan.config.plan_section import PLANNERS
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.layout import Layout
@@ -31,7 +31,7 @@ def check_planner(name: str, key: str) -> None:
         return
     if "." not in name:
         raise ConfigError(
-            f"{key} is {name!r}; {nearest(name, PLANNERS)}, or a function of your own with its module, as in "
+            f"{key} is {name!r}; {nearest_hint(name, PLANNERS)}, or a function of your own with its module, as in "
             "'my_module.my_planner' (docs/planning.md)"
         )
     _import_planner(name, key)
@@ -40,7 +40,7 @@ def check_planner(name: str, key: str) -> None:
 @cache
 def _import_planner(name: str, key: str) -> OwnPlanner:
     """Import the planner of this name. Raises ConfigError for what cannot be called."""
-    planner = object_named(name, f"{key} is {name!r}")
+    planner = import_object(name, f"{key} is {name!r}")
     if not callable(planner):
         module, _, attribute = name.rpartition(".")
         lack = f"has no {attribute}" if planner is None else f"has {attribute}, which is no function"
@@ -51,7 +51,7 @@ def _import_planner(name: str, key: str) -> OwnPlanner:
 
 
 def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
-    """The plan of a planner of one's own, checked, and completed by the options.
+    """Plan by a planner of one's own: its plan is checked, and completed by the options.
 
     Raises PlanError, with the key that names the planner, if it fails, returns no Plan, or a plan of other documents or
     slots, and for a plan that is not sound, exceeds the limit of rows or shares heads that its groups cannot share.
@@ -117,7 +117,7 @@ def _import_cost(name: str) -> Any:
             f"{COST_KEY} is {name!r}; give a longspan.Cost or a function that returns one by its dotted name, as in "
             "'my_module.my_cost'; a file of longspan bench calibrate is the value of run.machine"
         )
-    cost = object_named(name, f"{COST_KEY} is {name!r}")
+    cost = import_object(name, f"{COST_KEY} is {name!r}")
     if not isinstance(cost, Cost) and not callable(cost):
         module, _, attribute = name.rpartition(".")
         lack = f"has no {attribute}" if cost is None else f"has {attribute}, which is neither a Cost nor a function"
@@ -129,7 +129,9 @@ def _import_cost(name: str) -> Any:
 
 
 def own_cost(name: str, model_config: Any) -> Cost:
-    """The cost with a dotted name, for a model. Raises ConfigError for what is no cost, and one that prices no group.
+    """Return the cost with a dotted name, for a model.
+
+    Raises ConfigError for what is no cost, and one that prices no group.
 
     >>> own_cost("my_costs.measured", model.config)  # doctest: +SKIP
     """

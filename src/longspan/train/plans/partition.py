@@ -11,7 +11,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RunConfig, with_evaluations
+from longspan.config.sections import RunConfig, set_evaluations
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError
 from longspan.layout import Layout
@@ -25,7 +25,7 @@ STEPS = 4  # whose documents are planned for
 def choose_partition_on_ranks(
     config: RunConfig, order: StepOrder | PackOrder, world: World, log: LogLine, *, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
-    """The configuration with a partition and a type in place of "auto", and why; "" if there is nothing to choose.
+    """Choose a partition and a type in place of "auto"; returns the configuration, and why, or "" without a choice.
 
     The first rank chooses, so that hosts which round times differently do not disagree; all ranks call it together.
     """
@@ -47,26 +47,26 @@ def choose_partition(
     Under a cost without states, which was measured as a whole, nothing tells one partition from the other.
     """
     if config.context.partition != AUTO or cost.states is None:
-        return with_usual_partition(config), ""
+        return set_usual_partition(config), ""
     choice = PlanChoice.training(config, cost=cost, heads=heads)
     chosen = _choose_way(choice, lengths, home)
     context, options = config.context, chosen.options
     if context.cp_comm_type == AUTO:
         context = replace(context, cp_comm_type=options.cp_comm_type)
     config = replace(config, context=replace(context, partition=options.partition))
-    return _with_evaluations(config, home, heads), chosen.reason
+    return _set_evaluation_partitions(config, home, heads), chosen.reason
 
 
-def with_usual_partition(config: RunConfig) -> RunConfig:
-    """The configuration with contiguous rows in place of "auto", whose attention each group shares as suits it."""
+def set_usual_partition(config: RunConfig) -> RunConfig:
+    """Set contiguous rows in place of "auto", whose attention each group shares as suits it."""
     if config.context.partition == AUTO:
         config = replace(config, context=replace(config.context, partition="contiguous"))
-    return _with_evaluations(config, None, None)
+    return _set_evaluation_partitions(config, None, None)
 
 
 def _choose_way(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
     """Choose the partition and type under which these steps are predicted to be fastest."""
-    widest = choice.widest(home)
+    widest = choice.widest_degree(home)
 
     def predict_seconds(options: PlanOptions) -> float:
         """Return the predicted seconds of all these steps under a partition and type."""
@@ -78,22 +78,22 @@ def _choose_way(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layo
     return which_partition(predict_seconds, choice.options)
 
 
-def _with_evaluations(config: RunConfig, home: Layout | None, heads: int | None) -> RunConfig:
-    """The configuration whose evaluations have training's partition in place of "auto", and its type if it can."""
+def _set_evaluation_partitions(config: RunConfig, home: Layout | None, heads: int | None) -> RunConfig:
+    """Set training's partition in place of "auto" for evaluations, and its type if they can have it."""
 
-    def as_training(entry: EvalConfig) -> EvalConfig:
-        """Return an evaluation's section with training's partition, and its type if the degree allows it."""
+    def set_partition(entry: EvalConfig) -> EvalConfig:
+        """Set training's partition in the section of an evaluation, and its type if the degree allows it."""
         if entry.partition != AUTO:
             return entry
         entry = replace(entry, partition=config.context.partition)
         alike = _shares_alike(config, entry, home, heads)
         return replace(entry, cp_comm_type=config.context.cp_comm_type) if alike else entry
 
-    return with_evaluations(config, map(as_training, config.evaluations))
+    return set_evaluations(config, map(set_partition, config.evaluations))
 
 
 def _shares_alike(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:
-    """Whether an evaluation of type "auto" can have training's type at its degree."""
+    """Return whether an evaluation of type "auto" can have training's type at its degree."""
     choice = PlanChoice.evaluation(config, entry, heads=heads)
     if home is None or choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
         return False

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name
-from longspan.config.memory_keys import checkpointing_by_hand
+from longspan.config.memory_keys import key_checkpointing
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.plan import Cost, MemoryPlan
@@ -21,17 +21,19 @@ from longspan.train.plans.own import own_cost
 KEY = "run.machine"
 
 
-def cost_of(config: RunConfig) -> Cost:
-    """The cost that `run.machine` names, or the default; on a machine that of a Qwen3-8B, until the model is known.
+def read_cost(config: RunConfig) -> Cost:
+    """Return the cost that `run.machine` names, or the default.
+
+    On a machine it is that of a Qwen3-8B, until the model is known.
 
     Raises ConfigError for a file that holds none.
     """
-    priced = machine_of(config)
+    priced = read_run_machine(config)
     return priced.cost(QWEN3_8B) if isinstance(priced, Machine) else priced or Cost()
 
 
-def machine_of(config: RunConfig) -> Machine | Cost | None:
-    """What `run.machine` names: a machine, the cost of one model in an older file, or None if it is empty.
+def read_run_machine(config: RunConfig) -> Machine | Cost | None:
+    """Return what `run.machine` names: a machine, the cost of one model in an older file, or None if it is empty.
 
     A file is read once: a run keeps its prices, whatever becomes of the file before the next evaluation. Raises
     ConfigError for a file that holds neither.
@@ -39,7 +41,7 @@ def machine_of(config: RunConfig) -> Machine | Cost | None:
     return _read_once(config.run.machine) if config.run.machine else None
 
 
-def cost_of_run(
+def find_run_cost(
     config: RunConfig,
     model_config: Any,
     log: Callable[[str], None],
@@ -49,9 +51,9 @@ def cost_of_run(
     target_share: float = 1.0,
     memory: MemoryPlan | None = None,
 ) -> Cost:
-    """What plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
+    """Return what plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
 
-    >>> cost = cost_of_run(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
+    >>> cost = find_run_cost(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
     What is recomputed counts in a cost of its model, and what FSDP2 gathers and sums over so many `slots` (0: nothing)
     in lockstep; both as a plan of `memory` chose where one is given. `target_share` of the rows predict a token. The
@@ -60,24 +62,24 @@ def cost_of_run(
     """
     if config.context.cost_model:
         return own_cost(config.context.cost_model, model_config)
-    priced = machine_of(config)
+    priced = read_run_machine(config)
     if isinstance(priced, Cost):
         return priced
     usual = Machine.known("H200") if gpu else Machine.cpus()
     try:
-        settings = cost_settings_of(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
+        settings = run_cost_settings(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
         return (priced or usual).cost(model_config, settings)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
         return Cost() if gpu else replace(Cost(), source="")
 
 
-def cost_settings_of(
+def run_cost_settings(
     config: RunConfig, *, slots: int, gpu: bool = True, target_share: float = 1.0, memory: MemoryPlan | None = None
 ) -> CostSettings:
-    """What of a run over so many slots changes its model's time; arguments as of `cost_of_run`.
+    """Return what of a run over so many slots changes its model's time; arguments as of `find_run_cost`.
 
-    >>> cost_settings_of(RunConfig(), slots=4).shards
+    >>> run_cost_settings(RunConfig(), slots=4).shards
     4
 
     Without `run.machine` prices are of two bytes a number.
@@ -88,7 +90,7 @@ def cost_settings_of(
         compute_dtype_name(config.model, "cuda" if gpu else "cpu"),
     )
     settings = CostSettings(
-        recomputation=checkpointing_by_hand(train) or "none",
+        recomputation=key_checkpointing(train) or "none",
         recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
         frozen=config.lora.rank > 0,
         depths=config.mtp.depths,

@@ -11,8 +11,8 @@ from longspan.comm.all_ranks import run_on_every_rank
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.plan import Cost
-from longspan.plan.cost.model_cost import FORMER_FILE, check_measured_here
-from longspan.train.plans.run_cost import KEY, machine_of
+from longspan.plan.cost.model_cost import FORMER_FILE, check_measured_machine
+from longspan.train.plans.run_cost import KEY, read_run_machine
 
 
 def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> None:
@@ -25,7 +25,7 @@ def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> 
     """
     if not config.run.machine:
         return
-    machine = run_on_every_rank(world, lambda: machine_of(config), ConfigError)
+    machine = run_on_every_rank(world, lambda: read_run_machine(config), ConfigError)
     assert machine is not None
     digest = sha256(json.dumps(machine.to_json(), sort_keys=True).encode()).hexdigest()
     hint = f"{KEY} names a file that differs between hosts; copy one file to all of them"
@@ -36,12 +36,14 @@ def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> 
     ranks = len(world.home.ranks)
     ranks_of_host = min(ranks, world.node_size * world.home.tp)
     name = device_name(world.device)
-    line = check_measured_here(machine, KEY, device=name, ranks_of_host=ranks_of_host, hosts=-(-ranks // ranks_of_host))
+    line = check_measured_machine(
+        machine, KEY, device=name, ranks_of_host=ranks_of_host, hosts=-(-ranks // ranks_of_host)
+    )
     if line:
         log(line)
     world.machine = machine
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a device in a machine's file: that of a GPU as its driver gives it, "cpu" for all others."""
+    """Return the name of a device in a machine's file: that of a GPU as its driver gives it, "cpu" for all others."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

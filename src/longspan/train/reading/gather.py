@@ -19,14 +19,14 @@ from longspan.comm.all_ranks import on_all_ranks, result_or_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued
 from longspan.errors import DataError, short_text
 from longspan.layout import Integers
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.train.reading.gathered import IDS, LABELS, Facts, GatheredDocuments, Rows, number_column
-from longspan.train.reading.local_batch import prefix_rows, reading_error
+from longspan.train.reading.local_batch import count_prefix_rows, reading_error
 from longspan.train.reading.read_rows import WEIGHTS, NamesOfValues, check_integers
 
 
 def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
-    """The documents of a step that each rank brings a share of; all ranks call it together, each with its own.
+    """Gather the documents of a step that each rank brings a share of; all ranks call it together, each with its own.
 
     >>> documents = gather_documents([Document(ids, labels=labels) for ids, labels in next(batches)], world)
     >>> plan = plan_dynamic(documents.lengths, world.home, max_tokens_per_slot=8192, targets=documents.targets)
@@ -41,11 +41,11 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     Raises DataError on every rank for documents that one cannot read, that have items, for values that documents of one
     rank have and those of another have not, and where two ranks bring the same documents.
     """
-    return _gather(_read(lambda: enumerate(_iterate_documents(local)), world), world)
+    return _gather_facts(_read_documents(lambda: enumerate(_iterate_documents(local)), world), world)
 
 
 def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocuments":
-    """Documents that every rank can read, of which each reads a share and the other ranks get their rows from it.
+    """Share documents that every rank can read: each reads some, and the other ranks get their rows from it.
 
     >>> documents = share_documents(corpus.select([3, 7, 1]), world)
 
@@ -55,7 +55,9 @@ def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocument
     """
     shares = deal_documents([len(document) for document in documents], len(world.home.ranks))
     share = shares[world.home.ranks.index(world.rank)]
-    return _gather(_read(lambda: ((number, documents[number]) for number in share), world), world, shares)
+    return _gather_facts(
+        _read_documents(lambda: ((number, documents[number]) for number in share), world), world, shares
+    )
 
 
 def deal_documents(lengths: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -75,16 +77,16 @@ def deal_documents(lengths: Sequence[int], ranks: int) -> tuple[tuple[int, ...],
 # ---- what a rank reads, and what it tells the others of it
 
 
-def _read(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
+def _read_documents(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
     """Read this rank's documents, by number; where a rank cannot, all raise DataError."""
 
-    def read() -> "_Local":
+    def read_local() -> "_Local":
         local = _Local()
         for number, document in documents():
-            local.add(number, document)
+            local.add_document(number, document)
         return local
 
-    return result_or_first_error(world, read, lambda error: reading_error(error, world))
+    return result_or_first_error(world, read_local, lambda error: reading_error(error, world))
 
 
 class _Share(NamedTuple):
@@ -103,7 +105,7 @@ class _Local:
         self._facts, self._read = list[tuple[int, ...]](), list[dict[str, Integers]]()
         self._names, self._labelled = NamesOfValues(), False
 
-    def add(self, number: int, document: Any) -> None:
+    def add_document(self, number: int, document: Any) -> None:
         """Read a document. Raises DataError for what is none, and for values that others have not."""
         if isinstance(document, Mapping):
             raise DataError(
@@ -128,7 +130,7 @@ class _Local:
                 f"document {number} gave {wrong!r} of shape {np.shape(values[wrong])} for {len(positions)} positions; "
                 "give a number for each"
             )
-        targets, before = int((labels[1:] != NO_TARGET).sum()), prefix_rows(document, number, len(ids))
+        targets, before = int((labels[1:] != NO_TARGET).sum()), count_prefix_rows(document, number, len(ids))
         self._facts.append((len(ids), targets, before, len(getattr(document, "pieces", ())), int(WEIGHTS in values)))
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
@@ -137,8 +139,8 @@ class _Local:
         }
         self._read.append(columns | bits)
 
-    def share(self) -> _Share:
-        """What the other ranks learn of it."""
+    def describe_share(self) -> _Share:
+        """Describe to the other ranks what this one brings."""
         digests = [hashlib.blake2b(repr(sorted(read)).encode(), digest_size=16) for read in self._read]
         for digest, read in zip(digests, self._read, strict=True):
             for name in sorted(read):
@@ -149,8 +151,8 @@ class _Local:
         facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         return _Share(facts, tuple(sorted(name[1:] for name in names)), self._labelled, digest)
 
-    def table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-        """All rows, (n, columns); weights are 1 in documents that give none."""
+    def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Return all rows, (n, columns); weights are 1 in documents that give none."""
         one = np.float64(1).view(np.int64)
         rows = [
             np.stack([read.get(name, np.broadcast_to(one, len(read[IDS]))) for name in columns], axis=1)
@@ -160,7 +162,7 @@ class _Local:
 
 
 def _iterate_documents(local: Any) -> Iterable[Any]:
-    """The documents of a rank, one by one. Raises DataError for what is none, and for documents with items."""
+    """Yield the documents of a rank. Raises DataError for what is none, and for documents with items."""
     for name in ("items", "positions"):
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
             raise DataError(
@@ -177,7 +179,7 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
 
 
 def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
-    """The token ids of a whole document as `run_step` would read them; a tensor may be on any device."""
+    """Return the token ids of a whole document as `run_step` would read them; a tensor may be on any device."""
     if isinstance(document, torch.Tensor):
         return document.detach().cpu().numpy()
     return np.asarray(document) if isinstance(document, list | tuple) else np.asarray(document[positions])
@@ -186,9 +188,9 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 # ---- what all ranks make of the shares
 
 
-def _gather(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
-    """All ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
-    shares = world.control.gather_objects(local.share(), "lengths of documents")
+def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
+    """Gather all ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
+    shares = world.control.gather_objects(local.describe_share(), "lengths of documents")
     _check_names(shares, world.home.ranks)
     if numbers is None:
         _refuse_copies(shares, world.home.ranks)
@@ -203,7 +205,7 @@ def _gather(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None
     columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
     columns += [number_column(WEIGHTS)] * bool(in_order[:, 4].any())
     columns += sorted({number_column(name) for share in shares for name in share.names})
-    table = local.table(columns)
+    table = local.row_table(columns)
     rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
     return GatheredDocuments(world, tuple(numbers[index]), tuple(columns), ends, Facts(*facts.T), rows, rows)
 
@@ -218,8 +220,8 @@ def _check_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
             lacking = [rank for rank, share in having if name not in share.names]
             raise on_all_ranks(
                 DataError(
-                    f"documents of ranks {short(brings)} have {name!r} and those of ranks {short(lacking)} have not; "
-                    "give the documents of a step the same values, 0 where they do not matter"
+                    f"documents of ranks {excerpt(brings)} have {name!r} and those of ranks {excerpt(lacking)} have "
+                    "not; give the documents of a step the same values, 0 where they do not matter"
                 )
             )
 
@@ -232,7 +234,7 @@ def _refuse_copies(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
             raise on_all_ranks(
                 DataError(
                     f"ranks {first} and {rank} bring the same {len(share.facts)} documents of "
-                    f"{short(share.facts[:, 0].tolist())} tokens, which would count twice; let each rank load "
+                    f"{excerpt(share.facts[:, 0].tolist())} tokens, which would count twice; let each rank load "
                     "documents of its own (DistributedSampler), or give [] on ranks that load what another does, as "
                     "ranks of one slot may. Documents that all ranks have go to run_step as they are"
                 )

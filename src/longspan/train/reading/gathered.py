@@ -20,7 +20,7 @@ from longspan.comm import World
 from longspan.comm.moves.carry_rows import carry_rows, moves_on_device
 from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Exchange, Integers, Partition
-from longspan.layout.layout import short
+from longspan.layout.layout import excerpt
 from longspan.plan import Plan
 from longspan.train.reading.local_batch import read_agreed
 from longspan.train.reading.read_rows import WEIGHTS
@@ -88,7 +88,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return f"GatheredDocuments({plural(len(self), 'document')}, {len(self.local)} from this rank)"
 
     def rows_under(self, plan: Plan, depths: int = 0) -> "GatheredDocuments":
-        """These documents with the rows that this rank computes under a plan; entered by all ranks.
+        """Return these documents with the rows that this rank computes under a plan; entered by all ranks.
 
         >>> rows = documents.rows_under(plan)
         >>> ids, labels = read_inputs_and_labels(rows, bind(micro_batch, world).with_padding())
@@ -98,26 +98,28 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         hold different plans, and DataError on every rank for a plan of other documents.
         """
         digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
-        need = read_agreed(lambda: self._runs_of_ranks(plan, depths), digest, self.world, hint=_HINT)
+        need = read_agreed(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts
-        have = [_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)]
+        have = [_one_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)]
         exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))
         moves = moves_on_device(exchange.moves(channel.index), channel.device)
         columns = carry_rows(torch.from_numpy(self._brought.columns), moves, channel, "rows of documents")
         return replace(self, _here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
-    def _runs_of_ranks(self, plan: Plan, depths: int) -> list[Integers]:
-        """The rows that each rank needs under a plan, in runs: of other slots only where they need rows of this rank.
+    def _rank_runs(self, plan: Plan, depths: int) -> list[Integers]:
+        """Return the rows that each rank needs under a plan, in runs.
+
+        Of other slots they are here only where they need rows of this rank.
 
         So each rank plans only its own messages. They match: both ends of a message have its rows in ascending order.
         """
         if plan.lengths != self.lengths:
             raise PlanError(
-                f"the plan has {plural(len(plan.lengths), 'document')} of {short(plan.lengths)} tokens, {len(self)} of "
-                f"{short(self.lengths)} were gathered; plan from their lengths: plan_dynamic(documents.lengths, …)"
+                f"the plan has {plural(len(plan.lengths), 'document')} of {excerpt(plan.lengths)} tokens, {len(self)} "
+                f"of {excerpt(self.lengths)} were gathered; plan from their lengths: plan_dynamic(documents.lengths, …)"
             )
         home, local = self.world.home, set(self.local)
-        by_slot = [[_run(0, 0)] for _ in range(home.slots)]
+        by_slot = [[_one_run(0, 0)] for _ in range(home.slots)]
         for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
             sends = not local.isdisjoint(group.documents)
             for member, slot in enumerate(group.slots):
@@ -126,18 +128,18 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
                     segments = group.shares.segments(member)
                     runs = segments.start, segments.stop, numbers[segments.document]
                     by_slot[slot].append(self._rows_to_read(*runs, ahead=depths + 1))
-        merged = [_merge(np.concatenate(runs)) for runs in by_slot]
+        merged = [_merge_runs(np.concatenate(runs)) for runs in by_slot]
         return [merged[home.coordinates(rank).slot] for rank in home.ranks]
 
     def _rows_to_read(self, start: Integers, stop: Integers, document: Integers, *, ahead: int) -> Integers:
-        """The runs that are read for these positions of documents, and the labels of the last ones: (runs, 2)."""
+        """Return the runs that are read for these positions of documents, and their last labels: (runs, 2)."""
         length = self._facts.lengths[document]
         real = start < length  # a document laid out longer than it is ends in padding
         start, stop = (self._facts.starts[document] + x for x in (start, np.minimum(stop + ahead, length)))
         return np.stack([start, stop], axis=1)[real]
 
     def read(self, column: str, document: int, positions: Any) -> Integers:
-        """What rows of a document hold. Raises IndexError outside it, DataError for rows that are not here."""
+        """Return what rows of a document hold. Raises IndexError outside it, DataError for rows that are not here."""
         length, here = int(self._facts.lengths[document]), self._here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
         if positions.size and not (positions.min() >= 0 and positions.max() < length):
@@ -155,7 +157,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return here.columns[places, self.names.index(column)]
 
     def facts(self, document: int) -> Mapping[str, int]:
-        """What all ranks know of a document, by the names of `Facts`."""
+        """Return what all ranks know of a document, by the names of `Facts`."""
         return {name: int(values[document]) for name, values in self._facts._asdict().items()}
 
 
@@ -203,17 +205,17 @@ class GatheredDocument:
 
 
 def number_column(name: str) -> str:
-    """The name of a column of numbers; ids and labels have none of this form."""
+    """Return the name of a column of numbers; ids and labels have none of this form."""
     return f".{name}"
 
 
-def _run(start: int, stop: int) -> Integers:
-    """One run of rows (1, 2), none if it is empty: (0, 2)."""
+def _one_run(start: int, stop: int) -> Integers:
+    """Return one run of rows (1, 2), none if it is empty: (0, 2)."""
     return np.array([[start, stop]], dtype=np.int64)[: int(stop > start)]
 
 
-def _merge(runs: Integers) -> Integers:
-    """The rows of runs (n, 2), each once, as ascending runs."""
+def _merge_runs(runs: Integers) -> Integers:
+    """Merge the rows of runs (n, 2), each once, to ascending runs."""
     if not len(runs):
         return runs
     runs = runs[np.argsort(runs[:, 0], kind="stable")]

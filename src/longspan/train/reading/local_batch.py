@@ -41,15 +41,18 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
     neither inputs nor targets. `depths` of multi-token prediction read as many tokens further ahead. Raises CommError
     where ranks hold different plans, or a different `temperature`.
     """
-    inputs, plan = with_rows(inputs, depths), inputs.plan
+    inputs, plan = move_rows(inputs, depths), inputs.plan
     digest = plan.digest() if temperature == 1 else sha256(f"{plan.digest()} {temperature!r}".encode()).hexdigest()
     # A rank that cannot read its plan has none to compare.
     return read_agreed(lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT)
 
 
-def with_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
-    """What a step runs over, after rows of documents have moved to this rank, if they move; entered by all ranks."""
-    return replace(inputs, documents=inputs.documents.with_rows(inputs.plan, inputs.world, depths))
+def move_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
+    """Move rows of documents to this rank, if they move; returns what a step runs over.
+
+    All ranks enter it.
+    """
+    return replace(inputs, documents=inputs.documents.move_rows(inputs.plan, inputs.world, depths))
 
 
 def read_agreed(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
@@ -68,7 +71,7 @@ def read_agreed(read: Callable[[], T], digest: str, world: World, **names: str) 
 
 
 def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0) -> list[LocalBatch]:
-    """Some micro-batches of a plan with this rank's rows, read without the other ranks."""
+    """Read some micro-batches of a plan with this rank's rows, read without the other ranks."""
     model, plan, world, documents = inputs.language_model, inputs.plan, inputs.world, inputs.documents.documents
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
     batches, vocabulary, names = list[LocalBatch](), vocabulary_size(model), NamesOfValues()
@@ -82,19 +85,19 @@ def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], 
             shard = bind_spans(shard, rules, documents, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
         if positions is not None:
-            batch = batch._replace(positions=positions_of_rows(positions, shard))
+            batch = batch._replace(positions=row_positions(positions, shard))
         batches.append(batch)
     return batches
 
 
 def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
-    """A micro-batch without documents, for all slots to enter together."""
+    """Make a micro-batch without documents, for all slots to enter together."""
     batch = _padding_rows(_bind_padded(MicroBatch(), plan, world))
     return batch._replace(deeper=(batch,) * depths)
 
 
 def reading_error(error: Exception, world: World) -> DataError:
-    """The error that all ranks raise where this one cannot read its rows."""
+    """Make the error that all ranks raise where this one cannot read its rows."""
     message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     named = DataError(f"rank {world.rank} could not read its rows: {message}")
     named.__cause__ = error
@@ -106,7 +109,7 @@ def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceS
 
 
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
-    """The batch of a rank that reads nothing: padding, or rows that come from another stage."""
+    """Make the batch of a rank that reads nothing: padding, or rows that come from another stage."""
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
 
@@ -115,7 +118,7 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
 
 
 def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None) -> SequenceShard:
-    """The shard with the rows that see each other, for a model whose rules have a prefix or items in spans.
+    """Bind the rows that see each other to a shard, for a model whose rules have a prefix or items in spans.
 
     Raises DataError for a prefix that the model's window would cut, and for packs, whose pieces have a prefix each.
     """
@@ -128,7 +131,7 @@ def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: It
 def _document_prefixes(
     shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """The number and the prefix of each document whose rows this rank may hold."""
+    """Yield the number and the prefix of each document whose rows this rank may hold."""
     groups = [part.group for part in shard.parts if part.index >= 0]
     for group in groups:
         for number, length in zip(group.documents, group.lengths, strict=True):
@@ -138,7 +141,7 @@ def _document_prefixes(
                     f"document {number} is a pack of {len(document.pieces)} pieces, and in {rules.architecture} each "
                     "has a prefix of its own; use data.pack_to = 0: micro-batches hold several documents"
                 )
-            prefix = prefix_rows(document, number, length, items)
+            prefix = count_prefix_rows(document, number, length, items)
             if rules.prefix_window is not None and prefix > rules.prefix_window:
                 raise DataError(
                     f"document {number} has a prefix of {prefix} rows, and layers of {rules.architecture} a window of "
@@ -147,8 +150,8 @@ def _document_prefixes(
             yield number, [(0, prefix)] if prefix else []
 
 
-def prefix_rows(document: Any, number: int, length: int, items: ItemTable | None = None) -> int:
-    """How many rows of a document stand before its first target; all of them if it has no target.
+def count_prefix_rows(document: Any, number: int, length: int, items: ItemTable | None = None) -> int:
+    """Return how many rows of a document stand before its first target; all of them if it has no target.
 
     The first token is no target, but one of a document without labels may follow it.
     """
@@ -169,8 +172,8 @@ def prefix_rows(document: Any, number: int, length: int, items: ItemTable | None
 # ---- positions in several parts
 
 
-def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
-    """The positions (n, T) of a shard's local rows; None if no document of the micro-batch has positions of its own.
+def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
+    """Return the positions (n, T) of a shard's local rows; None if no document has positions of its own.
 
     `positions_of(d)` gives those of document d (n, tokens of d), or None if they are plain: then all parts of them are
     the place in the document, as in padding. It is called once a micro-batch, for the whole document: where an image
@@ -195,7 +198,7 @@ def positions_of_rows(positions_of: Callable[[int], Any], shard: SequenceShard) 
 
 
 def _check_positions(positions: Any, document: int, length: int) -> Integers | None:
-    """Positions as int64, None if there are none. Raises DataError for another shape or type."""
+    """Return positions as int64, None if there are none. Raises DataError for another shape or type."""
     if positions is None:
         return None
     positions = np.asarray(positions)

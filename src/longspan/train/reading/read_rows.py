@@ -41,7 +41,7 @@ class LocalBatch(NamedTuple):
 def read_inputs_and_labels(
     documents: Any, shard: SequenceShard, vocabulary: int | None = None, items: ItemTable | None = None
 ) -> tuple[Integers, Integers]:
-    """Token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
+    """Read token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
 
     `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
     Whatever it holds in the places of `items`, id 0 and label −100 stand there.
@@ -94,12 +94,12 @@ def read_rows(
 
 
 def target_rows(batch: LocalBatch) -> Integers:
-    """The local rows (n,) that predict a token."""
+    """Return the local rows (n,) that predict a token."""
     return np.flatnonzero(batch.labels != NO_TARGET)
 
 
 def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
-    """The document and the position of each local row (T,), on the host; the document of padding is −1."""
+    """Return the document and the position of each local row (T,), on the host; the document of padding is −1."""
     documents: list[Integers] = []
     positions: list[Integers] = []
     for part in shard.parts:
@@ -127,7 +127,7 @@ class _Reader:
         self._at_depth = [_Arrays(rows) for _ in range(depths + 1)]
 
     def batch(self, shard: SequenceShard) -> LocalBatch:
-        """The batch of the rows read so far."""
+        """Return the batch of the rows read so far."""
         first, *deeper = (LocalBatch(shard, rows.ids, rows.labels, rows.values) for rows in self._at_depth)
         return first._replace(deeper=tuple(deeper))
 
@@ -141,12 +141,14 @@ class _Reader:
         values = self._read_values(value, document, positions[1:])
         for depth, rows in enumerate(self._at_depth):
             ahead = slice(depth, depth + stop - start)
-            rows.fill(row, tokens[ahead], labels[ahead], {name: numbers[ahead] for name, numbers in values.items()})
+            rows.fill_rows(
+                row, tokens[ahead], labels[ahead], {name: numbers[ahead] for name, numbers in values.items()}
+            )
 
     def _read_tokens(
         self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None
     ) -> Integers:
-        """Token ids at some positions, 0 where they are hidden. Raises DataError for what cannot be token ids."""
+        """Read token ids at some positions, 0 where they are hidden. Raises DataError for what cannot be token ids."""
         ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
         tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
         check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
@@ -158,7 +160,7 @@ class _Reader:
     def _read_labels(
         self, labelled: Any, document: int, positions: Integers, tokens: Integers, hidden: npt.NDArray[np.bool_] | None
     ) -> Integers:
-        """The labels of these positions: the document's, or the tokens that stand there.
+        """Read the labels of these positions: the document's, or the tokens that stand there.
 
         `hidden` are the placeholders among them and the position before them, which have none.
         """
@@ -173,7 +175,7 @@ class _Reader:
         return labels
 
     def _read_values(self, valued: Any, document: int, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
-        """The numbers of a document at these positions. Raises DataError where others have other names."""
+        """Read the numbers of a document at these positions. Raises DataError where others have other names."""
         values = valued.token_values(positions) if isinstance(valued, Valued) else {}
         self._names.check(document, values)
         for name, numbers in values.items():
@@ -204,7 +206,9 @@ class _Arrays:
         self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
         self.values = dict[str, npt.NDArray[np.float64]]()
 
-    def fill(self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]) -> None:
+    def fill_rows(
+        self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]
+    ) -> None:
         """Put what was read into the rows from `row` on; as many labels and values as there are."""
         self.ids[row : row + len(ids)] = ids
         predicted = slice(row, row + len(labels))

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import nn
 
-from longspan.bridge.item_documents import count_targets_of_text, item_table_of
+from longspan.bridge.item_documents import count_text_targets, find_item_table
 from longspan.comm import World
 from longspan.data.document import LabelledPack, target_count
 from longspan.errors import DataError, ModelError, PlanError, plural
@@ -33,7 +33,7 @@ class MovingDocuments(Protocol):
         ...
 
     def rows_under(self, plan: Plan, depths: int = 0) -> Any:
-        """These documents with the rows of this rank under a plan; entered by all ranks."""
+        """Return these documents with the rows of this rank under a plan; entered by all ranks."""
         ...
 
 
@@ -52,7 +52,7 @@ class StepDocuments:
         items = None if callable(items) else items  # a mapping's
         self.items: ItemTable | None = None
         if isinstance(model, MultimodalModel):
-            self.items = item_table_of(documents, lengths)
+            self.items = find_item_table(documents, lengths)
             if self.items is None:
                 raise DataError(
                     f"the documents ({type(documents).__name__}) have no items; a MultimodalModel takes ItemDocuments, "
@@ -74,7 +74,7 @@ class StepDocuments:
         Raises PlanError for a document that is missing, is no sequence of token ids, or has another length.
         """
         counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
-        return counts if self.items is None else count_targets_of_text(self.documents, self.items)
+        return counts if self.items is None else count_text_targets(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
         """Raise PlanError where the plan divides the loss by another number of targets."""
@@ -87,8 +87,8 @@ class StepDocuments:
             "is predicted"
         )
 
-    def with_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
-        """The same documents; of those whose rows move, with the rows of this rank. Entered by all ranks.
+    def move_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
+        """Return the same documents; of those whose rows move, with the rows of this rank. Entered by all ranks.
 
         Raises DataError for documents of another world.
         """
@@ -103,7 +103,7 @@ class StepDocuments:
         return moved
 
     def _count_targets(self, document: int, length: int) -> int:
-        """The targets of one document, which is checked."""
+        """Count the targets of one document, which is checked."""
         try:
             value = self.documents[document]
         except (IndexError, KeyError) as error:
@@ -136,8 +136,8 @@ class StepInputs:
     backward: bool
 
 
-def with_targets_of(documents: Any, plan: Plan) -> Plan:
-    """The plan with the targets of packs that have labels, which no planner reads; of other documents it has them.
+def count_pack_targets(documents: Any, plan: Plan) -> Plan:
+    """Count the targets of packs that have labels, which no planner reads, into the plan; others stay as they are.
 
     Labels on placeholders of items are none.
     """
@@ -145,7 +145,7 @@ def with_targets_of(documents: Any, plan: Plan) -> Plan:
         return replace(plan, targets=documents.targets)
     if not any(isinstance(document, LabelledPack) for document in documents):
         return plan
-    items = item_table_of(documents, plan.lengths)
+    items = find_item_table(documents, plan.lengths)
     if items is not None:
-        return replace(plan, targets=sum(count_targets_of_text(documents, items)))
+        return replace(plan, targets=sum(count_text_targets(documents, items)))
     return replace(plan, targets=sum(target_count(documents[document]) for document in range(len(plan.lengths))))

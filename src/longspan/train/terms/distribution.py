@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.errors import LossError, short_text
-from longspan.train.loss import cut_rows_into_chunks
+from longspan.train.loss import cut_into_chunks
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 _PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
@@ -35,7 +35,7 @@ def agree_on_names(names: tuple[str, ...], world: World) -> None:
 
 @torch.no_grad()
 def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Tensor:
-    """Numbers (k, t) by k names of the distributions p = softmax(logits), of logits (t, V) and target ids (t,).
+    """Return numbers (k, t) by k names of the distributions p = softmax(logits), of logits (t, V) and target ids (t,).
 
     `entropy` is −Σ p log p in nats, `top1` 1 where the target is the likeliest token (of equal ones the first) and 0
     elsewhere, `mean_logits` the mean of the logits, `log_sum_sq_probs` log Σ p². All in float32, in float64 for float64
@@ -43,14 +43,14 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     values = logits.new_empty((len(names), len(logits)), dtype=dtype)
-    for part in cut_rows_into_chunks(len(logits), max(1, len(logits) // _PARTS)):
+    for part in cut_into_chunks(len(logits), max(1, len(logits) // _PARTS)):
         for value, name in zip(values, names, strict=True):
-            value[part] = _one_value(logits[part].detach(), ids[part], name, dtype)
+            value[part] = _distribution_number(logits[part].detach(), ids[part], name, dtype)
     return values
 
 
-def _one_value(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """A number (t,) of rows' distributions."""
+def _distribution_number(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Return a number (t,) of rows' distributions."""
     if name == "top1":
         return (logits.argmax(-1) == ids).to(dtype)
     if name == "mean_logits":
@@ -70,7 +70,7 @@ class Distributions:
         self._values = dict[str, Tensor]()
 
     def value(self, name: str) -> Tensor:
-        """A number (t,) by its name. Raises LossError after `release`, if it was not read before."""
+        """Return a number (t,) by its name. Raises LossError after `release_logits`, if it was not read before."""
         if name not in self._values:
             if self._rows is None:
                 raise LossError(
@@ -80,6 +80,6 @@ class Distributions:
             self._values[name] = distribution_values(*self._rows, (name,))[0]
         return self._values[name]
 
-    def release(self) -> None:
+    def release_logits(self) -> None:
         """Let go of the logits."""
         self._rows = None

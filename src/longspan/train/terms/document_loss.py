@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from longspan.comm import World, on_all_ranks, to_device
 from longspan.errors import LossError, ModelError, plural, short_text
 from longspan.layout import Floats
-from longspan.model.adapters import adapter_of, is_adapted
+from longspan.model.adapters import is_adapted, model_adapter
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.call_rules import refuse_dropout_in_two_passes
+from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plan import Plan
 from longspan.train.loss import Head, chunked_log_probs, chunked_loss
 from longspan.train.passes import Passes
 from longspan.train.reading.read_rows import LocalBatch
-from longspan.train.terms.log_probs import log_probs_of_passes
+from longspan.train.terms.log_probs import collect_log_probs
 from longspan.train.terms.token_loss import BatchTargets
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -43,8 +43,11 @@ class DocumentLoss:
     function: SetFunction
     sets: Sequence[Sequence[int]] | None = None
 
-    def sets_of(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
-        """The sets, checked against a plan. Raises LossError for documents that it has not, and for empty sets."""
+    def check_sets(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
+        """Return the sets, checked against a plan.
+
+        Raises LossError for documents that it has not, and for empty sets.
+        """
         count = len(plan.lengths)
         if not callable(self.function):
             raise LossError(
@@ -52,7 +55,7 @@ class DocumentLoss:
             )
         if self.sets is None:
             return (tuple(range(count)),) if count else ()
-        sets = tuple(_check_numbers(index, documents) for index, documents in enumerate(_list_of_sets(self.sets)))
+        sets = tuple(_check_numbers(index, documents) for index, documents in enumerate(_list_sets(self.sets)))
         for index, documents in enumerate(sets):
             if not documents or len(set(documents)) != len(documents):
                 raise LossError(
@@ -66,7 +69,7 @@ class DocumentLoss:
         return sets
 
 
-def _list_of_sets(sets: Any) -> list[Any]:
+def _list_sets(sets: Any) -> list[Any]:
     """Return the sets as a list. Raises LossError for what cannot be one."""
     try:
         return list(sets)
@@ -77,7 +80,7 @@ def _list_of_sets(sets: Any) -> list[Any]:
 
 
 def _check_numbers(index: int, documents: Any) -> tuple[int, ...]:
-    """The numbers of a set's documents. Raises LossError for what is no integer."""
+    """Return the numbers of a set's documents. Raises LossError for what is no integer."""
     try:
         if any(isinstance(document, bool) for document in documents):
             raise TypeError("a bool is no number of a document")
@@ -89,8 +92,8 @@ def _check_numbers(index: int, documents: Any) -> tuple[int, ...]:
         ) from error
 
 
-def loss_of_sets(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
-    """The sum of the losses of some sets, and its derivative by the sum of each of all documents (D,).
+def set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
+    """Sum the losses of some sets, and differentiate the sum by that of each of all documents (D,).
 
     Raises LossError where the function gives no scalar.
     """
@@ -135,8 +138,8 @@ class SameOnRanks:
         self._sums[kind] = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind]) + sums
         self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
 
-    def differs(self, world: World) -> bool:
-        """Whether a rank that has sums has others than the rest; what is not finite is not compared."""
+    def differ(self, world: World) -> bool:
+        """Return whether a rank that has sums has others than the rest; what is not finite is not compared."""
         finite = np.isfinite(self._sums)
         low = np.where(finite, -self._sums, -np.inf)
         values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
@@ -179,8 +182,8 @@ class DocumentPasses:
         """Raise ModelError where dropout would make the two forward passes of a set differ; entered by all ranks."""
         if self._across:
             sets = plural(len(self._across), "set")
-            refuse_dropout_in_two_passes(model, f"{sets} of documents in several micro-batches")
-        adapter = adapter_of(model)
+            refuse_two_pass_dropout(model, f"{sets} of documents in several micro-batches")
+        adapter = model_adapter(model)
         rate = adapter.dropout if adapter is not None and self._inside else 0.0
         if rate and self._world.control.any_rank(_head_is_adapted(model)):
             raise on_all_ranks(
@@ -191,24 +194,24 @@ class DocumentPasses:
             )
 
     def look_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
-        """The coefficients of sets that are not in one micro-batch, from a forward pass; entered by all ranks."""
+        """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
         indices = sorted({self._index.get(document, -1) for documents in self._across for document in documents})
         if not indices:
             return
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
-        sums = log_probs_of_passes(passes, ahead, self._chunk_rows).sums
+        sums = collect_log_probs(passes, ahead, self._chunk_rows).sums
         self._loss_ahead, self._coefficients = self._take_sets(self._across, sums)
         self.forward_twice: int = len(indices)
 
     def loss_ahead(self) -> float:
-        """This rank's part of the loss of the sets of `look_ahead`, which one rank counts."""
+        """Return this rank's part of the loss of the sets of `look_ahead`, which one rank counts."""
         return self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """This rank's part of the losses of sets that the micro-batch holds; gradients of all its documents."""
+        """Return this rank's part of the losses of sets that the micro-batch holds, with all their gradients."""
         targets, coefficients, loss = BatchTargets(batch, hidden.device), self._coefficients, 0.0
-        if sets := self._sets_inside(batch):
+        if sets := self._batch_sets(batch):
             log_probs = chunked_log_probs(hidden, targets.targets, head, self._chunk_rows).double().cpu().numpy()
             local = np.bincount(targets.documents, log_probs * targets.weights, minlength=len(coefficients))
             ids = sorted({document for documents in sets for document in documents})
@@ -227,10 +230,10 @@ class DocumentPasses:
         return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)
 
     def difference(self) -> bool:
-        """Whether the function gave other losses or derivatives on some ranks; entered by all."""
-        return self._check.differs(self._world)
+        """Return whether the function gave other losses or derivatives on some ranks; entered by all."""
+        return self._check.differ(self._world)
 
-    def _sets_inside(self, batch: LocalBatch) -> list[tuple[int, ...]]:
+    def _batch_sets(self, batch: LocalBatch) -> list[tuple[int, ...]]:
         groups = batch.shard.micro_batch.groups
         return self._inside.get(self._index[groups[0].documents[0]], []) if groups else []
 
@@ -238,7 +241,7 @@ class DocumentPasses:
         """Run the caller's function over sets: their loss, and coefficients (D,). An error is kept in `error`."""
         if self.error is None:
             try:
-                loss, coefficients = loss_of_sets(self._function, sets, sums)
+                loss, coefficients = set_losses(self._function, sets, sums)
                 self._check.add(loss, coefficients, inside=sets is not self._across)
                 return loss, coefficients
             except Exception as error:  # of the caller's function

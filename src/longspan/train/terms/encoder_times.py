@@ -48,7 +48,7 @@ class PartClock:
         self._seconds: dict[Part, float] = defaultdict(float)
 
     @contextmanager
-    def timing(self, part: Part) -> Iterator[None]:
+    def time_part(self, part: Part) -> Iterator[None]:
         """Add the time of the `with` block to a part; a block that raises is not counted."""
         started = time.perf_counter()
         start = self._record_event()
@@ -60,7 +60,7 @@ class PartClock:
             self._spans[part].append((start, end))
 
     def seconds(self, part: Part) -> float:
-        """The seconds that a part took in all; waits until the device has finished it."""
+        """Return the seconds that a part took in all; waits until the device has finished it."""
         if not self._gpu:
             return self._seconds[part]
         for _, end in self._spans[part]:
@@ -76,8 +76,8 @@ class PartClock:
         return event
 
 
-def times_of_ranks(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
-    """The times of all ranks, which enter together; `predicted` are seconds and balance."""
+def share_times(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
+    """Share the times of all ranks, which enter together; `predicted` are seconds and balance."""
     phases, towers = (sum(clock.seconds(part) for clock in clocks) for part in ("phases", "towers"))
     ranks = len(world.home.ranks)
     all_phases, all_towers = world.control.sum_over_ranks([phases, towers], "times of encoders")

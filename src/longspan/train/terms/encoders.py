@@ -29,7 +29,7 @@ from longspan.train.passes import Term
 from longspan.train.reading.local_batch import read_agreed
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
-from longspan.train.terms.encoder_times import EncoderTimes, PartClock, times_of_ranks
+from longspan.train.terms.encoder_times import EncoderTimes, PartClock, share_times
 from longspan.train.terms.modality_pass import ModalityPass
 
 
@@ -59,23 +59,23 @@ class EncodersTerm(Term):
         self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
         self._encoding.read(self._inputs.documents.documents)
 
-    def around(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
+    def passes_context(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
         """Encode before the passes of the language model, and bring gradients back after them."""
         assert self._encoding is not None, "read first"
-        return self._encoding.around(self._micro_batches, batches)
+        return self._encoding.passes_context(self._micro_batches, batches)
 
     def not_finite(self) -> list[str]:
-        """The items for which this rank read something that is not finite."""
+        """Return the items for which this rank read something that is not finite."""
         return [] if self._encoding is None else self._encoding.not_finite()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """What the encoders took of a step with a backward pass."""
+        """Return what the encoders took of a step with a backward pass."""
         assert self._encoding is not None
-        return {"encoders": self._encoding.times()} if self._inputs.backward else {}
+        return {"encoders": self._encoding.share_times()} if self._inputs.backward else {}
 
 
 class Encoding:
-    """All waves of some micro-batches of a plan. Enter `around` once `read` has succeeded on all ranks."""
+    """All waves of some micro-batches of a plan. Enter `passes_context` once `read` has succeeded on all ranks."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Encoding:
         depths: int = 0,
     ) -> None:
         world = model.world
-        items = _items_in(table, micro_batches)
+        items = _batch_items(table, micro_batches)
         multiple = call_rules(model.language_model).row_multiple
         needed_by = NeededBy(
             micro_batches=tuple(micro_batches),
@@ -118,11 +118,11 @@ class Encoding:
             part.read(documents)
 
     def not_finite(self) -> list[str]:
-        """The items for which this rank read something that is not finite."""
+        """Return the items for which this rank read something that is not finite."""
         return [name for part in self._parts for name in part.not_finite()]
 
     @contextmanager
-    def around(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> Iterator[None]:
+    def passes_context(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> Iterator[None]:
         """Encode and deliver before the body, which runs the language model; bring gradients back after it.
 
         `micro_batches` are those of the `batches`, equal to those that the waves were planned for.
@@ -130,23 +130,23 @@ class Encoding:
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.open())
-            with self._clock.timing("phases"), self._naming("encoders, and rows to their owners"):
+            with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
                 self._raise_agreed([part.encode() for part in self._parts])
                 for part in self._parts:
                     part.deliver_rows(micro_batches, batches)
             yield
-            with self._clock.timing("phases"), self._naming("gradients to encoders, and their backward passes"):
+            with self._clock.time_part("phases"), self._name_part("gradients to encoders, and their backward passes"):
                 for part in reversed(self._parts):
                     part.backward()
 
-    def times(self) -> EncoderTimes:
-        """The times of all parts, read after the step has waited for the device; all ranks enter together."""
+    def share_times(self) -> EncoderTimes:
+        """Return the times of all parts, read after the step has waited for the device; all ranks enter together."""
         plans = [part.plan for part in self._parts]
         seconds = sum(plan.plan.predicted_seconds for plan in plans)
         balance = max((plan.balance for plan in plans), default=1.0)
-        return times_of_ranks([self._clock, *(part.clock for part in self._parts)], self._world, (seconds, balance))
+        return share_times([self._clock, *(part.clock for part in self._parts)], self._world, (seconds, balance))
 
-    def _naming(self, part: str) -> AbstractContextManager[None]:
+    def _name_part(self, part: str) -> AbstractContextManager[None]:
         return self._world.watch.naming(part, self._world.home.ranks)
 
     def _raise_agreed(self, errors: Sequence[ModelError | None]) -> None:
@@ -157,12 +157,12 @@ class Encoding:
 
 
 def _last_stage(language_model: nn.Module) -> int:
-    """The place in a pipeline of the rank that holds its last stage."""
+    """Return the place in a pipeline of the rank that holds its last stage."""
     return language_model.pipeline_settings.loss_place if isinstance(language_model, PipelineModel) else 0
 
 
-def _items_in(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:
-    """The items of the documents of these micro-batches, under their numbers among all."""
+def _batch_items(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:
+    """Return the items of the documents of these micro-batches, under their numbers among all."""
     documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
     index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
     if len(index) == len(table):
@@ -207,20 +207,22 @@ def plan_waves_ahead(
     device = model.world.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     make = partial(Encoding, model, plan, plan.micro_batches, table, backward=backward, depths=depths)
-    planned[_encoding_key(model, plan, table, (backward, depths))] = _pool.submit(_plan_on, stream, make, documents)
+    planned[_encoding_key(model, plan, table, (backward, depths))] = _pool.submit(
+        _plan_in_thread, stream, make, documents
+    )
     while len(planned) > MOST_AHEAD:
         planned.popitem(last=False)
 
 
 def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0) -> Encoding:
-    """The waves of a step: those planned ahead, which it waits for, or planned now."""
+    """Take the waves of a step: those planned ahead, which it waits for, or planned now."""
     ahead = _planned.get(model, OrderedDict()).pop(_encoding_key(model, plan, table, (backward, depths)), None)
     if ahead is not None:
         return ahead.result()
     return Encoding(model, plan, plan.micro_batches, table, backward=backward, depths=depths)
 
 
-def _plan_on(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
+def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
     """Plan waves in a thread, whose current device and stream are others: indices go there on the step's stream."""
     if stream is not None:
         torch.cuda.set_stream(stream)
@@ -231,6 +233,6 @@ def _plan_on(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], doc
 
 
 def _encoding_key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
-    """The key of what an encoding depends on; which encoders are frozen may change until its step."""
+    """Return the key of what an encoding depends on; which encoders are frozen may change until its step."""
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen

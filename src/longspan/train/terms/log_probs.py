@@ -12,7 +12,7 @@ from torch import Tensor
 from longspan.comm import World
 from longspan.errors import LossError, short_text
 from longspan.layout import Floats
-from longspan.train.loss import Head, chunked_values, log_probs_of_rows
+from longspan.train.loss import Head, chunked_values, row_log_probs
 from longspan.train.passes import Passes, run_passes
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.terms.distribution import distribution_values
@@ -33,11 +33,14 @@ class TokenLogProbs:
     also: Mapping[str, Floats] = field(default_factory=dict)
 
     def of(self, document: int) -> Floats:
-        """Of each token of a document (length,), at its own position; 0 where there is no label, and at position 0."""
+        """Return the log-probability of each token of a document (length,).
+
+        It is 0 where there is no label, and at position 0.
+        """
         return self._document_values(self.values, document)
 
     def value(self, name: str, document: int) -> Floats:
-        """Another number of each token (length,), in its place as by `of`.
+        """Return another number of each token (length,), in its place as by `of`.
 
         Raises LossError for a name that `also=` of token_log_probs did not have.
         """
@@ -57,8 +60,11 @@ class TokenLogProbs:
         return np.cumsum((0, *self.lengths))
 
 
-def log_probs_of_passes(passes: Passes, batches: Sequence[LocalBatch], chunk_rows: int) -> TokenLogProbs:
-    """Log-probabilities from forward passes over some micro-batches of a step; 0 elsewhere. Entered by all ranks."""
+def collect_log_probs(passes: Passes, batches: Sequence[LocalBatch], chunk_rows: int) -> TokenLogProbs:
+    """Collect log-probabilities from forward passes over some micro-batches of a step; they are 0 elsewhere.
+
+    All ranks enter it.
+    """
     collected = CollectedLogProbs(passes.plan.lengths, chunk_rows)
     run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0, terms=()), batches)
     return collected.sum_over_ranks(passes.world)
@@ -76,14 +82,16 @@ class CollectedLogProbs:
         self._parts: list[tuple[BatchTargets, Tensor]] = []
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """Collect those of a micro-batch's rows (T, D); there is no loss."""
+        """Collect the numbers of a micro-batch's rows (T, D); there is no loss."""
         targets = BatchTargets(batch, hidden.device)
-        self._parts.append((targets, chunked_values(hidden, targets.targets, self._values, head, self._chunk_rows)))
+        self._parts.append(
+            (targets, chunked_values(hidden, targets.targets, self._target_values, head, self._chunk_rows))
+        )
         return hidden.new_zeros((), dtype=torch.float64)
 
-    def _values(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Log-probabilities and other numbers (1 + k, t) of rows with logits (t, V)."""
-        log_probs = log_probs_of_rows(logits, ids).unsqueeze(0)
+    def _target_values(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return log-probabilities and other numbers (1 + k, t) of rows with logits (t, V)."""
+        log_probs = row_log_probs(logits, ids).unsqueeze(0)
         return torch.cat([log_probs, distribution_values(logits, ids, self._also)]) if self._also else log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:

@@ -33,7 +33,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> "RandomState":
-        """The state now."""
+        """Read the states as they are now."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
 
@@ -68,7 +68,7 @@ class _LocalWave:
 
 
 def _smallest_item(wave: MicroBatch, slot: int) -> MicroBatch:
-    """A micro-batch of the wave's smallest item on this slot, for a slot that has no item of the wave."""
+    """Return a micro-batch of the wave's smallest item on this slot, for a slot that has no item of the wave."""
     rows, item = min(
         (rows, item) for group in wave.groups for item, rows in zip(group.documents, group.lengths, strict=True)
     )
@@ -105,21 +105,25 @@ class ModalityPass:
         for wave in self.waves:
             if self.encoder.max_cp > 1:
                 wave.shard = bind(wave.micro_batch, self.encoder.world)
-            wave.inputs = [self._read(documents, item) for item in wave.items]
+            wave.inputs = [self._read_item(documents, item) for item in wave.items]
 
-    def _read(self, documents: Any, item: int) -> Any:
-        with _add_note(lambda: f"reading {self.items.name(item)}"):
+    def _read_item(self, documents: Any, item: int) -> Any:
+        with _add_note(lambda: f"reading {self.items.item_text(item)}"):
             return documents.read(self.items.numbers[item])
 
     def not_finite(self) -> list[str]:
-        """The items whose inputs, as read here, hold tensors that are not finite."""
+        """Return the items whose inputs, as read here, hold tensors that are not finite."""
         read = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
-        return [self.items.name(item) for item in sorted(read) if not all(map(_is_finite, tensors_in(read[item])))]
+        return [
+            self.items.item_text(item) for item in sorted(read) if not all(map(_is_finite, find_tensors(read[item])))
+        ]
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, the encoder has its modes for the step. At the end its gradients are summed over its slots, and
-        nothing stays gathered."""
+        """Open the encoder in its modes for the step.
+
+        At the end its gradients are summed over its slots, and nothing stays gathered.
+        """
         module = self.encoder.module
         with preserve_modes(module), ExitStack() as stack:
             if not self.training or (self.trains and not module.training):
@@ -143,22 +147,22 @@ class ModalityPass:
             if self.encoder.recompute and self.trains:
                 wave.random_state = RandomState.of(self.world.device)
             with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
-                output = self._call(wave)
+                output = self._call_encoder(wave)
             error = error or self._rows_error(wave, output)
             wave.output = None if error else output if wave.works else output[:0]
         return error
 
-    def _call(self, wave: _LocalWave) -> Tensor:
-        doing = _add_note(lambda: f"encoding {self._names(wave)} on rank {self.world.rank}")
-        with doing, self.clock.timing("towers"):
+    def _call_encoder(self, wave: _LocalWave) -> Tensor:
+        doing = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
+        with doing, self.clock.time_part("towers"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
-    def _names(self, wave: _LocalWave) -> str:
-        return ", ".join(map(self.items.name, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
+    def _item_names(self, wave: _LocalWave) -> str:
+        return ", ".join(map(self.items.item_text, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
-        """The error of an encoder that returned other rows than the wave's items take; None if it is right."""
-        names = self._names(wave)
+        """Return the error of an encoder that returned other rows than the wave's items take; None if it is right."""
+        names = self._item_names(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
             returned = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             return ModelError(f"the encoder returned {returned} for {names}; it returns rows (n, width)")
@@ -206,12 +210,12 @@ class ModalityPass:
             shard.derived.add_items(leaf, spliced, added)
 
     def _rows_by_layer(self, rows: Tensor) -> Sequence[Tensor]:
-        """What enters at the embedding, and what is added after each of the first layers."""
+        """Return what enters at the embedding, and what is added after each of the first layers."""
         with torch.set_grad_enabled(self.trains):
             return rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
 
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
-        """Return the rows of one micro-batch from those of all waves; each wave's begin at its place in `starts`."""
+        """Collect the rows of one micro-batch from those of all waves; each wave's begin at its place in `starts`."""
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
             (index,) = waves
@@ -238,8 +242,8 @@ class ModalityPass:
                     sum_replicas()
                 output = self._encode_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
-                gradient = wave.bridge.back(_gradient_of_rows(wave, output))
-                with self.clock.timing("towers"):
+                gradient = wave.bridge.back(_row_gradient(wave, output))
+                with self.clock.time_part("towers"):
                     torch.autograd.backward(output, gradient)
                 wave.output, wave.deliveries = None, []
 
@@ -247,7 +251,7 @@ class ModalityPass:
         """Run a wave forward again, with the random state of the first time, and return its rows."""
         assert wave.random_state is not None
         with restore_random_state(wave.random_state, self.world.device), torch.enable_grad():
-            output = self._call(wave)
+            output = self._call_encoder(wave)
         return output if wave.works else output[:0]
 
 
@@ -261,21 +265,21 @@ def _add_note(doing: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in lists, dicts and dataclasses (`ImageInput`), however deep."""
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists, dicts and dataclasses (`ImageInput`), however deep."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+            yield from find_tensors([getattr(leaf, field.name) for field in fields(leaf)])
 
 
 def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-def _gradient_of_rows(wave: _LocalWave, output: Tensor) -> Tensor:
-    """The gradient of the rows that a wave delivered here, in the order in which they arrived."""
+def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
+    """Return the gradient of the rows that a wave delivered here, in the order in which they arrived."""
     parts = [output.new_zeros((0, *output.shape[1:]))]
     for leaf, places in wave.deliveries:
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

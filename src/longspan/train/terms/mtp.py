@@ -27,7 +27,7 @@ from longspan.config.sections import RunConfig
 from longspan.data.document import NO_TARGET
 from longspan.errors import LossError, ModelError, plural, short_text
 from longspan.model.add_depths import add_mtp
-from longspan.model.mtp.depths import depths_of
+from longspan.model.mtp.depths import model_depths
 from longspan.model.mtp.names import count_depths
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
@@ -56,7 +56,7 @@ class MtpLoss:
 
 
 def mtp_loss(config: RunConfig) -> MtpLoss | None:
-    """The `mtp=` of a run's steps, by its [mtp]; None without depths."""
+    """Return the `mtp=` of a run's steps, by its [mtp]; None without depths."""
     return MtpLoss(config.mtp.loss_weight) if config.mtp.depths else None
 
 
@@ -85,8 +85,8 @@ class DepthsTerm(Term):
         world = self._world
         self._targets = tuple(map(int, world.control.sum_over_stages(local, "targets of multi-token prediction")))
 
-    def extend(self, passes: Passes) -> Passes:
-        """The passes with the depths, whose losses are added to the gradient of the passes' measure."""
+    def extend_passes(self, passes: Passes) -> Passes:
+        """Return the passes with the depths, whose losses are added to the gradient of the passes' measure."""
         mtp, targets, divisor = self._mtp, self._targets, passes.divisor
         # What the measure returns is divided by the step's divisor afterwards.
         shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]
@@ -101,7 +101,7 @@ class DepthsTerm(Term):
         head: Head,
         *deeper: Tensor,
     ) -> Tensor:
-        """The sum of the main losses of a micro-batch's rows, whose gradient has that of the depths' losses too."""
+        """Sum the main losses of a micro-batch's rows, in a value whose gradient has that of the depths' losses too."""
         total = main(batch, hidden, head)
         for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):
             loss = self._cross_entropy(rows, states, head)
@@ -110,20 +110,20 @@ class DepthsTerm(Term):
         return total
 
     def sums(self) -> list[float]:
-        """The sum of this rank's losses of each depth."""
+        """Return the sum of this rank's losses of each depth."""
         return self._sums.tolist()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Each depth's mean loss; 0 for a depth without targets."""
+        """Return each depth's mean loss; 0 for a depth without targets."""
         return {"mtp_losses": tuple(total / max(n, 1) for total, n in zip(sums, self._targets, strict=True))}
 
 
 def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
-    """How many depths a step of a model runs; entered by all ranks."""
+    """Agree on how many depths a step of a model runs; entered by all ranks."""
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
     name = type(model).__name__.removeprefix("FSDP")
-    depths = model.depths if isinstance(model, PipelineModel) else len(depths_of(model))
+    depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
     if not depths:
         raise ModelError(
             f"mtp= was given and {name} has 0 depths of multi-token prediction; call longspan.add_mtp(model, depths=1) "
@@ -145,7 +145,7 @@ def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
 
 
 def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bool = True) -> PreTrainedModel:
-    """The model with the depths of [mtp], if there are any; without `read` their weights come from a checkpoint.
+    """Add the depths of [mtp] to the model, if there are any; without `read` their weights come from a checkpoint.
 
     Raises ModelError for a model that cannot have them, and for a folder without their weights.
     """
@@ -156,7 +156,7 @@ def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bo
 
 
 def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
-    """The folder that the depths' weights are read from; None if they are drawn.
+    """Find the folder that the depths' weights are read from; None if they are drawn.
 
     Raises ModelError for one that has fewer depths than mtp.depths; model.path, unless it is named, may have none.
     """
@@ -178,7 +178,7 @@ def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
 
 
 def depths_line(config: RunConfig, configuration: Any) -> str:
-    """Where the depths' weights come from, for the log of a run that begins."""
+    """Write where the depths' weights come from, for the log of a run that begins."""
     folder = depth_weights(config, configuration)
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
     frozen = ", which stay as they are beside their adapters" if config.lora.rank else ""

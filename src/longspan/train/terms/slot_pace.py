@@ -32,8 +32,8 @@ class SlotPaceTerm(Term):
         self._seconds = 0.0
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def extend(self, passes: Passes) -> Passes:
-        """The passes, whose measure is timed."""
+    def extend_passes(self, passes: Passes) -> Passes:
+        """Return the passes, whose measure is timed."""
         return replace(passes, measure=partial(self._time_measure, passes.measure))
 
     def _time_measure(self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class SlotPaceTerm(Term):
         return loss
 
     def sums(self) -> list[float]:
-        """Seconds and rows of this slot."""
+        """Return the seconds and rows of this slot."""
         for _, end in self._spans:
             end.synchronize()
         seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
@@ -63,7 +63,7 @@ class SlotPaceTerm(Term):
         return [seconds, float(self._rows)]
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """This slot's seconds a row, over those of the other slots; None if either was not timed."""
+        """Return this slot's seconds a row, over those of the other slots; None if either was not timed."""
         seconds, rows = sums[0] - self._seconds, sums[1] - self._rows  # of the others
         if self._world.coordinates.tp or not self._rows or rows <= 0 or seconds <= 0:
             return {"slot_ratio": None}

@@ -39,20 +39,20 @@ class LossTerm(Term):
             self.measure, self.divisor, described = _read_loss(loss, divisor, plan, world, chunk_rows)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
-        if world.control.agree(_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
+        if world.control.agree(_text_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
             raise_first_error(world, failure)
-        world.control.agree(_digest(described), what=_WHAT, hint=_HINT)
+        world.control.agree(_text_digest(described), what=_WHAT, hint=_HINT)
 
-    def check(self, inputs: StepInputs) -> None:
+    def check_inputs(self, inputs: StepInputs) -> None:
         """Raise ModelError for a model whose two forward passes would differ."""
         if inputs.backward and isinstance(self.measure, DocumentPasses):
             self.measure.refuse_dropout(inputs.language_model)
 
-    def extend(self, passes: Passes) -> Passes:
-        """The passes with this loss and divisor."""
+    def extend_passes(self, passes: Passes) -> Passes:
+        """Return the passes with this loss and divisor."""
         return replace(passes, measure=self.measure, divisor=self.divisor)
 
-    def ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
+    def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
         """Run the pass ahead of a DocumentLoss; returns the loss of its sets."""
         if not isinstance(self.measure, DocumentPasses):
             return 0.0
@@ -78,7 +78,7 @@ class LossTerm(Term):
             )
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """How many micro-batches ran forward once more."""
+        """Return how many micro-batches ran forward once more."""
         return {"forward_twice": self.measure.forward_twice if isinstance(self.measure, DocumentPasses) else 0}
 
 
@@ -86,18 +86,18 @@ _WHAT = "losses, sets or divisors"
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
 
 
-def _digest(text: str) -> str:
+def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_loss(
     loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int
 ) -> tuple[CrossEntropy | TokenLoss | DocumentPasses, float, str]:
-    """The measure and the divisor of a step, and in words what must be the same on every rank."""
+    """Read the measure and the divisor of a step, and in words what must be the same on every rank."""
     if loss is not None and not isinstance(loss, DocumentLoss) and not callable(loss):
         raise LossError(f"loss is {short_text(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
     if isinstance(loss, DocumentLoss):
-        sets = loss.sets_of(plan)
+        sets = loss.check_sets(plan)
         measure, default = DocumentPasses(loss.function, sets, plan, world, chunk_rows), float(max(len(sets), 1))
     else:
         sets, default = (), default_divisor(plan)
@@ -107,7 +107,7 @@ def _read_loss(
 
 
 def check_divisor(divisor: Any) -> float:
-    """The divisor of a loss: a number, or an array or a tensor of one. Raises LossError for anything else."""
+    """Return the divisor of a loss: a number, or an array or a tensor of one. Raises LossError for anything else."""
     number = divisor
     if isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1:
         number = divisor.item()

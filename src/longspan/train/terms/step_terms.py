@@ -24,7 +24,7 @@ _CONFIGURED = RouterCoefficients()  # as the model's configuration has them
 class AdapterTerm(Term):
     """An adapter that is trained: refused where it is left out, for then nothing would be trained."""
 
-    def check(self, inputs: StepInputs) -> None:
+    def check_inputs(self, inputs: StepInputs) -> None:
         """Raise ModelError inside `without_adapter`."""
         refuse_adapter_left_out(inputs.model)
 
@@ -35,21 +35,21 @@ class RoutersTerm(Term):
     def __init__(self, statistics: RouterStatistics) -> None:
         self._statistics = statistics
 
-    def extend(self, passes: Passes) -> Passes:
-        """The passes, whose calls of the model collect what routers do."""
+    def extend_passes(self, passes: Passes) -> Passes:
+        """Return the passes, whose calls of the model collect what routers do."""
         return replace(passes, routing=self._statistics)
 
     def sums(self) -> list[float]:
-        """This rank's loads, probabilities and z."""
+        """Return this rank's loads, probabilities and z."""
         return self._statistics.sums()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """The routers' losses, without their coefficients."""
+        """Return the routers' losses, without their coefficients."""
         return {"router": self._statistics.losses(sums)}
 
 
 def input_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
-    """The terms that make inputs of the language model: its encoders. Evaluations have no others."""
+    """Return the terms that make inputs of the language model: its encoders. Evaluations have no others."""
     model, items = inputs.model, inputs.documents.items
     if not isinstance(model, MultimodalModel):
         return ()
@@ -66,7 +66,7 @@ def step_terms(
     mtp: MtpLoss | None = None,
     chunk_rows: int = 0,
 ) -> tuple[Term, ...]:
-    """All terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
+    """Make all terms of a step of `run_step`, checked; an empty tuple in most runs. Entered by all ranks.
 
     Raises what the terms raise for a model or arguments that they cannot take.
     """
@@ -76,7 +76,7 @@ def step_terms(
     if loss is not None or divisor is not None:
         terms.append(LossTerm(loss, divisor, inputs.plan, inputs.world, chunk_rows))
     for term in terms:
-        term.check(inputs)
+        term.check_inputs(inputs)
     depths = DepthsTerm(mtp, inputs, chunk_rows) if mtp is not None else None
     if hasattr(getattr(model, "config", None), "router_aux_loss_coef") or router not in (None, _CONFIGURED):
         statistics = router_statistics(model, inputs.world, inputs.plan.tokens, router)

@@ -50,7 +50,7 @@ class LossRows:
         return len(self.document)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The numbers (n,) of this name. Raises DataError where documents have none."""
+        """Return the numbers (n,) of this name. Raises DataError where documents have none."""
         if name not in self.values:
             raise DataError(
                 f"the loss asks for {name!r}, the documents of this step have {', '.join(sorted(self.values))}; give "
@@ -97,7 +97,7 @@ class BatchTargets:
         self._device = device
 
     def rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossRows:
-        """Some of these targets as the caller's function gets them."""
+        """Return some of these targets as the caller's function gets them."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
         return LossRows(
             to_device(self.documents[part], self._device),
@@ -123,14 +123,14 @@ class TokenLoss:
         self._function, self._chunk_rows = function, chunk_rows
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """The sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
+        """Return the sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
         targets = BatchTargets(batch, hidden.device)
         return chunked_loss(hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self._chunk_rows)
 
     def _losses_and_slopes(
         self, targets: BatchTargets, log_probs: Tensor, part: slice, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of some targets, and the derivative of each by its log-probability."""
+        """Return the sum of the losses of some targets, and the derivative of each by its log-probability."""
         zeros = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
         if self.error is not None:
             return zeros
@@ -147,11 +147,11 @@ class TokenLoss:
             self.error = error
             return zeros
         finally:
-            distributions.release()
+            distributions.release_logits()
 
 
 def check_losses(losses: Any, log_probs: Tensor) -> Tensor:
-    """The losses that the caller's function returned. Raises LossError unless there is one for each row."""
+    """Return the losses that the caller's function returned. Raises LossError unless there is one for each row."""
     if isinstance(losses, Tensor) and losses.shape == log_probs.shape and losses.is_floating_point():
         return losses
     shape = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__

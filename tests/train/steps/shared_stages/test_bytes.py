@@ -13,8 +13,8 @@ from longspan.comm.groups.channel import Channel
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
-from longspan.model.layers import layers_of_stages
-from longspan.model.parts import parts_of
+from longspan.model.layers import stage_layers
+from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import shared_parameters
 from longspan.model.pipeline.schedules import ScheduledStage
 from longspan.model.pipeline.settings import PipelineSettings
@@ -76,9 +76,9 @@ def _of_sums(case: Case) -> int:
     """Bytes of gradients that all stages give each other: of each of k copies twice what the others add of it."""
     with whole_float64():
         model = zamba2()
-    layers = layers_of_stages(8, case.pp * case.vpp)
+    layers = stage_layers(8, case.pp * case.vpp)
     settings = PipelineSettings(case.schedule, case.pp, case.vpp)
-    shared = shared_parameters(model, stage_models(model, parts_of(model), layers))
+    shared = shared_parameters(model, stage_models(model, find_parts(model), layers))
     sizes = {name: p.nbytes for name, p in model.named_parameters(remove_duplicate=False)}
     ranks = [len({settings.positions[stage] for stage in entry.stages}) for entry in shared]
     return sum(2 * (k - 1) * sizes[entry.names[0]] for k, entry in zip(ranks, shared, strict=True))

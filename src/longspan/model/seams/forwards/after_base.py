@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
-from longspan.model.layers import architecture_name, base_of
+from longspan.model.layers import architecture_name, base_model
 from longspan.model.seams.refusals import doctor_hint
 
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
@@ -40,7 +40,7 @@ class ModelAfterBase:
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
-        return _with_stand_in(getattr(self._model, name), self._hidden, self._calls)
+        return _put_stand_in(getattr(self._model, name), self._hidden, self._calls)
 
 
 class _BaseStandIn:
@@ -54,11 +54,11 @@ class _BaseStandIn:
         return _BaseOutput(self._hidden)
 
     def __getattr__(self, name: str) -> Any:
-        return _with_stand_in(getattr(self._base, name), self._hidden, self._calls)
+        return _put_stand_in(getattr(self._base, name), self._hidden, self._calls)
 
 
-def _with_stand_in(value: Any, hidden: Tensor, calls: list[ModelCall]) -> Any:
-    """What a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
+def _put_stand_in(value: Any, hidden: Tensor, calls: list[ModelCall]) -> Any:
+    """Return what a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
     return _BaseStandIn(value, hidden, calls) if isinstance(value, PreTrainedModel) else value
 
 
@@ -92,12 +92,12 @@ def refuse_other_forward(
         with torch.enable_grad():
             logits = forward(ModelAfterBase(model, rows, calls), **inputs).logits
     except Exception as error:  # of what a forward does by itself, if it does
-        reasons = [*_reads(reads), *_call_reasons(calls, inputs)]
+        reasons = [*_read_texts(reads), *_call_reasons(calls, inputs)]
         reasons = reasons or [f"cannot be cut after its base model ({type(error).__name__}: {error})"]
     else:
-        reasons = [*_reads(reads), *_call_reasons(calls, inputs), *_parameter_reasons(model, logits, rows)]
+        reasons = [*_read_texts(reads), *_call_reasons(calls, inputs), *_parameter_reasons(model, logits, rows)]
     if reasons:
-        name, base = architecture_name(model), architecture_name(base_of(model))
+        name, base = architecture_name(model), architecture_name(base_model(model))
         raise ModelError(
             f"{name}: its forward {'; it '.join(reasons)}. A step runs its base model ({base}) and its "
             f"output embedding by themselves and would leave that out; do it in the forward of a subclass of {base}, "
@@ -105,7 +105,7 @@ def refuse_other_forward(
         )
 
 
-def _reads(reads: Mapping[str, str]) -> Iterator[str]:
+def _read_texts(reads: Mapping[str, str]) -> Iterator[str]:
     for name, function in reads.items():
         yield f"reads {name} itself ({function}), which it may only hand on to its base model"
 
@@ -118,15 +118,15 @@ def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iter
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
         base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
         expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
-        if other := [name for name, value in base_arguments.items() if _is_another(name, value, expected[name])]:
+        if other := [name for name, value in base_arguments.items() if _differs_from_own(name, value, expected[name])]:
             yield f"gives its base model {', '.join(other)} of its own making"
         rows = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
         if lost := [name for name in rows if base_arguments.get(name) is None]:
             yield f"keeps {', '.join(lost)} from its base model"
 
 
-def _is_another(name: str, value: Any, expected: Any) -> bool:
-    """Whether an argument of the base model is another than the one that the base model is run with by itself."""
+def _differs_from_own(name: str, value: Any, expected: Any) -> bool:
+    """Return whether an argument of the base model is another than the one that it is run with by itself."""
     if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
         return False
     if isinstance(value, Tensor) or isinstance(expected, Tensor):
@@ -137,14 +137,14 @@ def _is_another(name: str, value: Any, expected: Any) -> bool:
 def _parameter_reasons(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> Iterator[str]:
     """Yield a reason if logits are made of more parameters than hidden states and the output embedding."""
     embedding: Any = model.get_output_embeddings()
-    others = {id(leaf) for leaf in _leaves_of_graph(logits)} - {id(rows), *map(id, embedding.parameters())}
+    others = {id(leaf) for leaf in _find_leaves(logits)} - {id(rows), *map(id, embedding.parameters())}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in others]
     if names:
         yield f"makes its logits of {', '.join(names[:4])} too"
 
 
-def _leaves_of_graph(result: Tensor) -> list[Tensor]:
-    """The tensors that a result was made of and that get its gradients."""
+def _find_leaves(result: Tensor) -> list[Tensor]:
+    """Find the tensors that a result was made of and that get its gradients."""
     leaves, nodes, seen = list[Tensor](), [result.grad_fn], set[Any]()
     while nodes:
         node: Any = nodes.pop()
@@ -164,7 +164,7 @@ class _Watched(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
-        """The tensor, which from now on notes how it is read."""
+        """Watch a tensor, which from now on notes how it is read."""
         watched = value.detach().as_subclass(cls)
         watched._name, watched._reads = name, reads
         return watched

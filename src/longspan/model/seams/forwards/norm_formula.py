@@ -32,7 +32,7 @@ class NormFormula:
     activation: Literal["silu", "sigmoid"] = "silu"
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor:
-        """Features (…, n) to their norm (…, n), in torch's operations."""
+        """Compute the norm (…, n) of features (…, n), in torch's operations."""
         gates = self._apply_activation(gate) if gate is not None else 1.0
         y = x * gates if self.gate == "first" else x
         in_groups = y.unflatten(-1, (self.groups, -1))
@@ -45,7 +45,7 @@ class NormFormula:
         return activation(gate)
 
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
-        """Compute it by the kernel; None if that cannot take these tensors."""
+        """Compute the norm by the kernel; None if that cannot take these tensors."""
         tensors = (x, weight) if gate is None else (x, weight, gate)
         if not are_on_gpus(tensors) or any(t.dtype not in _DTYPES for t in tensors) or _norm_kernels() is None:
             return None
@@ -55,18 +55,18 @@ class NormFormula:
 
 
 def are_on_gpus(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels can read them."""
+    """Return whether kernels can read these tensors."""
     return all(x.is_cuda for x in tensors)
 
 
 class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, formula: NormFormula) -> Tensor:
-        rows, gates = _rows_of(x), None if gate is None else _rows_of(gate)
+        rows, gates = _flatten_rows(x), None if gate is None else _flatten_rows(gate)
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
         block = _Block.of(len(rows), rows.shape[1] // formula.groups)
-        arguments = (rows, gates, weight, out, inverse, len(rows), block.width, rows.stride(0), _stride(gates), eps)
+        arguments = (rows, gates, weight, out, inverse, len(rows), block.width, rows.stride(0), _row_stride(gates), eps)
         _norm_kernels().norm_rows_kernel[block.count, formula.groups](*arguments, **_kernel_constants(formula, block))
         ctx.save_for_backward(x, weight, gate, inverse)
         ctx.formula, ctx.gate_shape = formula, None if gate is None else gate.shape
@@ -76,12 +76,12 @@ class _OnePass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x, weight, gate, inverse), formula = ctx.saved_tensors, ctx.formula
-        rows, gates, dout = _rows_of(x), None if gate is None else _rows_of(gate), _rows_of(gradients[0])
+        rows, gates, dout = _flatten_rows(x), None if gate is None else _flatten_rows(gate), _flatten_rows(gradients[0])
         dx, dgate = rows.new_empty(rows.shape), None if gates is None else gates.new_empty(gates.shape)
         block = _Block.of(len(rows), rows.shape[1] // formula.groups)
         programs = min(block.count, _PROGRAMS)
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
-        strides = (rows.stride(0), _stride(gates), dout.stride(0))
+        strides = (rows.stride(0), _row_stride(gates), dout.stride(0))
         arguments = (rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), block.width, *strides)
         _norm_kernels().norm_rows_backward_kernel[programs, formula.groups](
             *arguments, **_kernel_constants(formula, block)
@@ -114,13 +114,13 @@ def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
     return {**sizes, **kinds, "SILU": formula.activation == "silu", "num_warps": min(16, warps)}
 
 
-def _rows_of(x: Tensor) -> Tensor:
-    """(rows, features), a view where rows lie at equal distances, features one after another."""
+def _flatten_rows(x: Tensor) -> Tensor:
+    """View x as (rows, features): its rows lie at equal distances, features one after another."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _stride(rows: Tensor | None) -> int:
+def _row_stride(rows: Tensor | None) -> int:
     return 0 if rows is None else rows.stride(0)
 
 

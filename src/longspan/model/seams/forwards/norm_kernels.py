@@ -26,8 +26,7 @@ def norm_rows_kernel(
     GATE_LAST: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Triton kernel: norm rows of `width` features a group, and store 1 / √(mean of squares + eps) of each in
-    `inverse`.
+    """Norm rows of `width` features a group, and store 1 / √(mean of squares + eps) of each in `inverse`.
 
     One program does ROWS rows of one of the GROUPS groups. A gate, its sigmoid or SiLU, multiplies features before the
     norm (GATE_FIRST) or after it (GATE_LAST). The weight is added to OFFSET.
@@ -77,7 +76,7 @@ def norm_rows_backward_kernel(
     GATE_LAST: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Triton kernel: gradients of x and of the gate, and in `parts` each program's sum of the weight's gradient.
+    """Compute the gradients of x and of the gate, and in `parts` each program's sum of the weight's gradient.
 
     A program does every so many blocks of ROWS rows of one group, by the formula of `norm_rows_kernel`.
     """

@@ -26,10 +26,10 @@ from longspan.model.seams.refusals import is_set_on_instance
 MOST = 2**31 - 1  # elements of a call
 
 
-def norm_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """norm(x) of rows x (…, n), by calls of at most MOST elements each.
+def run_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a norm over rows x (…, n), by calls of at most MOST elements each.
 
-    >>> y = norm_in_pieces(lambda rows: rms_norm(rows, (4096,), weight, 1e-6), x)
+    >>> y = run_in_pieces(lambda rows: rms_norm(rows, (4096,), weight, 1e-6), x)
     """
     if x.numel() <= MOST:
         return norm(x)
@@ -49,7 +49,7 @@ def _norm_forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **nam
     """Run a norm of rows in pieces; a norm that takes more than rows is left to its class."""
     if others or named:
         return norm(x, *others, **named)
-    return norm_in_pieces(norm, x)
+    return run_in_pieces(norm, x)
 
 
 _EPS = ("variance_epsilon", "eps")
@@ -58,23 +58,23 @@ _PLAIN = NormFormula()
 
 
 def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
-    """Let every norm of a model that is weight · x / √(mean x² + eps), or alike, run in one pass; how many do.
+    """Let every norm of a model that is weight · x / √(mean x² + eps), or alike, run in one pass; returns how many do.
 
     >>> fuse_norms(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))  # doctest: +SKIP
     113
 
-    Alike: with 1 + weight, over groups of features, with a gate before or after. What a norm computes is tried: a copy
-    of one of each kind is compared with the formula on random numbers. Classes, names and weights stay as they are.
-    Calls in float64, and on inputs that the kernels do not take, run as before, and so do norms whose forward was set
-    on them.
+    Norms are alike with 1 + weight, over groups of features, with a gate before or after. What a norm computes is
+    tried: a copy of one of each kind is compared with the formula on random numbers. Classes, names and weights stay as
+    they are. Calls in float64, and on inputs that the kernels do not take, run as before, and so do norms whose forward
+    was set on them.
 
     Raises ModelError where the model has no such norm and one is required.
     """
     norms = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
     weighted = [norm for norm in norms if _has_weight_and_eps(norm) and not is_set_on_instance(norm)]
-    first_of = {_kind(norm): norm for norm in reversed(weighted)}
-    formulas = {kind: _formula_of(norm) for kind, norm in first_of.items()}
-    fused = [(norm, formula) for norm in weighted if (formula := formulas[_kind(norm)]) is not None]
+    first_of = {_norm_kind(norm): norm for norm in reversed(weighted)}
+    formulas = {kind: _find_formula(norm) for kind, norm in first_of.items()}
+    fused = [(norm, formula) for norm in weighted if (formula := formulas[_norm_kind(norm)]) is not None]
     if required and not fused:
         classes = ", ".join(dict.fromkeys(type(n).__name__ for n in norms)) or "no module whose name ends in RMSNorm"
         raise ModelError(
@@ -82,27 +82,27 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
             "with an eps of its own, nor that with 1 + weight or a gate; use 'auto' or 'off' for this model"
         )
     for norm, formula in fused:
-        norm.forward = partial(_norm_in_one_kernel if formula == _PLAIN else _norm_in_one_pass, norm, formula)
+        norm.forward = partial(_run_torch_kernel if formula == _PLAIN else _run_own_kernel, norm, formula)
     return len(fused)
 
 
 def runs_in_one_pass(module: nn.Module) -> bool:
-    """Whether a module is a norm that runs by our kernel where this can take its inputs."""
-    return getattr(vars(module).get("forward"), "func", None) is _norm_in_one_pass
+    """Return whether a module is a norm that runs by our kernel where this can take its inputs."""
+    return getattr(vars(module).get("forward"), "func", None) is _run_own_kernel
 
 
-def _norm_in_one_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
-    """The norm (…, n) of x (…, n), by torch's kernel."""
+def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
+    """Compute the norm (…, n) of x (…, n), by torch's kernel."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
         return type(norm).forward(norm, x)
-    return norm_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _eps_of(norm)), x)
+    return run_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _find_eps(norm)), x)
 
 
-def _norm_in_one_pass(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """The norm (…, n) of x (…, n) and its gate, by our kernel."""
-    weight, eps = norm.weight, _eps_of(norm)
+def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Compute the norm (…, n) of x (…, n) and its gate, by our kernel."""
+    weight, eps = norm.weight, _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
     out = formula.run_kernel(x, weight, eps, gate)
     if out is None:
@@ -110,38 +110,38 @@ def _norm_in_one_pass(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Te
     return out
 
 
-def _eps_of(norm: nn.Module) -> float | None:
+def _find_eps(norm: nn.Module) -> float | None:
     return next((float(getattr(norm, name)) for name in _EPS if isinstance(getattr(norm, name, None), float)), None)
 
 
 def _has_weight_and_eps(norm: nn.Module) -> bool:
     weight = getattr(norm, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 1 and _eps_of(norm) is not None
+    return isinstance(weight, Tensor) and weight.ndim == 1 and _find_eps(norm) is not None
 
 
-def _groups_of(norm: nn.Module) -> int:
+def _count_groups(norm: nn.Module) -> int:
     size, groups = getattr(norm, "group_size", None), getattr(norm, "n_groups", None)
     return norm.weight.numel() // size if isinstance(size, int) else groups if isinstance(groups, int) else 1  # pyright: ignore
 
 
-def _kind(norm: nn.Module) -> Hashable:
-    """Norms with one formula, by what may tell formulas of a class apart."""
-    return type(norm), norm.weight.shape, _groups_of(norm), getattr(norm, "norm_before_gate", None)  # pyright: ignore
+def _norm_kind(norm: nn.Module) -> Hashable:
+    """Return what may tell formulas of a class apart: norms of one kind have one formula."""
+    return type(norm), norm.weight.shape, _count_groups(norm), getattr(norm, "norm_before_gate", None)  # pyright: ignore
 
 
-def _formula_of(norm: nn.Module) -> NormFormula | None:
-    """What a norm computes; None for anything else."""
+def _find_formula(norm: nn.Module) -> NormFormula | None:
+    """Return what a norm computes; None for anything else."""
     if not type(norm).__name__.endswith("Gated"):
         return next((f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)), None)
     kinds = product(("first", "last"), ("silu", "sigmoid"))
-    gated = (NormFormula(groups=_groups_of(norm), gate=gate, activation=act) for gate, act in kinds)
+    gated = (NormFormula(groups=_count_groups(norm), gate=gate, activation=act) for gate, act in kinds)
     return next((formula for formula in gated if _computes_formula(norm, formula)), None)
 
 
 @torch.no_grad()
 def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
-    """Whether a norm computes a formula, on rows of large, usual and tiny numbers."""
-    weight, eps = norm.weight, _eps_of(norm)
+    """Return whether a norm computes a formula, on rows of large, usual and tiny numbers."""
+    weight, eps = norm.weight, _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
     generator = torch.Generator().manual_seed(0)
     tried = copy.deepcopy(norm).to_empty(device="cpu").float()

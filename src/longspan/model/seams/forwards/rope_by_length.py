@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
-from longspan.layout.segments import Integers, expand
+from longspan.layout.segments import Integers, expand_runs
 from longspan.model.seams.attention_record import Probe
-from longspan.model.seams.layer_arguments import shard_of_layer
+from longspan.model.seams.layer_arguments import find_layer_shard
 
 _CALL = "_shard_of_call"
 
@@ -34,7 +34,7 @@ _CALL = "_shard_of_call"
 def choose_frequencies_by_document(model: nn.Module) -> None:
     """Have every rotary module whose frequencies depend on a length see every document by itself."""
     for parent in model.modules():
-        rotary_modules = [child for child in parent.children() if kinds_by_length(child)]
+        rotary_modules = [child for child in parent.children() if length_kinds(child)]
         for rotary in rotary_modules:
             rotary.forward = MethodType(_rotary_forward, rotary)
         if rotary_modules:
@@ -42,21 +42,21 @@ def choose_frequencies_by_document(model: nn.Module) -> None:
             parent.register_forward_hook(_forget_shard, always_call=True)
 
 
-def kinds_by_length(rotary: nn.Module) -> set[str]:
-    """The rope types of a rotary module that choose frequencies by a length; none for other modules."""
+def length_kinds(rotary: nn.Module) -> set[str]:
+    """Return the rope types of a rotary module that choose frequencies by a length; none for other modules."""
     kind = getattr(rotary, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else [kind]
-    return {name for name in kinds if isinstance(name, str) and is_by_length(name)}
+    return {name for name in kinds if isinstance(name, str) and depends_on_length(name)}
 
 
-def is_by_length(kind: str) -> bool:
-    """Whether frequencies of this rope type depend on the longest position of a call."""
+def depends_on_length(kind: str) -> bool:
+    """Return whether frequencies of this rope type depend on the longest position of a call."""
     return "dynamic" in kind or kind == "longrope"
 
 
 def _note_shard(parent: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for child in parent.children():
-        if kinds_by_length(child):
+        if length_kinds(child):
             child.__dict__[_CALL] = kwargs.get("shard")
 
 
@@ -66,11 +66,11 @@ def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
 
 
 def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-    """What the rotary module's class returns for position_ids (1, T), each row by its own document's length."""
-    shard = rotary.__dict__.get(_CALL) or shard_of_layer()  # a layer may keep keyword arguments to itself
+    """Return what the rotary module's class returns for position_ids (1, T), each row by its own document's length."""
+    shard = rotary.__dict__.get(_CALL) or find_layer_shard()  # a layer may keep keyword arguments to itself
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
-    if isinstance(shard, Probe) or not is_by_length(kind):
-        fresh_rotary: Any = _copy_as_made(rotary)
+    if isinstance(shard, Probe) or not depends_on_length(kind):
+        fresh_rotary: Any = _copy_unscaled(rotary)
         fresh_rotary.rope_type = "default" if layer_type is None else {layer_type: "default"}  # reads no positions
         return fresh_rotary(x, position_ids, **_layer_type_argument(layer_type))
     if not isinstance(shard, SequenceShard) or position_ids.shape != (1, shard.local_rows):
@@ -80,8 +80,8 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
             "that calls it must get shard= and hand on position_ids of one packed row; use another rope type"
         )
     positions = position_ids.masked_fill(shard.rows < 0, 0)  # rows of padding have no document
-    rows_by_length = _rows_by_length(shard, rotary, kind, layer_type)
-    parts = [_frequencies_of_length(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
+    rows_by_length = _group_rows(shard, rotary, kind, layer_type)
+    parts = [_document_frequencies(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
     order = np.concatenate(list(rows_by_length.values()))
     if len(parts) == 1:
         return parts[0]
@@ -91,8 +91,8 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     return tree_unflatten(joined, structure[0])
 
 
-def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
-    """The local rows of the documents of each length; lengths that give the same frequencies count as one."""
+def _group_rows(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
+    """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
     rows: dict[int, list[Integers]] = {}
     for part in shard.parts:
         segments = part.segments()
@@ -102,13 +102,13 @@ def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_ty
         for length in np.unique(lengths).tolist():
             is_length = lengths == length
             rows.setdefault(length, []).append(
-                expand(first[is_length], (first + segments.stop - segments.start)[is_length])
+                expand_runs(first[is_length], (first + segments.stop - segments.start)[is_length])
             )
     return {length: np.concatenate(of_length) for length, of_length in rows.items()}
 
 
 def _representative_lengths(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Integers) -> Integers:
-    """For each length one that gives the same frequencies: longrope has two kinds, dynamic one up to a limit."""
+    """Return for each length one that gives the same frequencies: longrope has two kinds, dynamic one up to a limit."""
     owner: Any = rotary
     if kind == "longrope":
         parameters = owner.config.rope_parameters
@@ -117,21 +117,21 @@ def _representative_lengths(rotary: nn.Module, kind: str, layer_type: str | None
     return np.maximum(lengths, owner.original_max_seq_len)
 
 
-def _frequencies_of_length(
+def _document_frequencies(
     rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Integers
 ) -> Any:
-    """Return what a new module gives for some rows of documents of one length: tensors (1, rows, …).
+    """Compute what a new module gives for some rows of documents of one length: tensors (1, rows, …).
 
     The module takes the largest position plus one for the length. These rows may lack the last position of the
     document, so the position `length` − 1 is appended, and its result is dropped.
     """
     own_positions = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
     with_last = torch.cat([own_positions, own_positions.new_full((1, 1), length - 1)], dim=1)
-    return tree_map(lambda out: out[:, :-1], _copy_as_made(rotary)(x, with_last, **_layer_type_argument(layer_type)))
+    return tree_map(lambda out: out[:, :-1], _copy_unscaled(rotary)(x, with_last, **_layer_type_argument(layer_type)))
 
 
-def _copy_as_made(rotary: nn.Module) -> nn.Module:
-    """A copy with the frequencies that the module was made with, which changes nothing of the module."""
+def _copy_unscaled(rotary: nn.Module) -> nn.Module:
+    """Copy a rotary module with the frequencies that it was made with; the module itself stays as it is."""
     fresh_rotary: Any = copy.copy(rotary)
     del fresh_rotary.__dict__["forward"]
     buffers = {name: None if x is None else x.clone() for name, x in rotary.named_buffers(recurse=False)}

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import base_of
-from longspan.model.mtp.depths import deeper_states, depths_of, find_copied_layer, refuse_bypass
+from longspan.model.layers import base_model
+from longspan.model.mtp.depths import deeper_states, find_copied_layer, model_depths, refuse_bypass
 from longspan.model.mtp.layer_inputs import layer_inputs
 from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.forwards.after_base import Forward, ModelAfterBase, refuse_other_forward
@@ -72,14 +72,14 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
     forward, untried = type(model).forward, not tried
 
     @wraps(forward)
-    def with_row_loss(
+    def forward_with_loss(
         *args: Any, row_loss: RowLoss | None = None, future_ids: Tensor | None = None, **kwargs: Any
     ) -> Any:
         nonlocal untried
         if row_loss is None:
             return forward(model, *args, **kwargs)
         with nullcontext() if future_ids is None else layer_inputs(model, find_copied_layer(model)) as inputs:
-            hidden = base_of(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
+            hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
         if untried:
             refuse_other_forward(model, forward, hidden, args, kwargs)
             untried = False
@@ -88,7 +88,7 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
             deeper = deeper_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
         return row_loss(hidden.squeeze(0), OutputHead(model, forward), *deeper)
 
-    model.forward = with_row_loss
+    model.forward = forward_with_loss
     if probe:
         _try_row_loss(model, required=required)
     return not untried
@@ -97,9 +97,9 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
 def _check_head(model: PreTrainedModel) -> None:
     """Raise ModelError if a model has no head over a base model, or parameters beyond these two."""
     name, head = type(model).__name__, model.get_output_embeddings()
-    if head is None or base_of(model) is model:
+    if head is None or base_model(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
-    placed = {id(p) for module in (base_of(model), head, *depths_of(model)) for p in module.parameters()}
+    placed = {id(p) for module in (base_model(model), head, *model_depths(model)) for p in module.parameters()}
     if others := [n for n, p in model.named_parameters() if id(p) not in placed]:
         raise ModelError(
             f"{name} has parameters beside its base model and its output embedding ({', '.join(others[:4])}); its loss "
@@ -112,17 +112,17 @@ def _output_embedding(model: PreTrainedModel) -> Any:
 
 
 def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
-    """Two rows must come out as two rows of logits that depend on the hidden states; a pass must, where `required`."""
+    """Try that two rows come out as two rows of logits that depend on the hidden states; `required`: a pass must."""
 
-    def logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
+    def note_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
         with torch.enable_grad():
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
 
-    depths, probe = depths_of(model), Probe()
+    depths, probe = model_depths(model), Probe()
     ids = torch.zeros(len(depths), 2, dtype=torch.long, device="meta")
     deeper: dict[str, Any] = {"future_ids": ids} if depths else {}
     try:
-        output = run_on_meta(model, probe, gradients=True, row_loss=logits, **deeper)
+        output = run_on_meta(model, probe, gradients=True, row_loss=note_logits, **deeper)
     except ModelError:
         raise
     except Exception as error:

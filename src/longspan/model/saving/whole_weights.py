@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_of, belongs_to_adapter, is_adapted, model_inside, plain_name
+from longspan.model.adapters import belongs_to_adapter, is_adapted, model_adapter, plain_name, unwrap_model
 from longspan.model.lora.save import stock_name
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -28,7 +28,7 @@ _BASE = ".base_layer."
 def weights_by_name(
     model: PreTrainedModel | PipelineModel, world: World, merge_adapter: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the whole weights of a prepared model: pairs of a name and a tensor on this rank's device.
+    """Yield the whole weights of a prepared model: pairs of a name and a tensor on this rank's device.
 
     >>> for name, weight in weights_by_name(model, world): ...
 
@@ -48,7 +48,7 @@ def weights_by_name(
             "weights_by_name got a MultimodalModel, whose encoders it does not read; give it model.language_model, or "
             "write all of it: longspan.save_model(model, folder, world)"
         )
-    inside: Any = model_inside(model)
+    inside: Any = unwrap_model(model)
     refuse_unprepared(inside)
     world.check_open()
     weights = _WholeWeights(inside, world)
@@ -72,12 +72,12 @@ class _WholeWeights:
     """Gathers the weights of a model one at a time; entered by all ranks in one order."""
 
     def __init__(self, model: PreTrainedModel | PipelineModel, world: World) -> None:
-        self._world, self._adapter = world, adapter_of(model)
+        self._world, self._adapter = world, model_adapter(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
         entries = list[_Entry]()
         for stage in stages:
-            state, scalings, first_names = stage.state_dict(), self._scalings(stage), _first_names(stage)
+            state, scalings, first_names = stage.state_dict(), self._adapter_scalings(stage), _first_names(stage)
             for name, value in state.items():
                 if name not in first_names and name not in self._local:
                     self._local[name] = value
@@ -99,31 +99,31 @@ class _WholeWeights:
         by_stage = self._world.control.reduce_object(of_stage, dict[int, list[_Entry]].__or__, "names of weights") or {}
         return [entry for stage in range(self._world.home.pp) for entry in by_stage[stage]]
 
-    def _scalings(self, stage: nn.Module) -> Mapping[str, float]:
-        """What the adapter's output is scaled by, by the name of the adapted module."""
+    def _adapter_scalings(self, stage: nn.Module) -> Mapping[str, float]:
+        """Return what the adapter's output is scaled by, by the name of the adapted module."""
         if self._adapter is None:
             return {}
         modules: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
         return {name: float(module.scaling[self._adapter.name]) for name, module in modules.items()}
 
     def iterate_separately(self) -> Iterator[tuple[str, Tensor]]:
-        """The base model's weights, and the adapter's under peft's names."""
+        """Yield the base model's weights, and the adapter's under peft's names."""
         for name in self._names:
             stock = plain_name(name)
             if self._adapter is not None and belongs_to_adapter(name):
                 stock = stock_name(name, self._adapter.name)
-            yield stock, self._gather(name)
+            yield stock, self._gather_tensor(name)
 
     def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights with the adapter in them."""
+        """Yield the weights with the adapter in them."""
         for name in self._names:
             if ".lora_" in name or ".original_module." in name:
                 continue
             parts = self._adapter_parts(name)
-            weight = self._gather(name)
+            weight = self._gather_tensor(name)
             if parts:
-                tensors = {part: self._gather(of) for part, of in parts.items()}
-                weight = _merge(name, weight, tensors, self._entries[name].scaling or 0.0)
+                tensors = {part: self._gather_tensor(of) for part, of in parts.items()}
+                weight = _merge_adapter(name, weight, tensors, self._entries[name].scaling or 0.0)
             yield plain_name(name), weight
 
     def check_merge(self) -> None:
@@ -141,7 +141,7 @@ class _WholeWeights:
             )
 
     def _adapter_parts(self, name: str) -> dict[str, str]:
-        """What an adapter adds to this weight or bias: the names of its tensors, by what they are."""
+        """Return what an adapter adds to this weight or bias: the names of its tensors, by what they are."""
         if self._adapter is None or _BASE not in name:
             return {}
         module, _, kind = name.rpartition(_BASE)
@@ -155,8 +155,8 @@ class _WholeWeights:
         inside = {part: f"{module}.{inner}" for part, inner in parts.items()}
         return {part: inner for part, inner in inside.items() if inner in self._entries}
 
-    def _gather(self, name: str) -> Tensor:
-        """The whole tensor on this rank's device."""
+    def _gather_tensor(self, name: str) -> Tensor:
+        """Gather the whole tensor on this rank's device."""
         entry, world = self._entries[name], self._world
         with world.watch.naming(f"gathering of {name}", world.home.ranks):
             if world.coordinates.pp == entry.stage:
@@ -172,8 +172,8 @@ class _WholeWeights:
         return whole
 
 
-def _merge(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """A weight (or a bias) with what an adapter adds to it."""
+def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
+    """Add to a weight (or a bias) what an adapter adds to it."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     wide = {part: x.to(dtype) for part, x in parts.items()}
     total = weight.to(dtype)
@@ -189,7 +189,7 @@ def _merge(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: floa
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter that has several, by each of the others."""
+    """Return the first name of each parameter that has several, by each of the others."""
     first = dict[int, str]()
     names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     return {name: first_name for name, first_name in names.items() if name != first_name}

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import (
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import (
     ATTENTION,
     MIXING,
     LayerKind,
     Weights,
     attention_weights,
+    attention_widths,
+    depth_kinds,
     feed_forward_weights,
+    has_latent_attention,
     key_value_heads,
-    kinds_of_depth,
-    latent,
     layer_kinds,
     layer_types,
-    widths_of,
-    window_of,
+    sliding_window,
 )
-from longspan.plan.cost.mixer_shape import MixerShape, mixer_kind, mixer_of
+from longspan.plan.shape.mixer_shape import MixerShape, mixer_kind, read_mixer_shape
 
 SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
@@ -75,7 +75,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any, *, depths: int = 0) -> "ModelShape":
-        """The shape of a transformers configuration, an object or dict like one, a config.json or its folder.
+        """Return the shape of a transformers configuration, an object or dict like one, a config.json or its folder.
 
         With so many `depths` of multi-token prediction (`add_mtp`): each a layer like the last, or those that the
         configuration names for it, a projection and the output projection once more. Raises PlanError naming the
@@ -83,11 +83,11 @@ class ModelShape:
         """
         read = ConfigReader.of(config)
         mixer = _read_mixer(read)
-        kinds = layer_kinds(read) + kinds_of_depth(read) * depths
-        hidden, window, chunk = read.count("hidden_size"), window_of(read), read.count("attention_chunk_size")
+        kinds = layer_kinds(read) + depth_kinds(read) * depths
+        hidden, window, chunk = read.count("hidden_size"), sliding_window(read), read.count("attention_chunk_size")
         layers = [_layer_weights(read, kind, mixer) for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
-        widths = widths_of(read) if attention else (0, 0)
+        widths = attention_widths(read) if attention else (0, 0)
         vocabulary = read.count("vocab_size")
         outside = hidden * vocabulary * (1 + depths) + 2 * hidden * hidden * depths
         stored = hidden * vocabulary * (1 if read.value("tie_word_embeddings") else 2) + 2 * hidden * hidden * depths
@@ -129,10 +129,13 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 
 
 def _read_mixer(read: ConfigReader) -> MixerShape | None:
-    """The state-space layer of a configuration. Raises PlanError for layers that are not priced, and missing counts."""
-    mixer, types, kinds = mixer_of(read), layer_types(read), layer_kinds(read)
+    """Read the state-space layer of a configuration.
+
+    Raises PlanError for layers that are not priced, and missing counts.
+    """
+    mixer, types, kinds = read_mixer_shape(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []
-    if latent(read) and not (mixer and read.count("v_head_dim")):
+    if has_latent_attention(read) and not (mixer and read.count("v_head_dim")):
         unpriced.append("latent attention")
     if mixer is None and read.value(*_STATES) is not None:
         unpriced.append(f"state-space layers{f' of {read.family}' if read.family else ''}, Mamba 1")
@@ -142,14 +145,14 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
         raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {_MEASURE}")
     attends = ["num_attention_heads"] * (not kinds or any(kind.attention for kind in kinds))
     feeds = ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()
-    read.require("hidden_size", *["num_hidden_layers"] * (not types), *attends, "vocab_size", one_of=feeds)
+    read.check_counts("hidden_size", *["num_hidden_layers"] * (not types), *attends, "vocab_size", one_of=feeds)
     return mixer
 
 
 def read_query_heads(config: Any) -> int | None:
-    """The query heads of a transformers configuration, an object or dict like one, a config.json or its folder.
+    """Read the query heads of a transformers configuration, an object or dict like one, a config.json or its folder.
 
-    None if no layer attends, as in Mamba 2.
+    It is None if no layer attends, as in Mamba 2.
 
     >>> read_query_heads({"num_attention_heads": 32})
     32
@@ -168,7 +171,7 @@ def read_query_heads(config: Any) -> int | None:
 
 
 def has_mixers(config: Any) -> bool:
-    """Whether a configuration is one of a hybrid whose state-space layers run over ranks.
+    """Return whether a configuration is one of a hybrid whose state-space layers run over ranks.
 
     >>> has_mixers({"num_hidden_layers": 2, "conv_L_cache": 3, "full_attn_idxs": [1]})
     True
@@ -188,7 +191,7 @@ class ExpertCounts(NamedTuple):
 
 
 def read_experts(config: Any) -> ExpertCounts:
-    """The experts of a transformers configuration, an object or dict like one, a config.json or its folder.
+    """Read the experts of a transformers configuration, an object or dict like one, a config.json or its folder.
 
     >>> read_experts({"num_local_experts": 8, "num_experts_per_tok": 2})
     ExpertCounts(of_layer=8, name='num_local_experts', of_token=2)

@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 from longspan.attention.saved_outputs import Recording
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.host_arena import HostArena, check_host_room
-from longspan.model.host_offload import HostOffload, park_saved_tensors
-from longspan.model.layers import Absent, layer_list, layers_of_stages
-from longspan.model.mtp.depths import MtpBlocks, depths_of
+from longspan.model.activations.host_arena import HostArena, check_host_room
+from longspan.model.activations.host_offload import HostOffload, park_saved_tensors
+from longspan.model.layers import Absent, layer_list, stage_layers
+from longspan.model.mtp.depths import MtpBlocks, model_depths
 from longspan.model.seams.layer_arguments import run_within_layer
 from longspan.plan.memory.settings import MEASURES, Measure
 
@@ -54,7 +54,7 @@ class Recomputation:
     def of(
         cls, checkpointing: bool | str, *, layers: int = 0, offload: bool = False, host_bytes: int = 0
     ) -> "Recomputation":
-        """From `activation_checkpointing`: True is "full", False "none". Raises ModelError for another word."""
+        """Read `activation_checkpointing`: True is "full", False "none". Raises ModelError for another word."""
         kind = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
         if kind not in _CHECKPOINTING:
             raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(_CHECKPOINTING)}")
@@ -70,7 +70,7 @@ class Recomputation:
 
     @classmethod
     def parse_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
-        """From one word for all layers, or a word for each. Raises ModelError for another word."""
+        """Read one word for all layers, or a word for each. Raises ModelError for another word."""
         words = (measures,) if isinstance(measures, str) else tuple(measures)
         if wrong := [word for word in words if word not in MEASURES]:
             raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(MEASURES)}")
@@ -79,7 +79,7 @@ class Recomputation:
         return cls(measures=cast("tuple[Measure, ...]", words), host_bytes=host_bytes)
 
     @property
-    def on_host(self) -> bool:
+    def waits_on_host(self) -> bool:
         """Whether any layer's tensors wait on the host."""
         return any(word.endswith("+host") for word in self.measures or (self.measure,))
 
@@ -94,8 +94,8 @@ class Recomputation:
         The same on every rank, before anything is changed: more layers than the largest stage has, another number of
         words than layers, or layers that cannot be recomputed.
         """
-        layers, depths = len(layer_list(model)[1]), len(depths_of(model))
-        limit = max(len(part) for part in layers_of_stages(layers, stages))
+        layers, depths = len(layer_list(model)[1]), len(model_depths(model))
+        limit = max(len(part) for part in stage_layers(layers, stages))
         if not 0 <= self.layers <= limit:
             place = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
             raise ModelError(
@@ -107,7 +107,7 @@ class Recomputation:
                 f"measures has {len(self.measures)} words; {type(model).__name__} has {layers} decoder layers"
                 f"{of_depths}: give one word for each, or one for all"
             )
-        for name, layer, measure in self._measures(model):
+        for name, layer, measure in self._layer_measures(model):
             supported = model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")
             if measure != "none" and not supported:
                 raise ModelError(
@@ -116,22 +116,22 @@ class Recomputation:
                 )
 
     def make_offload(self, world: World) -> HostOffload | None:
-        """Where layers keep tensors on the host, one place for all stages of a rank; None where none does.
+        """Make the place where all layers of a rank keep tensors on the host; None where none does.
 
         Entered by all ranks. Raises ModelError where `host_bytes` are more than what is free.
         """
-        if not self.on_host:
+        if not self.waits_on_host:
             return None
         if self.host_bytes:
             check_host_room(self.host_bytes, world, "activations on the host take")
         arena = HostArena(world.device, self.host_bytes)
-        arena.close_with(world)
+        arena.close_with_world(world)
         return HostOffload(arena)
 
-    def apply(self, model: PreTrainedModel, offload: HostOffload | None) -> None:
+    def apply_measures(self, model: PreTrainedModel, offload: HostOffload | None) -> None:
         """Have the layers that are here keep what their measures say, a whole model's or a stage's."""
         first = True
-        for _, layer, measure in self._measures(model):
+        for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             if measure != "none":
                 module._gradient_checkpointing_func = partial(
@@ -143,11 +143,11 @@ class Recomputation:
             elif offload is not None and not first:
                 module.register_forward_pre_hook(partial(_pass_layer, offload))
 
-    def _measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
-        """The layers that are here by name, those of depths last, each with its measure."""
+    def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
+        """Return the layers that are here by name, those of depths last, each with its measure."""
         name, layers = layer_list(model)
         here = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
-        for number, depth in enumerate(depths_of(model)):
+        for number, depth in enumerate(model_depths(model)):
             block = depth.mtp_block
             parts = [*block] if isinstance(block, MtpBlocks) else [block]
             here += [(len(layers) + number, f"depth {number} of multi-token prediction", part) for part in parts]

@@ -43,7 +43,7 @@ class ConfigReader:
         return str(self.value("model_type") or "")
 
     def value(self, *names: str) -> Any:
-        """The first of these attributes that is set; None if none is."""
+        """Return the first of these attributes that is set; None if none is."""
         for name in names:
             config = self._config
             value = cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
@@ -52,7 +52,7 @@ class ConfigReader:
         return None
 
     def count(self, *names: str) -> int:
-        """The first of these attributes that is set, as a count; 0 if none is. Raises PlanError for no count."""
+        """Return the first of these attributes that is set, as a count; 0 if none is. Raises PlanError for no count."""
         value = self.value(*names)
         if value is None:
             return 0
@@ -61,15 +61,15 @@ class ConfigReader:
             raise PlanError(f"{name} of {self.where} is {text[:40]}{'…' * (len(text) > 40)}; it must be a count")
         return value
 
-    def inside(self, name: str) -> "ConfigReader":
-        """A configuration inside this one; an empty one if there is none."""
+    def section(self, name: str) -> "ConfigReader":
+        """Return a configuration inside this one; an empty one if there is none."""
         return ConfigReader(self.value(name) or {}, f"{name} of {self.where}")
 
     def experts(self) -> tuple[str, int]:
-        """The name and the count of a layer's experts; "" and 0 without experts."""
+        """Return the name and the count of a layer's experts; "" and 0 without experts."""
         return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
 
-    def require(self, *names: str, one_of: Sequence[str] = ()) -> None:
+    def check_counts(self, *names: str, one_of: Sequence[str] = ()) -> None:
         """Raise PlanError if one of these counts is missing, or all of `one_of`."""
         missing = [name for name in names if not self.count(name)]
         if one_of and not any(self.count(name) for name in one_of):
@@ -78,8 +78,8 @@ class ConfigReader:
             raise PlanError(f"{self.where} has no {', no '.join(missing)}; the cost of a model needs them")
 
     def require_count(self, *names: str) -> int:
-        """A count under the first of these names that is set. Raises PlanError if none is."""
-        self.require(one_of=names)
+        """Return a count under the first of these names that is set. Raises PlanError if none is."""
+        self.check_counts(one_of=names)
         return self.count(*names)
 
 

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_entries, adapter_of
+from longspan.model.adapters import Adapter, adapter_entries, model_adapter
 from longspan.model.lora.save import WEIGHTS, stock_name
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.save import empty_stock_model
+from longspan.model.saving.save import empty_stock_model
 from longspan.model.weights.fill import DeferredWeights, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.hf_folder import weight_files
@@ -33,16 +33,20 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
     weights of the model, has others of their names, or cannot be read; the model's weights are then undefined.
     """
     folder = Path(folder)
-    if (adapter := adapter_of(model)) is not None:
-        result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), lambda error: _error(folder, error))
+    if (adapter := model_adapter(model)) is not None:
+        result_or_first_error(
+            world, lambda: _read_adapter(model, adapter, folder), lambda error: _load_error(folder, error)
+        )
         return
-    source = result_or_first_error(world, lambda: _whole_model(model, folder), lambda error: _error(folder, error))
+    source = result_or_first_error(
+        world, lambda: _read_whole_model(model, folder), lambda error: _load_error(folder, error)
+    )
     stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
     source.fill_weights(stages, world)
 
 
-def _whole_model(model: PreTrainedModel | PipelineModel, folder: Path) -> DeferredWeights:
-    """A folder's files, by the names of the model's parameters. Raises ModelError for what is no safetensors."""
+def _read_whole_model(model: PreTrainedModel | PipelineModel, folder: Path) -> DeferredWeights:
+    """Return a folder's files, by the names of the model's parameters. Raises ModelError for what is no safetensors."""
     files = weight_files(folder)
     if files[0].suffix != ".safetensors":
         raise ModelError(f"{folder} has {files[0].name}, of which no part can be read alone; save it as safetensors")
@@ -72,7 +76,7 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
             local_tensor(tensor).copy_(values[LocalPart.of(tensor).block])
 
 
-def _error(folder: Path, error: Exception) -> ModelError:
+def _load_error(folder: Path, error: Exception) -> ModelError:
     if isinstance(error, ModelError):
         return error
     return ModelError(f"the weights in {folder} cannot be read: {type(error).__name__}: {error}")

@@ -5,7 +5,7 @@ Not priced: Mamba 1, whose recurrence has a decay for each channel and state.
 
 from dataclasses import dataclass
 
-from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.shape.config_reader import ConfigReader
 
 CHUNK = 64  # rows of a chunk of the scan, by which its products are counted
 
@@ -76,31 +76,37 @@ class MixerShape:
 
 
 def mixer_kind(read: ConfigReader) -> str:
-    """The kind of a configuration's state-space layers, by the names of their sizes; "" if it is none of these."""
+    """Return the kind of a configuration's state-space layers, by the names of their sizes.
+
+    "" if it is none of these.
+    """
     if read.count("linear_num_value_heads"):
         return "gated delta net"
-    if read.inside("linear_attn_config").count("num_heads") or read.count("linear_num_heads"):
+    if read.section("linear_attn_config").count("num_heads") or read.count("linear_num_heads"):
         return "Kimi delta attention"
     if read.count("conv_L_cache"):
         return "short convolution"
-    if _heads_of_mamba2(read):
+    if _mamba2_heads(read):
         return "Mamba 2"
     return ""
 
 
-def mixer_of(read: ConfigReader) -> MixerShape | None:
-    """The state-space layer of a configuration; None if none is priced. Raises PlanError for missing sizes."""
+def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
+    """Read the state-space layer of a configuration; None if none is priced.
+
+    Raises PlanError for missing sizes.
+    """
     make = _MAKERS.get(mixer_kind(read))
     if make is None:
         return None
-    read.require("hidden_size")
+    read.check_counts("hidden_size")
     return make(read, read.count("hidden_size"))
 
 
 def _gated_delta_net_shape(read: ConfigReader, hidden: int) -> MixerShape:
     """Return the shape of a gated delta net, as of Qwen3-Next."""
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
-    read.require(*names)
+    read.check_counts(*names)
     key_heads, heads = read.count("linear_num_key_heads"), read.count("linear_num_value_heads")
     key_size, value_size = read.count("linear_key_head_dim"), read.count("linear_value_head_dim")
     keys, values, width = key_heads * key_size, heads * value_size, read.count("linear_conv_kernel_dim")
@@ -120,7 +126,7 @@ def _gated_delta_net_shape(read: ConfigReader, hidden: int) -> MixerShape:
 
 def _kimi_shape(read: ConfigReader, hidden: int) -> MixerShape:
     """Return the shape of Kimi's delta attention, which has a decay for each number of a key."""
-    linear = read.inside("linear_attn_config")  # as it is published
+    linear = read.section("linear_attn_config")  # as it is published
     heads = linear.count("num_heads") or read.count("linear_num_heads")
     size = linear.count("head_dim") or read.require_count("linear_head_dim")
     width = linear.count("short_conv_kernel_size") or read.require_count("linear_conv_kernel_dim")
@@ -160,7 +166,7 @@ _OF_MAMBA2 = (
 
 def _mamba2_shape(read: ConfigReader, hidden: int) -> MixerShape:
     """Return the shape of Mamba 2, by the keys of Bamba and Granite, Nemotron-H, Zamba 2, or Mamba 2 itself."""
-    heads = _heads_of_mamba2(read)
+    heads = _mamba2_heads(read)
     states, groups, width = (read.require_count(*names) for names in _OF_MAMBA2)
     inner = _inner_width(read, hidden, heads)
     channels = inner + 2 * groups * states
@@ -176,8 +182,8 @@ def _mamba2_shape(read: ConfigReader, hidden: int) -> MixerShape:
     )
 
 
-def _heads_of_mamba2(read: ConfigReader) -> int:
-    """Heads of a Mamba 2 layer; 0 of Mamba 1, which has none, or, in Zamba, no groups of them."""
+def _mamba2_heads(read: ConfigReader) -> int:
+    """Return the heads of a Mamba 2 layer; 0 of Mamba 1, which has none, or, in Zamba, no groups of them."""
     heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))
 

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from longspan.model.host_arena import HostArena, HostRange
+from longspan.model.activations.host_arena import HostArena, HostRange
 
 HOST_OFFLOAD = "host_offload"  # the attribute of prepared models
 ON_DEVICE = 2  # layers: the one that runs and its neighbour
@@ -32,8 +32,9 @@ class HostOffload:
     >>> fetch().tolist()
     [1.0, 1.0, 1.0]
 
-    What a call parked comes back by `fetch`, in any order and as often as need be; its room is free again once nothing
-    holds `fetch`. The calls from a first layer to the next are a pass; nothing is fetched ahead from one to another.
+    What a call parked comes back by `fetch_tensor`, in any order and as often as need be; its room is free again once
+    nothing holds `fetch_tensor`. The calls from a first layer to the next are a pass; nothing is fetched ahead from one
+    to another.
     """
 
     def __init__(self, arena: HostArena) -> None:
@@ -45,14 +46,14 @@ class HostOffload:
         """Open the place where one call of a layer parks tensors; `first`: its pass begins with this call."""
         layer = ParkedLayer(self, None if first else self._last)
         self._last = weakref.ref(layer)
-        self.hold(layer)
+        self.keep_on_device(layer)
         return layer
 
     def pass_layer(self) -> None:
-        """Called before a layer that parks nothing: those before it are done with the device, as before any other."""
-        self.hold(None)
+        """Let the layers before one that parks nothing leave the device, as before any other."""
+        self.keep_on_device(None)
 
-    def hold(self, layer: "ParkedLayer | None") -> None:
+    def keep_on_device(self, layer: "ParkedLayer | None") -> None:
         """Let this layer's tensors be on the device, and those of the layers before its neighbour leave it."""
         reference = None if layer is None else weakref.ref(layer)
         if reference is not None and reference in self._on_device:
@@ -83,7 +84,7 @@ class ParkedLayer:
         if x.device.type != arena.device.type or not x.numel():
             return x.detach
         place, index = arena.take(x.numel() * x.element_size()), len(self._on_host)
-        on_host = place.like(x)
+        on_host = place.view_like(x)
         self._on_host.append((place, on_host))
         if (copies := arena.copies) is None:
             on_host.copy_(x)
@@ -93,16 +94,16 @@ class ParkedLayer:
                 on_host.copy_(x, non_blocking=True)
             self._note_copies(copies)
             self._on_device[index], self._versions[index] = x, x._version
-        return partial(self.fetch, index)
+        return partial(self.fetch_tensor, index)
 
-    def fetch(self, index: int) -> Tensor:
-        """A tensor as it was when it was parked."""
-        self._offload.hold(self)
+    def fetch_tensor(self, index: int) -> Tensor:
+        """Return a tensor as it was when it was parked."""
+        self._offload.keep_on_device(self)
         if index not in self._on_device:
             self.bring_back()
         previous = None if self._before is None else self._before()
         if previous is not None and not previous._on_device:
-            self._offload.hold(previous)
+            self._offload.keep_on_device(previous)
             previous.bring_back()
         if self._copied is not None:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
@@ -152,12 +153,12 @@ class ParkedLayer:
 
 
 def park_saved_tensors(park: ParkedLayer) -> torch.autograd.graph.saved_tensors_hooks:
-    """Inside, the tensors that autograd saves wait in the host's memory."""
+    """Let the tensors that autograd saves inside wait in the host's memory."""
     return torch.autograd.graph.saved_tensors_hooks(park, lambda fetch: fetch())
 
 
 def find_host_arena(model: nn.Module) -> HostArena | None:
-    """The arena of a prepared model's activations on the host, whose `bytes` are what it takes; None without one.
+    """Find the arena of a prepared model's activations on the host, whose `bytes` are what it takes; None without one.
 
     >>> find_host_arena(model).bytes  # doctest: +SKIP
     1207959552

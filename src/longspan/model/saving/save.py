@@ -20,18 +20,25 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_entries, adapter_of, belongs_to_adapter, model_inside
+from longspan.model.adapters import Adapter, adapter_entries, belongs_to_adapter, model_adapter, unwrap_model
 from longspan.model.add_depths import add_mtp
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import largest_trained_modules, select_entries, write_adapter
-from longspan.model.mtp.depths import depths_of
+from longspan.model.mtp.depths import model_depths
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.weights.fill import empty_model
 from longspan.model.weights.hf_folder import no_progress_bars
-from longspan.model.weights.write import OF_ADAPTER, OF_MODEL, WeightWriter, partial_folder, put_in_place, unit_of
+from longspan.model.weights.write import (
+    OF_ADAPTER,
+    OF_MODEL,
+    WeightWriter,
+    partial_folder,
+    replace_files,
+    weight_unit,
+)
 
 
 def save_model(
@@ -52,7 +59,7 @@ def save_model(
     vision-language model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError
     on every rank where writing failed, CommError where a rank is lost.
     """
-    encoders = _encoders_of(model)
+    encoders = _find_encoders(model)
     model = model.language_model if isinstance(model, MultimodalModel) else model
     model, target = _find_prepared(model), Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
@@ -70,32 +77,34 @@ def _save_weights(
 ) -> None:
     """Write the weights in files of `kind`; entered by all ranks; the home's first rank writes."""
     writes = world.rank == world.home.ranks[0]
-    if (adapter := adapter_of(model)) is not None:
-        trained = _encoder_modules_to_save(encoders)
+    if (adapter := model_adapter(model)) is not None:
+        trained = _find_trained_modules(encoders)
         units = chain(_weight_units(model, world), *(_state_units(state, writes=writes) for state in trained.states))
         cast = ({name: x.to(dtype=kind) for name, x in unit.items()} for unit in units)
         _save_adapter(adapter, target, world, tokenizer, cast, trained.modules)
         return
-    as_save_error = partial_of(_save_error, target)
+    as_save_error = partial_of(_make_save_error, target)
     opened = result_or_first_error(world, lambda: _open_folder(model, target, kind) if writes else None, as_save_error)
     writer = None if opened is None else WeightWriter(*opened, cast=kind is not None)
     for unit in chain(
         _weight_units(model, world), *(_state_units(e.module.state_dict(), writes=writes) for e in encoders)
     ):
-        result_or_first_error(world, lambda unit=unit: None if writer is None else writer.write(unit), as_save_error)
+        result_or_first_error(
+            world, lambda unit=unit: None if writer is None else writer.write_unit(unit), as_save_error
+        )
 
-    def finish() -> None:
+    def finish_files() -> None:
         if writer is not None and opened is not None:
             writer.finish()
             partial, empty = opened
             write_configuration(empty, partial, tokenizer)
-            put_in_place(partial, target, OF_MODEL)
+            replace_files(partial, target, OF_MODEL)
 
-    result_or_first_error(world, finish, as_save_error)
+    result_or_first_error(world, finish_files, as_save_error)
 
 
-def _encoders_of(model: Any) -> list[Encoder]:
-    """The encoders that are parts of the language model's own class. Raises ModelError for others."""
+def _find_encoders(model: Any) -> list[Encoder]:
+    """Return the encoders that are parts of the language model's own class. Raises ModelError for others."""
     if not isinstance(model, MultimodalModel):
         return []
     encoders = [*model.encoder_settings.values()]
@@ -114,8 +123,11 @@ class _TrainedModules(NamedTuple):
     states: tuple[Mapping[str, Tensor], ...]
 
 
-def _encoder_modules_to_save(encoders: Sequence[Encoder]) -> _TrainedModules:
-    """The whole modules of encoders that are trained. Raises ModelError, on every rank, for one trained in part."""
+def _find_trained_modules(encoders: Sequence[Encoder]) -> _TrainedModules:
+    """Return the whole modules of encoders that are trained.
+
+    Raises ModelError, on every rank, for one trained in part.
+    """
     names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
@@ -129,9 +141,9 @@ def _encoder_modules_to_save(encoders: Sequence[Encoder]) -> _TrainedModules:
 
 
 def _find_prepared(model: Any) -> PreTrainedModel | PipelineModel:
-    """The model itself, of a PeftModel the prepared one inside it, which other names belong to."""
-    inside: Any = model_inside(model)
-    if inside is not model and adapter_of(inside) is None:
+    """Find the model itself, of a PeftModel the prepared one inside it, which other names belong to."""
+    inside: Any = unwrap_model(model)
+    if inside is not model and model_adapter(inside) is None:
         raise ModelError(
             f"save_model got a {type(model).__name__} with no prepared model in it; give it the model that "
             "longspan.prepare returned, which under pipeline stages is a PipelineModel"
@@ -150,33 +162,33 @@ def _save_adapter(
     """Write the adapter of a prepared model, and whole `modules` trained with it; entered by all ranks."""
     tensors = {name: x for unit in units for name, x in unit.items()}
 
-    def write() -> None:
+    def write_files() -> None:
         partial = partial_folder(target)
         write_adapter(partial, adapter, tensors, tokenizer, modules)
-        put_in_place(partial, target, OF_ADAPTER)
+        replace_files(partial, target, OF_ADAPTER)
 
     writes = world.rank == world.home.ranks[0]
-    result_or_first_error(world, lambda: write() if writes else None, partial_of(_save_error, target))
+    result_or_first_error(world, lambda: write_files() if writes else None, partial_of(_make_save_error, target))
 
 
-def _save_error(folder: Path, error: Exception) -> ModelError:
+def _make_save_error(folder: Path, error: Exception) -> ModelError:
     return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
 
 
 def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """The whole tensors of each unit in turn, on the CPU of the home's first rank; empty on others, as many of them.
+    """Yield the whole tensors of each unit in turn, on the CPU of the home's first rank; as many empty units on others.
 
     If the model has an adapter, only the adapter's.
     """
     if isinstance(model, PipelineModel):
-        yield from _units_of_all_stages(model, world)
+        yield from _all_stage_units(model, world)
         return
     yield from _state_units(adapter_entries(model, model.state_dict()), writes=world.rank == world.home.ranks[0])
 
 
 def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
-    """The whole tensors of a `state_dict` that every slot has, a unit at a time; empty units without `writes`."""
-    for _, unit in groupby(state.items(), lambda entry: unit_of(entry[0])):
+    """Yield the whole tensors of a `state_dict` that every slot has, a unit at a time; empty units without `writes`."""
+    for _, unit in groupby(state.items(), lambda entry: weight_unit(entry[0])):
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
 
@@ -187,10 +199,10 @@ class _Entry(NamedTuple):
     dtype: torch.dtype
 
 
-def _units_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """The whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
+def _all_stage_units(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
+    """Yield the whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
 
-    Empty units on the others, as many. Entered by all ranks; one layer at a time is whole on a rank that sends it. If
+    The others get as many empty units. Entered by all ranks; one layer at a time is whole on a rank that sends it. If
     the model has an adapter, only the adapter's tensors.
     """
     in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one unit
@@ -200,12 +212,12 @@ def _units_of_all_stages(model: PipelineModel, world: World) -> Iterator[dict[st
     of_stage = {world.coordinates.pp: entries} if speaks else None
     of_stages = world.control.reduce_object(of_stage, dict[int, list[_Entry]].__or__, "names of weights") or {}
     for stage in range(world.home.pp):
-        for _, unit in groupby(of_stages[stage], lambda entry: unit_of(entry.name)):
+        for _, unit in groupby(of_stages[stage], lambda entry: weight_unit(entry.name)):
             yield _whole_unit(list(unit), local_state, world, stage)
 
 
 def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: World, stage: int) -> dict[str, Tensor]:
-    """The whole tensors of one unit of a stage, on the rank that writes them."""
+    """Return the whole tensors of one unit of a stage, on the rank that writes them."""
     first, whole = world.home.ranks[0], dict[str, Tensor]()
     for entry in entries:
         if world.coordinates.pp == stage:
@@ -225,7 +237,7 @@ def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: Wo
 def _open_folder(
     model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
 ) -> tuple[Path, PreTrainedModel]:
-    """An empty folder for a prepared model, and its stock model, without memory."""
+    """Open an empty folder for a prepared model, and its stock model, without memory."""
     partial = partial_folder(target)
     empty = empty_stock_model(model, dtype)
     empty.generation_config = model.generation_config
@@ -233,17 +245,17 @@ def _open_folder(
 
 
 def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The whole stock model that a prepared one was, with parameters of the meta device, by default in its dtype."""
+    """Make the whole stock model that a prepared one was, with meta parameters, in its own dtype by default."""
     architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
     stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
     empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
-    if depths := model.depths if isinstance(model, PipelineModel) else len(depths_of(model)):
+    if depths := model.depths if isinstance(model, PipelineModel) else len(model_depths(model)):
         add_mtp(empty, depths)
     return empty
 
 
 def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A prepared model's configuration as it was: who loads it wants transformers' own attention and its cache."""
+    """Make a prepared model's configuration as it was: who loads it wants transformers' own attention and its cache."""
     config = deepcopy(config)
     config._attn_implementation = "eager"
     config.use_cache = True

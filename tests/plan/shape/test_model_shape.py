@@ -10,8 +10,8 @@ import pytest
 
 from longspan.errors import PlanError
 from longspan.plan import Cost
-from longspan.plan.cost import model_shape
-from longspan.plan.cost.model_shape import ModelShape, read_experts
+from longspan.plan.shape import model_shape
+from longspan.plan.shape.model_shape import ModelShape, read_experts
 
 QWEN3_8B: dict[str, Any] = {
     "hidden_size": 4096,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longspan.model.host_arena import HostArena
-from longspan.model.host_offload import ON_DEVICE, HostOffload, ParkedLayer, park_saved_tensors
-from tests.model.test_host_arena import CPU, DEVICES, open_arena
+from longspan.model.activations.host_arena import HostArena
+from longspan.model.activations.host_offload import ON_DEVICE, HostOffload, ParkedLayer, park_saved_tensors
+from tests.model.activations.test_host_arena import CPU, DEVICES, open_arena
 
 
 def test_a_tensor_keeps_its_shape_type_and_order_in_memory() -> None:

@@ -16,8 +16,8 @@ from longspan.comm import Channel, World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.host_arena import HostArena
-from longspan.model.host_offload import HostOffload, park_saved_tensors
+from longspan.model.activations.host_arena import HostArena
+from longspan.model.activations.host_offload import HostOffload, park_saved_tensors
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

@@ -14,15 +14,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.errors import PlanError
 from longspan.model import load_model, preset_config
 from longspan.model.add_depths import add_mtp
-from longspan.model.exactness.small_copies import shrink_configuration, tiny_model
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
 from longspan.plan import Cost
-from longspan.plan.cost.config_reader import ConfigReader
-from longspan.plan.cost.layers import layer_types
-from longspan.plan.cost.mixer_shape import MixerShape
 from longspan.plan.cost.model_flops import model_flops
-from longspan.plan.cost.model_shape import ModelShape, has_mixers
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import layer_types
+from longspan.plan.shape.mixer_shape import MixerShape
+from longspan.plan.shape.model_shape import ModelShape, has_mixers
 
 ROWS = 16
 FAMILIES = {
@@ -75,7 +75,7 @@ def small(family: str) -> PreTrainedConfig:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_those_that_multiply_a_row(family: str) -> None:
     config = small(family)
-    model, shape = tiny_model(config, torch.float32), ModelShape.of(config)
+    model, shape = make_tiny_model(config, torch.float32), ModelShape.of(config)
     mixers = len(find_mixers(model))
     of_weights, of_attention = products(model)
     assert 2 * (shape.weights - convolutions(model)) == of_weights
@@ -115,7 +115,7 @@ def presets() -> dict[str, PreTrainedConfig]:
 @pytest.mark.parametrize("name", presets())
 def test_a_step_s_flops_are_those_of_projections_attention_and_the_recurrence(name: str) -> None:
     config = presets()[name]
-    model, shape, lengths = tiny_model(config, torch.float32), ModelShape.of(config), (40, 24, 1)
+    model, shape, lengths = make_tiny_model(config, torch.float32), ModelShape.of(config), (40, 24, 1)
     of_weights, _ = products(model)
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     assert shape.mixer and shape.mixer_layers == 3 and shape.layers == 1
@@ -146,7 +146,7 @@ def test_a_depth_of_several_layers_costs_them_all() -> None:
     config: Any = shrink_configuration(CONFIG_MAPPING["nemotron_h"](n_routed_experts=4))
     plain, deeper = ModelShape.of(config), ModelShape.of(config, depths=1)
     assert (deeper.layers, deeper.decoder_layers) == (plain.layers + 1, plain.decoder_layers + 2)
-    model: Any = add_mtp(tiny_model(config, torch.float32))
+    model: Any = add_mtp(make_tiny_model(config, torch.float32))
     sizes = {name: p.numel() for name, p in model.mtp.named_parameters()}
     visited = config.num_experts_per_tok / 4
     added = sum(size * (visited if ".experts." in name else 1) for name, size in sizes.items() if "norm" not in name)

@@ -55,7 +55,7 @@ class HostArena:
         self._parts: list[_Part] = []
         self._used = 0
         if bytes:
-            self._grow(bytes)
+            self._grow_by(bytes)
 
     @property
     def bytes(self) -> int:
@@ -75,19 +75,19 @@ class HostArena:
             return self._used
 
     def take(self, bytes: int) -> "HostRange":
-        """A range of so many bytes, and at least one."""
-        size = _round_up(max(bytes, 1), ALIGNMENT)
+        """Take a range of so many bytes, and at least one."""
+        size = _round_to_multiple(max(bytes, 1), ALIGNMENT)
         with self._lock:
             self._take_back()
             if not self._used and len(self._parts) > 1:
                 total = self.bytes
                 self._parts.clear()
-                self._grow(total)
+                self._grow_by(total)
             for part in self._parts:
                 if (start := part.take(size)) is not None:
                     break
             else:
-                part = self._grow(size)
+                part = self._grow_by(size)
                 start = part.take(size)
             assert start is not None
             self._used += size
@@ -99,7 +99,7 @@ class HostArena:
             self._take_back()
             self._parts.clear()
 
-    def close_with(self, world: World) -> None:
+    def close_with_world(self, world: World) -> None:
         """Close it when the world is left, if it is still there."""
         close = weakref.WeakMethod(self.close)
 
@@ -109,14 +109,14 @@ class HostArena:
 
         world.on_leaving(close_arena)
 
-    def _grow(self, bytes: int) -> "_Part":
+    def _grow_by(self, bytes: int) -> "_Part":
         free = free_host_bytes()
         if free is not None and bytes > free:
             raise ModelError(
                 f"the host's arena needs {bytes:,} bytes more ({bytes / _GIB:.2f} GiB) next to the {self.bytes:,} that "
                 f"it has, and {free:,} are free ({free / _GIB:.2f} GiB); {_LESS}, or use more slots"
             )
-        part = _Part(_round_up(bytes, ALIGNMENT), self.copies)
+        part = _Part(_round_to_multiple(bytes, ALIGNMENT), self.copies)
         self._parts.append(part)
         return part
 
@@ -142,8 +142,8 @@ class HostRange:
     def __del__(self) -> None:
         self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
 
-    def like(self, x: Tensor) -> Tensor:
-        """A tensor here of the shape, type and order in memory of `x`; of what is not dense, contiguous."""
+    def view_like(self, x: Tensor) -> Tensor:
+        """Return a tensor here of the shape, type and order in memory of `x`; of what is not dense, contiguous."""
         strides = torch.empty_like(x, device="meta").stride()
         return self.memory.view(x.dtype).as_strided(x.shape, strides)
 
@@ -159,13 +159,13 @@ class _Part:
                 pages.madvise(getattr(mmap, advice))
         self.memory: Tensor = torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages
         if copies is not None:
-            _register(self.memory)
+            _pin_memory(self.memory)
             # The end of a process unregisters too, and waits for nothing: a failed run may have copies that never end.
-            weakref.finalize(self, _unregister, self.memory.data_ptr(), copies, os.getpid()).atexit = False
+            weakref.finalize(self, _unpin_memory, self.memory.data_ptr(), copies, os.getpid()).atexit = False
         self._free = [(0, size)]  # start and end
 
     def take(self, size: int) -> int | None:
-        """The start of the first free range of this size; None where there is none."""
+        """Return the start of the first free range of this size; None where there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
@@ -184,11 +184,11 @@ class _Part:
         self._free = merged
 
 
-def _round_up(bytes: int, multiple: int) -> int:
+def _round_to_multiple(bytes: int, multiple: int) -> int:
     return -(-bytes // multiple) * multiple
 
 
-def _register(memory: Tensor) -> None:
+def _pin_memory(memory: Tensor) -> None:
     """Pin memory for CUDA. Raises ModelError with CUDA's number of the error."""
     cudart: Any = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)):
@@ -198,8 +198,8 @@ def _register(memory: Tensor) -> None:
         )
 
 
-def _unregister(address: int, copies: torch.cuda.Stream, process: int) -> None:
-    """Undo `_register`, once no copy is under way; not in a forked process. After a GPU's error CUDA refuses."""
+def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None:
+    """Undo `_pin_memory`, once no copy is under way; not in a forked process. After a GPU's error CUDA refuses."""
     if process == os.getpid():
         with suppress(Exception):
             copies.synchronize()

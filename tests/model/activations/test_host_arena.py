@@ -16,9 +16,10 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.host_memory import free_host_bytes
 from longspan.layout import Layout
-from longspan.model import host_arena, prepare
-from longspan.model.host_arena import HostArena, HostRange, check_host_room
-from longspan.model.host_offload import HostOffload, find_host_arena
+from longspan.model import prepare
+from longspan.model.activations import host_arena
+from longspan.model.activations.host_arena import HostArena, HostRange, check_host_room
+from longspan.model.activations.host_offload import HostOffload, find_host_arena
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import run_step

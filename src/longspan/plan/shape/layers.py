@@ -8,7 +8,7 @@ interval. State-space layers have their weights in `mixer_shape.py`.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from longspan.plan.cost.config_reader import ConfigReader
+from longspan.plan.shape.config_reader import ConfigReader
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 MIXING = ("linear_attention", "conv")
@@ -27,10 +27,10 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
-    """The layers of a configuration, in order. `model_shape.py` decides which types are priced."""
+    """Return the layers of a configuration, in order. `model_shape.py` decides which types are priced."""
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
-    windowed = bool(window_of(read)) and not types
+    windowed = bool(sliding_window(read)) and not types
     separate = any(kind in ("mlp", "moe") for kind in types)  # attention, mixers and MLPs each are layers of their own
     usual = "sliding_attention" if windowed else ATTENTION[0]
     return tuple(
@@ -39,26 +39,28 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
 
 
 def layer_types(read: ConfigReader) -> list[str]:
-    """The type of each layer by today's names; empty if the configuration has none: all attend."""
+    """Return the type of each layer by today's names; empty if the configuration has none: all attend."""
     if (types := _read_types(read)) is None:
         types = _infer_types(read, read.count("num_hidden_layers"))
     return [_OLDER_NAMES.get(kind, kind) for kind in types]
 
 
-def types_of_depth(config: Any, types: Sequence[str]) -> list[str]:
-    """The layers of a depth of multi-token prediction behind layers of these types, if the configuration names them.
+def depth_types(config: Any, types: Sequence[str]) -> list[str]:
+    """Return the types of the layers of a depth of multi-token prediction, if the configuration names them.
+
+    `types` are those of the layers before it.
 
     Empty if it does not: a depth has a layer like the last one. If the model has no experts an MLP stands for them, and
     the other way round.
 
-    >>> types_of_depth({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
+    >>> depth_types({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
     ['full_attention', 'mlp']
     """
-    return _types_of_depth(ConfigReader.of(config), types)
+    return _read_depth_types(ConfigReader.of(config), types)
 
 
-def _types_of_depth(read: ConfigReader, types: Sequence[str]) -> list[str]:
-    """Return the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does."""
+def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
+    """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does."""
     named: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
@@ -66,14 +68,14 @@ def _types_of_depth(read: ConfigReader, types: Sequence[str]) -> list[str]:
     return [kind if kind in types else _INSTEAD.get(kind, kind) for kind in kinds]
 
 
-def kinds_of_depth(read: ConfigReader) -> tuple[LayerKind, ...]:
-    """The layers of a depth of multi-token prediction."""
-    types = _types_of_depth(read, layer_types(read))
+def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
+    """Return the layers of a depth of multi-token prediction."""
+    types = _read_depth_types(read, layer_types(read))
     return tuple(_layer_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
 
-def window_of(read: ConfigReader) -> int:
-    """The window of sliding layers; 0 if it is not used."""
+def sliding_window(read: ConfigReader) -> int:
+    """Return the window of sliding layers; 0 if it is not used."""
     return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
 
 
@@ -90,7 +92,7 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
 
 
 def _read_types(read: ConfigReader) -> list[str] | None:
-    """Return the types of the layers that a configuration names or writes in letters; None if it does neither."""
+    """Read the types of the layers that a configuration names or writes in letters; None if it does neither."""
     for name in ("layer_types", "layers_block_type"):
         if isinstance(types := read.value(name), (list, tuple)):
             return [str(kind) for kind in cast(Sequence[Any], types)]
@@ -101,7 +103,7 @@ def _read_types(read: ConfigReader) -> list[str] | None:
 
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
     """Infer the types of a configuration that names none from its other attributes."""
-    linear = read.inside("linear_attn_config")  # of Kimi, whose layers count from 1
+    linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
     if (full := linear.value("full_attn_layers")) is not None:
         attending = [layer - 1 for layer in full]
@@ -119,12 +121,12 @@ def _infer_types(read: ConfigReader, layers: int) -> list[str]:
 
 
 def _is_mamba2(read: ConfigReader) -> bool:
-    """Whether this is Mamba 2 itself, whose layers are mixers and nothing else."""
+    """Return whether this is Mamba 2 itself, whose layers are mixers and nothing else."""
     return bool(read.count("state_size") and read.count("num_heads"))
 
 
 def has_shared_blocks(read: ConfigReader) -> bool:
-    """Whether this is Zamba 2: its layers are mixers, some behind a block of attention and an MLP that they share."""
+    """Return whether this is Zamba 2: its layers are mixers, and some come after a block that they share."""
     return read.family == "zamba2"
 
 
@@ -165,10 +167,10 @@ class Widths(NamedTuple):
     key: int
 
 
-def widths_of(read: ConfigReader) -> Widths:
+def attention_widths(read: ConfigReader) -> Widths:
     """Return the widths of queries and keys; those of latent attention as it is computed, with its full heads."""
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
-    if latent(read):
+    if has_latent_attention(read):
         keys, values = _latent_sizes(read)
         return Widths(heads * (keys + values) // 2, heads * (keys + values) // 2)
     head = read.count("head_dim", "attention_head_dim") or (1 + has_shared_blocks(read)) * hidden // heads
@@ -176,22 +178,22 @@ def widths_of(read: ConfigReader) -> Widths:
 
 
 def key_value_heads(read: ConfigReader) -> int:
-    """Key/value heads of a layer that attends, as it is computed; at least 1."""
+    """Return the key/value heads of a layer that attends, as it is computed; at least 1."""
     heads = read.count("num_attention_heads")
-    return max(1, heads if latent(read) else read.count("num_key_value_heads") or heads)
+    return max(1, heads if has_latent_attention(read) else read.count("num_key_value_heads") or heads)
 
 
-def latent(read: ConfigReader) -> bool:
-    """Whether keys and values are projected from a narrow row."""
+def has_latent_attention(read: ConfigReader) -> bool:
+    """Return whether keys and values are projected from a narrow row."""
     return bool(read.count("kv_lora_rank"))
 
 
 def attention_weights(read: ConfigReader) -> Weights:
     """Count the weights of the projections of one layer that attends."""
     hidden = read.count("hidden_size")
-    if latent(read):
+    if has_latent_attention(read):
         return _latent_weights(read, hidden)
-    query, key = widths_of(read)
+    query, key = attention_widths(read)
     if has_shared_blocks(read):
         return _shared_block_weights(read, hidden, Widths(query, key))
     gate = query if read.family.startswith(_GATED_QUERIES) else 0
@@ -261,7 +263,7 @@ def _lfm2_width(read: ConfigReader) -> int:
 
 
 def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
-    """Numbers of a head's query or key, and of its value."""
+    """Return numbers of a head's query or key, and of its value."""
     return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
 
 

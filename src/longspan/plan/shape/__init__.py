@@ -1,0 +1,1 @@
+"""The shape of a model from its configuration: layers, widths, mixers, experts."""
