@@ -128,7 +128,7 @@ def random_words(row, first, lane, FLAT: tl.constexpr):
 @triton.jit
 def rounded(x, word, DTYPE: tl.constexpr):
     """Round finite numbers to bfloat16, up or down, by sixteen random bits; others and other types stay."""
-    if DTYPE == tl.bfloat16:
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
         noise = (word & 0xFFFF).to(tl.int32)
         up_or_down = ((x.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
         x = tl.where(tl.abs(x) < float("inf"), up_or_down, x)

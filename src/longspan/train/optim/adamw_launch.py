@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BLOCK, WARPS = 1024, 4  # numbers that a program updates at a time, by so many warps
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
 ALIGNMENT = 16  # bytes that one load of a thread takes
-COLUMNS, PLACES, FACTORS = 20, 5, 16  # of a row of the table, in words of eight bytes; where key and places begin, and float32 factors
+COLUMNS, PLACES, FACTORS = 20, 5, 16  # words of eight bytes in a row of the table; where places and factors begin
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 

@@ -21,10 +21,10 @@ from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.adamw_launch import launch_updates, takes_update
 from longspan.train.optim.rounding_bits import (
-    CHUNK,
     Key,
     Places,
     RoundingBits,
+    chunk_numbers,
     noise_of,
     random_words,
     round_stochastically,
@@ -84,10 +84,10 @@ class OnePassAdamW(AdamW):
 
     >>> optimizer = OnePassAdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95))
 
-    Parameters and moments are in one type, float32, bfloat16 or float64; arithmetic is in float32 (float64 for float64).
-    With `rounding`, those in bfloat16 are rounded by chance, otherwise to the nearest. Counts of steps are on the host.
-    `gradient_scale`, a float32 number on the device, multiplies gradients within the update and leaves `.grad` as it
-    is; a scale that is not a number leaves parameters and moments as they are.
+    Parameters and moments are in one type, float32, bfloat16 or float64; arithmetic is in float32 (in float64 for
+    float64). With `rounding`, those in bfloat16 are rounded by chance, otherwise to the nearest. Counts of steps are on
+    the host. `gradient_scale`, a float32 number on the device, multiplies gradients within the update and leaves
+    `.grad` as it is; a scale that is not a number leaves parameters and moments as they are.
 
     Raises ModelError for gradients that are sparse or complex.
     """
@@ -142,7 +142,7 @@ class OnePassAdamW(AdamW):
         finally:
             self._parts = {}
 
-    def take_back_counts(self, state: Mapping[nn.Parameter, dict[str, Any]] | None = None) -> None:
+    def take_back_counts(self, state: Mapping[Any, dict[str, Any]] | None = None) -> None:
         """Count the last step as not taken, where its scale was not a number. `state`: where the counts are."""
         state = self.state if state is None else state
         for group in self.param_groups:
@@ -174,8 +174,8 @@ class OnePassAdamW(AdamW):
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
         assert parameter.grad is not None
         state = self.state[parameter]
-        tensors = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        update = Update(*map(local_tensor, tensors), factors)
+        mean, square = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
+        update = Update(local_tensor(parameter.detach()), local_tensor(parameter.grad), mean, square, factors)
         if self._rounding is None or parameter.dtype != torch.bfloat16:
             return update
         part = self._parts.get(parameter, _Part(parameter, 0, True))
@@ -205,28 +205,27 @@ def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
     wide = torch.float64 if update.parameter.dtype == torch.float64 else torch.float32
     scale = None if scale is None else scale.to(wide)
-    for start in range(0, len(flat[0]), CHUNK):
-        stop = min(start + CHUNK, len(flat[0]))
-        parameter, gradient, mean, square = (tensor[start:stop] for tensor in flat)
-        results = _updated(*(tensor[start:stop].to(wide) for tensor in flat), update.factors, scale)
+    chunk = chunk_numbers(flat[0].device)
+    for start in range(0, len(flat[0]), chunk):
+        stop = min(start + chunk, len(flat[0]))
+        targets = [flat[0][start:stop], flat[2][start:stop], flat[3][start:stop]]
+        results = _updated([tensor[start:stop].to(wide) for tensor in flat], update.factors, scale)
         if update.key is not None and update.places is not None:
-            words = random_words(update.key, update.places.indices(start, stop, parameter.device))
-            targets = enumerate((parameter, mean, square))
+            words = random_words(update.key, update.places.indices(start, stop, flat[0].device))
             results = [
                 round_stochastically(result, noise_of(words, stream)) if target.dtype == torch.bfloat16 else result
-                for (stream, target), result in zip(targets, results, strict=True)
+                for stream, (target, result) in enumerate(zip(targets, results, strict=True))
             ]
-        for target, result in zip((parameter, mean, square), results, strict=True):
+        for target, result in zip(targets, results, strict=True):
             target.copy_(result)
     for tensor, result in zip(tensors, flat, strict=True):
         if tensor is not update.gradient and not tensor.is_contiguous():
             tensor.copy_(result.view(tensor.shape))
 
 
-def _updated(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, factors: Factors, scale: Tensor | None
-) -> list[Tensor]:
+def _updated(tensors: Sequence[Tensor], factors: Factors, scale: Tensor | None) -> list[Tensor]:
     """Compute a parameter and its moments after an update; every operation rounds once, as the kernel's do."""
+    parameter, gradient, mean, square = tensors
     if scale is not None:
         gradient = gradient * scale
     gradient = gradient * factors.sign

@@ -93,10 +93,12 @@ def build_optimizer(
 
     "adamw" (in one pass; torch's with arguments that only it has, such as amsgrad or fused), "sgd" (no momentum unless
     given), or the dotted name of a class, such as "torch.optim.NAdam". `lr` is one learning rate, or those of modules
-    by name: a parameter has that of the innermost module that is named. `betas` are adamw's; `arguments` are the class's own. Weight decay applies to matrices and kernels of convolutions
-    (see `has_weight_decay`), not to norms and biases. If the model has nothing to train (a frozen pipeline stage, say),
-    the optimizer has no parameters. Raises ConfigError for another name, for arguments that the class does not take,
-    for a rate whose name is not a module, and for parameters without a rate.
+    by name: a parameter has that of the innermost module that is named. `betas` are adamw's; `arguments` are the
+    class's own. Weight decay applies to matrices and kernels of convolutions (see `has_weight_decay`), not to norms and
+    biases. If the model has nothing to train (a frozen pipeline stage, say), the optimizer has no parameters.
+
+    Raises ConfigError for another name, for arguments that the class does not take, for a rate whose name is not a
+    module, and for parameters without a rate.
     """
     if name == "adamw":
         arguments = {"betas": betas} | arguments

@@ -1,8 +1,8 @@
 """Random bits of stochastic rounding, counted: each number's bits are a hash of where it is in the whole parameter.
 
 So they do not depend on how a parameter is sharded, nor on the device: a tensor on one GPU, its shards on eight and a
-CPU round alike. The hash is that of splitmix64 (Steele et al. 2014) with a second word of the key in its middle, so that
-no two keys give one sequence at different places. `adamw_kernels.py` computes the same in Triton.
+CPU round alike. The hash is that of splitmix64 (Steele et al. 2014) with a second word of the key in its middle, so
+that no two keys give one sequence at different places. `adamw_kernels.py` computes the same in Triton.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ from longspan.model.weights.local_tensors import LocalPart, local_tensor
 
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 NOISE_BITS, STREAMS = 16, 4  # of a word of 64 bits: the parameter, and up to three moments
-CHUNK = 1 << 20  # numbers whose words are made at a time
 
 
 class Key(NamedTuple):
@@ -112,6 +111,11 @@ class RoundingBits:
         return Places.of(parameter.shape, LocalPart.of(parameter).block)
 
 
+def chunk_numbers(device: torch.device) -> int:
+    """Return how many numbers are worked on at a time: on a CPU as many as its caches hold."""
+    return 1 << 15 if device.type == "cpu" else 1 << 24
+
+
 def random_words(key: Key, places: Tensor) -> Tensor:
     """Return a word of 64 random bits for each place, as int64 of the same shape."""
     word = places * _signed(GOLDEN) + key.first
@@ -142,8 +146,9 @@ def round_by_places(x: Tensor, key: Key, places: Places, stream: int) -> Tensor:
     rounded, local = x.to(torch.bfloat16), local_tensor(x)
     flat, result = local.contiguous().view(-1), torch.empty_like(local_tensor(rounded)).view(-1)
     key = Key(key.first ^ (stream // STREAMS), key.second)  # an optimizer with many states
-    for start in range(0, len(flat), CHUNK):
-        stop = min(start + CHUNK, len(flat))
+    chunk = chunk_numbers(flat.device)
+    for start in range(0, len(flat), chunk):
+        stop = min(start + chunk, len(flat))
         words = random_words(key, places.indices(start, stop, flat.device))
         result[start:stop] = round_stochastically(flat[start:stop], noise_of(words, stream % STREAMS))
     local_tensor(rounded).copy_(result.view(local.shape))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 from longspan.train.optim.rounding_bits import Key, RoundingBits, round_by_places
 
@@ -80,13 +79,12 @@ class StochasticRounding(Optimizer):
         self._wide.step()
         key = self._bits.key(parameter)
         parameter.copy_(self._rounded(wide_parameter.detach(), parameter, key, 0))
-        self.state[parameter] = self._rounded_state(parameter, key)
+        self.state[parameter] = self._rounded_state(parameter, self._wide.state[wide_parameter], key)
         self._bits.count_update(parameter)
 
-    def _rounded_state(self, parameter: nn.Parameter, key: Key) -> dict[str, Any]:
+    def _rounded_state(self, parameter: nn.Parameter, wide_state: Mapping[str, Any], key: Key) -> dict[str, Any]:
         """Return the updated state of a parameter, each of its moments rounded by other bits."""
         state, stream = dict[str, Any](), 0
-        (wide_state,) = self._wide.state.values()
         for name, value in wide_state.items():
             stream += _is_wide(value)
             state[name] = self._rounded(value, parameter, key, stream)
