@@ -4,10 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.hf.stock import model_of
+
 if find_spec("trl") is None:
     collect_ignore_glob = ["test_*.py"]
-else:
-    from tests.hf.stock import model_of
 
 
 @pytest.fixture(scope="session")

@@ -159,7 +159,7 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     places = [True, False] if fixed.offload is None else [fixed.offload]
     words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
     gathers = replace(fixed, gathered_once=bool(fixed.gathered_once))
-    for changed_needs in reversed(list(_needs_by_setting(needs, gathers))):  # states on the host first, where they can be
+    for changed_needs in reversed(list(_needs_by_setting(needs, gathers))):  # states on the host first
         for word in words:
             yield changed_needs.under(changed_needs.words(word, fixed.layers))
 
