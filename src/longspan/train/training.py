@@ -143,6 +143,7 @@ def prepare_run_model(
         attention_kernel=config.context.attention_kernel or None,
         mixer_kernels=config.context.mixer_kernels,
         fused_norms=config.train.fused_norms,
+        float8=config.train.float8,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
     )
