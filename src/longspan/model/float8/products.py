@@ -82,8 +82,11 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gradients: Tensor | None, weight: Tensor, bias: Tensor | None, kept: KeptWeight
     ) -> Tensor:
-        # Not save_for_backward: this comes last, and a layer that runs again would compute the product before it stops.
-        ctx.weight, ctx.version, ctx.kept = weight, weight._version, kept
+        ctx.kept = kept
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(weight)
+        else:  # not saved: a layer that runs again would make its last product before it stops at what that saves
+            ctx.weight, ctx.version = weight, weight._version
         rows = x.reshape(-1, x.shape[-1])
         y = multiply(quantise_rows(rows), kept.rows(weight), x.dtype, bias)
         return y.view(*x.shape[:-1], len(weight))
@@ -92,19 +95,23 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         of_rows = None
         if ctx.needs_input_grad[0]:
-            _check_unchanged(ctx.weight, ctx.version)
             rows = dy.reshape(-1, dy.shape[-1])
-            of_rows = multiply(quantise_rows(rows), ctx.kept.columns(ctx.weight), dy.dtype)
+            of_rows = multiply(quantise_rows(rows), ctx.kept.columns(_unchanged_weight(ctx)), dy.dtype)
             of_rows = of_rows.view(*dy.shape[:-1], of_rows.shape[-1])
         return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def _check_unchanged(weight: Tensor, version: int) -> None:
-    if weight._version != version:
+def _unchanged_weight(ctx: Any) -> Tensor:
+    """Return the weight of the forward pass. Raises RuntimeError, as torch does, where it was changed since."""
+    if torch.compiler.is_compiling():
+        return ctx.saved_tensors[0]
+    weight, version = ctx.weight, ctx.weight._version
+    if version != ctx.version:
         raise RuntimeError(
             f"a weight {tuple(weight.shape)} that backward needs was changed in place since the forward pass: it is at "
-            f"version {weight._version}, and was at {version}; take the optimizer's step after backward"
+            f"version {version}, and was at {ctx.version}; take the optimizer's step after backward"
         )
+    return weight
 
 
 # ---- experts
