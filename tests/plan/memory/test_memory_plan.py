@@ -146,6 +146,16 @@ def test_images_wait_unless_they_are_encoded_again() -> None:
         planned(encoder_rows=10)
 
 
+def test_float8_holds_rows_and_weights_of_a_product() -> None:
+    rows, matrix = 8192, 4096 * 12288
+    for config, widest in ((QWEN3_8B, rows * 12288 + matrix), (MOE, rows * 8 * 4096 + 2 * 128 * 768 * 4096)):
+        plain, float8 = (planned("full", config=config, float8=x).device for x in (False, True))
+        assert plain.work < float8.work <= plain.work + widest and float8.gathered == plain.gathered
+    layers = 36 * (2 * matrix // 3 * 4.5 + 2 * 4096 * 5120)  # a little more than the weights of all layers
+    plain, float8 = (planned(free=True, float8=x).device for x in (False, True))
+    assert 1.9 * layers < float8.gathered - plain.gathered <= 2.1 * layers  # kept for all passes of a step
+
+
 def test_states_on_the_host() -> None:
     here, there = planned(), planned(offload_states=True)
     assert there.host.states == here.device.states and there.device.states == 0
