@@ -43,17 +43,15 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """
     inside = tuple(f"{name}." for name in (*decoder_layers(model), PREFIX if model_depths(model) else "") if name)
     routers = tuple(f"{name}." for name in router_modules(model))
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name.startswith(inside)
-        and not f"{name}.".startswith(routers)
-        and not belongs_to_adapter(f"{name}.")
-        and _is_plain(name, module)
-    }
+    linears = dict[str, nn.Linear]()
+    for name, module in model.named_modules():
+        left = f"{name}.".startswith(routers) or belongs_to_adapter(f"{name}.")
+        if isinstance(module, nn.Linear) and name.startswith(inside) and not left and _is_plain(name, module):
+            linears[name] = module
+    return linears
 
 
-def _is_plain(name: str, module: nn.Module) -> bool:
+def _is_plain(name: str, module: nn.Linear) -> bool:
     """Return whether a module is a wide linear of torch's, no gate, that nobody has patched."""
     kind = [part for part in name.split(".") if part != "base_layer"][-1]
     if type(module) is not nn.Linear or kind in _GATES or is_set_on_instance(module):
@@ -144,7 +142,7 @@ def use_float8(model: PreTrainedModel) -> str:
     return f"float8 by rows: {len(linears)} linears{of_experts}, {100 * count / of_layers:.1f} % of the layers' weights"
 
 
-def _run_linear(linear: nn.Linear, name: str, x: Tensor) -> Tensor:
+def _run_linear(linear: nn.Linear, name: str, input: Tensor) -> Tensor:
     """Compute a linear's outputs from rows (…, K), with its weight as a tensor-parallel rank sees it."""
     weight, kept = linear.weight, kept_weight(linear, "weight")
     if any(width % MULTIPLE for width in weight.shape):
@@ -153,4 +151,4 @@ def _run_linear(linear: nn.Linear, name: str, x: Tensor) -> Tensor:
             f"{tuple(weight.shape)}; use another tp, or leave float8 out"
         )
     assert kept is not None
-    return linear_in_float8(x, weight, linear.bias, kept)
+    return linear_in_float8(input, weight, linear.bias, kept)
