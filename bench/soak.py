@@ -2,6 +2,7 @@
 
     python bench/soak.py --steps 2000 --world 8 --out bench/records/soak.json   # two hours of two cores
     python bench/soak.py --steps 120 --other_worlds 0 --between 10,20 --out /tmp/soak.json
+    python bench/soak.py --together --out bench/records/soak.json               # both runs at a time, on 16 cores
     python bench/soak.py --steps 60 --between 5,10 --faults kill_in_step,full_disk --out /tmp/soak.json
 
 Every 50 to 150 steps (--between) a fault is drawn: a rank killed in a step, in an evaluation or while it saves; a rank
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -486,6 +488,7 @@ def main() -> None:
     parser.add_argument("--between", default="50,150", help="fewest and most steps from a fault to the next")
     parser.add_argument("--faults", default=",".join(FAULTS), help="those to draw from")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--together", action="store_true", help="the undisturbed run beside the other, for many cores")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     flags = parser.parse_args()
     few, most = map(int, flags.between.split(","))
@@ -523,10 +526,11 @@ def soak_all(
             continue
         reference, disturbed = (Soak(folder / kind / part, steps, flags.world, draw) for part in ("reference", "run"))
         write_run(reference.folder, texts, steps)
-        seconds = run_undisturbed(reference)
-        print(f"{kind}: {steps} steps without a fault in {seconds:.0f} s", flush=True)
-        results = record[kind] = {"steps": steps, "undisturbed_seconds": round(seconds, 1), "rows": disturbed.rows}
-        with small_disk(disturbed.folder / "run", 512) as mounted:
+        results = record[kind] = {"steps": steps, "rows": disturbed.rows}
+        with ThreadPoolExecutor(1) as threads, small_disk(disturbed.folder / "run", 512) as mounted:
+            undisturbed = threads.submit(run_undisturbed, reference)
+            if not flags.together:
+                undisturbed.result()
             write_run(disturbed.folder, texts, steps)
             started = time.monotonic()
             if kind == "other_worlds":
@@ -536,9 +540,11 @@ def soak_all(
                 results["left_out"] = sorted({*FAULTS} - {*drawn})
                 run_under_faults(disturbed, drawn, between)
             results["seconds"] = round(time.monotonic() - started, 1)
+            results["undisturbed_seconds"] = round(undisturbed.result(), 1)
             results["difference"] = compare_weights(disturbed.run / "model", reference.run / "model")
             results["descriptors"] = disturbed.descriptors
             check_what_is_left(disturbed)
+        print(f"{kind}: {steps} steps without a fault in {results['undisturbed_seconds']:.0f} s")
         print(f"{kind}: largest difference of the weights {results['difference']:.1e}", flush=True)
         bound = 1e-6 if kind == "other_worlds" else 0.0
         if results["difference"] > bound:

@@ -228,7 +228,7 @@ def _refusals(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError) as caught:
             patched.setattr(host_arena, "free_host_bytes", lambda: 200_000 if rank else None)
             offload_states(adamw, world)
-        each = StateSizes(adamw).total()
+        each = StateSizes(adamw).total_bytes()
         assert f"{2 * each:,} bytes" in str(caught.value) and f"{each:,} for one, and 200,000 are free" in str(
             caught.value
         )
