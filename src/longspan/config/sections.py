@@ -107,6 +107,10 @@ class TrainConfig:
     fused_norms: Literal["auto", "on", "off"] = "auto"
     """Run each RMS norm as one kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
     it), on, or off."""
+    float8: Literal["", "rows"] = ""
+    """rows: multiply in float8 in the linears and experts of decoder layers, with one scale a row; gradients of
+    weights, head, norms, routers and adapters in bfloat16. For GPUs of compute capability 8.9 or more
+    (docs/precision.md)."""
     compiled: bool = False
     """Compile norms and MLPs with torch.compile: some 2 % faster on GPUs, after a longer warm-up."""
     router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0

@@ -99,6 +99,8 @@ def prepare(
     `mixer_kernels` names kernels of state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or
     only "torch" (docs/hybrid.md).
     `fused_norms` runs RMS norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can.
+    `float8="rows"` multiplies in float8 in the linears and experts of decoder layers, with one scale a row; gradients
+    of weights, head, norms, routers and adapters stay in bfloat16 (docs/precision.md).
     `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches `attend`; the
     model's first pass then shows it, and raises ModelError.
 

@@ -26,6 +26,7 @@ from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_config
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.float8_layers import device_lack
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel, find_language_model
@@ -143,12 +144,21 @@ def prepare_run_model(
         attention_kernel=config.context.attention_kernel or None,
         mixer_kernels=config.context.mixer_kernels,
         fused_norms=config.train.fused_norms,
+        float8=_float8_products(config, world, training=training),
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
     )
     if config.train.compiled:
         compile_layers(find_language_model(prepared))  # pyright: ignore[reportArgumentType]
     return prepared
+
+
+def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
+    """Return what multiplies in float8; an evaluation of a run on devices that cannot does without."""
+    float8 = config.train.float8
+    if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
+        return ""
+    return float8
 
 
 def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
