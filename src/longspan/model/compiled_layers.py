@@ -159,8 +159,13 @@ class _LayerRun:
         if self.has_experts:
             note_layer_arguments(kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        run = self.run if hidden.shape[1] > 1 else _own_forward(self.layer)
-        return run(self.layer, *args, **kwargs)
+        if hidden.shape[1] == 1:
+            return _own_forward(self.layer)(self.layer, *args, **kwargs)
+        # FSDP2 gives a view in forward, and in recomputation by transformers 5.17 none: graphs are for one of them.
+        hidden = hidden.view_as(hidden)
+        if args:
+            return self.run(self.layer, hidden, *args[1:], **kwargs)
+        return self.run(self.layer, **kwargs | {"hidden_states": hidden})
 
 
 def _run_within_checkpoint(pieces: _LayerRun, *args: Any, **kwargs: Any) -> Any:
