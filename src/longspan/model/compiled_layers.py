@@ -2,7 +2,7 @@
 
 A layer's own forward is compiled, once for all layers of a kind and any number of rows from two on. What this package
 puts inside a layer (attention, mixers, experts, what crosses ranks) runs between the graphs, as it would without them:
-a dense layer is two graphs. Elementwise passes, which are a sixth of a layer of Qwen3-8B's size over 16K rows, become
+a dense layer is two graphs, one of experts four, and under tensor parallelism one more for each sum or gather. Elementwise passes, which are a sixth of a layer of Qwen3-8B's size over 16K rows, become
 few: norms and residuals, norms of heads and rotary angles, SwiGLU and its gradients.
 
 transformers runs the checkpoint of a recomputed layer around the layer's call (5.17) or inside its forward (5.23), and
@@ -10,8 +10,8 @@ torch.compile around a checkpoint that has contexts compiles nothing, without a 
 the checkpoint. Norms inside run by their class's own code, which the compiler fuses: in half precision it rounds once
 where that code rounds between operations.
 
-Not covered: what follows tensor parallelism, whose wrapped modules differ from layer to layer, and layers whose forward
-was replaced; their norms and MLPs are compiled.
+Not covered: layers whose forward was replaced on the instance; their norms and MLPs are compiled, and `CompiledParts`
+says so.
 """
 
 import inspect
@@ -60,7 +60,7 @@ class CompiledParts:
 
     def __str__(self) -> str:
         """Say it in one line; "" where nothing is compiled."""
-        words = [f"{plural(self.layers, 'layer')} in two halves around attention"] if self.layers else []
+        words = [f"{plural(self.layers, 'layer')} around attention"] if self.layers else []
         if self.in_modules:
             because = f" ({'; '.join(self.reasons)})" if self.reasons else ""
             words.append(f"norms and MLPs of {plural(self.in_modules, 'layer')}{because}")
@@ -73,17 +73,17 @@ def compile_layers(
     """Compile the decoder layers of placed models, a rank's stages, in place; nothing is compiled before it is called.
 
     >>> str(compile_layers([model], "layers", torch.device("cuda"), tp=1))
-    '36 layers in two halves around attention'
+    '36 layers around attention'
     """
     word = read_compiled(compiled)
     if word == "auto":
         wide = all(model.config.get_text_config().hidden_size >= WIDE for model in models)
-        word = "layers" if device.type == "cuda" and wide else "none"
+        word = "layers" if device.type == "cuda" and wide and tp == 1 else "none"
     if word == "none":
         return CompiledParts()
     whole, in_modules, reasons = 0, 0, dict[str, None]()
     for layer in _all_layers(models):
-        reason = "" if word == "modules" else _reason_against(layer, tp)
+        reason = "" if word == "modules" else _reason_against(layer)
         if word == "layers" and not reason:
             _compile_layer(layer)
             whole += 1
@@ -106,10 +106,8 @@ def _all_layers(models: Iterable[PreTrainedModel]) -> Iterator[nn.Module]:
             yield from [*depth.mtp_block] if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]
 
 
-def _reason_against(layer: nn.Module, tp: int) -> str:
+def _reason_against(layer: nn.Module) -> str:
     """Return why a layer is not compiled around attention; "" if it is."""
-    if tp > 1:
-        return f"tp {tp} wraps their modules"
     if "forward" in vars(layer) or not inspect.isfunction(_own_forward(layer)):
         return f"the forward of {type(layer).__name__.removeprefix('FSDP')} was replaced"
     return ""

@@ -97,7 +97,8 @@ def prepare(
     only "torch" (docs/hybrid.md).
     `fused_norms` runs RMS norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can.
     `compiled` is "layers" (each decoder layer as two halves around attention, by torch.compile), "modules" or True (its
-    norms and MLPs), "auto" (layers on GPUs, of models whose hidden states have 1024 features or more), or "none".
+    norms and MLPs), "auto" (layers on GPUs without tensor parallelism, of models whose hidden states have
+    1024 features or more), or "none".
     `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches `attend`; the
     model's first pass then shows it, and raises ModelError.
 
