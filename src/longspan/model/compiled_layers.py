@@ -2,8 +2,9 @@
 
 A layer's own forward is compiled, once for all layers of a kind and any number of rows from two on. What this package
 puts inside a layer (attention, mixers, experts, what crosses ranks) runs between the graphs, as it would without them:
-a dense layer is two graphs, one of experts four, and under tensor parallelism one more for each sum or gather. Elementwise passes, which are a sixth of a layer of Qwen3-8B's size over 16K rows, become
-few: norms and residuals, norms of heads and rotary angles, SwiGLU and its gradients.
+a dense layer is two graphs, one of experts four, and tensor parallelism adds one for each sum or gather. Elementwise
+passes, which are a sixth of a layer of Qwen3-8B's size over 16K rows, become few: norms and residuals, norms of heads
+and rotary angles, SwiGLU and its gradients.
 
 transformers runs the checkpoint of a recomputed layer around the layer's call (5.17) or inside its forward (5.23), and
 torch.compile around a checkpoint that has contexts compiles nothing, without a word. So graphs are always made within
@@ -94,6 +95,13 @@ def compile_layers(
     return CompiledParts(whole, in_modules, tuple(reasons))
 
 
+def graphs_text() -> str:
+    """Return how many graphs this process has made, and in what time; "" if none. Its cache on disk takes some away."""
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    seconds = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
+    return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s" if graphs else ""
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Return whether anything inside a model is compiled."""
     return any(module._compiled_call_impl is not None or _IS_COMPILED in vars(module) for module in model.modules())
@@ -142,7 +150,7 @@ def _own_forward(layer: nn.Module) -> Callable[..., Any]:
 
 
 def _checkpoints_in_forward(layer: nn.Module) -> bool:
-    """Return whether the class's forward runs the layer's checkpoint, as in transformers 5.23; in 5.17 its call does."""
+    """Return whether the class's forward runs the checkpoint, as in transformers 5.23; in 5.17 the call does."""
     return getattr(type(layer).forward, "__wrapped__", None) is not None
 
 

@@ -62,6 +62,7 @@ class RunFacts:
     trained: int = 0
     evaluated: str = ""
     mixers: str = ""
+    compiled: str = ""
     mtp: str = ""
     encoder: str = ""
     rows: str = ""
@@ -81,8 +82,9 @@ class RunFacts:
         yield "devices", self._device_text()
         yield "home", ", ".join(self._home_words())
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
-        optional = {"mixers": self.mixers, "mtp": self.mtp, "encoder": self.encoder, "rows": self.rows}
-        yield from ((name, text) for name, text in optional.items() if text)
+        for name in ("mixers", "compiled", "mtp", "encoder", "rows"):
+            if text := getattr(self, name):
+                yield name, text
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
         for reason in self.evaluated.splitlines():
             yield "evaluation", reason.removeprefix("evaluation ")

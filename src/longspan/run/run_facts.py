@@ -46,6 +46,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         report=str(run.dir / "report.html"),
         evaluated="\n".join(run.why_degrees),
         mixers=_mixers_text(execution, run.world.device, config.context.partition),
+        compiled=execution.compiled,
         mtp=_mtp_text(config.mtp),
         encoder=_encoder_text(run),
         rows=run.why_partition,
