@@ -63,6 +63,7 @@ class RunFacts:
     evaluated: str = ""
     float8: str = ""
     mixers: str = ""
+    compiled: str = ""
     mtp: str = ""
     encoder: str = ""
     rows: str = ""
@@ -85,6 +86,7 @@ class RunFacts:
         optional = {
             "products": self.float8,
             "mixers": self.mixers,
+            "compiled": self.compiled,
             "mtp": self.mtp,
             "encoder": self.encoder,
             "rows": self.rows,
