@@ -127,3 +127,15 @@ def tensor_error(result: Tensor, exact: Tensor) -> float:
         return float("inf")
     error = float((result - exact).norm() / exact.norm().clamp(min=1e-30))
     return error if error == error else float("inf")
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, causal: bool = True) -> Tensor:
+    """Attend inside each document of packed rows by a mask: q (S, N, H), k, v (S, K, H) to (S, N, H)."""
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    rows = torch.arange(len(documents))
+    seen = documents[:, None] == documents
+    if causal:
+        seen &= rows <= rows[:, None]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qnh,knh->nqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("nqk,knh->qnh", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
