@@ -21,7 +21,7 @@ from longspan.plan.plan import Plan
 _NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
 _SECONDS = ("predicted_seconds", "lower_bound_seconds")
 MOST_BYTES = 64 << 20  # of a line
-_MOST_SLOTS = 1 << 20  # of a row that can be read: its groups name ranges of slots
+_MOST_SLOTS, _MOST_PLACES = 1 << 20, 1 << 24  # of a row that is read, whose groups name ranges of slots
 
 
 def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
@@ -134,11 +134,9 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
     """Read the plan in a line of plans.jsonl, unchecked."""
     lengths: tuple[int, ...] = tuple(row["lengths"])
     kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]
-    if not row["slots"] <= _MOST_SLOTS:
-        raise ValueError(f"it has {row['slots']} slots, more than {_MOST_SLOTS:,}")
-    ranges = [group for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list)]
-    if any(group[2] > row["slots"] for group in ranges):
-        raise ValueError(f"a group has more slots than the {row['slots']} of the plan")
+    degrees = (group[2] for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list))
+    if row["slots"] > _MOST_SLOTS or sum(degrees) > _MOST_PLACES:
+        raise ValueError(f"it has more than {_MOST_SLOTS:,} slots, or groups of more than {_MOST_PLACES:,} in all")
     batches = (MicroBatch(tuple(_read_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
     values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
     return Plan(lengths=lengths, micro_batches=tuple(batches), **values)
