@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 
 import numpy as np
@@ -86,7 +85,7 @@ def _progress_words(live: LiveRun) -> Iterator[str]:
     usual = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
     if usual > 0:
         if live.steps > live.step:
-            yield f"about {timedelta(seconds=round(usual * (live.steps - live.step)))} of steps left"
+            yield f"about {seconds_text(usual * (live.steps - live.step))} of steps left"
         if live.idle > max(30.0, STALLED * usual):
             yield f"no step for {seconds_text(live.idle)}, where one takes {seconds_text(usual)}"
 
@@ -96,7 +95,7 @@ def _figure_cards(live: LiveRun) -> str:
         tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
         for name, value, detail in _figures(live)
     ]
-    return tag("section", tag("dl", *cards, class_="cards"), aria_label="key figures") if cards else ""
+    return tag("section", tag("dl", *cards, class_="cards live"), aria_label="key figures") if cards else ""
 
 
 def _figures(live: LiveRun) -> Iterator[tuple[str, str, str]]:
@@ -205,22 +204,22 @@ def _save_section(live: LiveRun) -> str:
 
 
 def _rank_section(live: LiveRun) -> str:
-    """What the run said before its first step, who holds the folder, and the ranks of every slot."""
+    """Who holds the folder, the ranks, and what the run said before its first step."""
     facts = live.run.facts
     items = [("at work", live.holder)] if live.holder else []
     if facts is not None:
-        items += [(name, words) for name, words in facts.lines() if name != "report"]
-        items += [("ranks", words) for words in _slot_words(facts.home, facts.ranks)]
+        items += [("ranks", _rank_words(facts.home, facts.ranks))]
+        items += [(name, words) for name, words in facts.lines() if name not in ("report", "steps")]
     if not items:
         return ""
     lines = (tag("dt", text(name)) + tag("dd", text(words)) for name, words in items)
     return section("Ranks and run", tag("dl", *lines, class_="said"))
 
 
-def _slot_words(home: dict[str, int], ranks: int) -> Iterator[str]:
-    """How many ranks a slot has, where it has several."""
+def _rank_words(home: dict[str, int], ranks: int) -> str:
+    """How many ranks there are, in how many slots."""
     of_slot = home.get("tp", 1) * home.get("pp", 1)
-    yield f"{plural(ranks, 'rank')} in {plural(home['slots'], 'slot')}" + (f" of {of_slot}" if of_slot > 1 else "")
+    return f"{ranks:,} in {plural(home['slots'], 'slot')}" + (f" of {of_slot}" if of_slot > 1 else "")
 
 
 def _note_section(live: LiveRun) -> str:

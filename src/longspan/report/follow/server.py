@@ -112,12 +112,12 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET of the page and of its parts."""
 
-    server: _Server
+    server: Any  # a _Server
     server_version, sys_version = "longspan", ""
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        follower = self.server.follower
+        follower: Follower = self.server.follower
         path, _, query = self.path.partition("?")
         key, _, name = path.removeprefix("/").partition("/")
         if not self._may_ask(key, follower):
