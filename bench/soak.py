@@ -113,6 +113,7 @@ class Soak:
     rows: list[dict[str, Any]] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     attempts: int = 0
+    process: subprocess.Popen[bytes] | None = None  # that runs
 
     @property
     def run(self) -> Path:
@@ -146,6 +147,7 @@ class Soak:
                 env=environment,
                 start_new_session=True,
             )
+        self.process = process
         try:
             yield Attempt(process, log, world)
         finally:
@@ -479,6 +481,10 @@ def _last_lines(text: str) -> list[str]:
     return [line for line in lines if line][-6:]
 
 
+def _end_from_outside(*_: Any) -> None:
+    raise SoakError("ended by SIGTERM before it was done")
+
+
 def main() -> None:
     """Run undisturbed, run under faults, compare, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -503,6 +509,7 @@ def main() -> None:
         "world": flags.world,
     }
     failure = None
+    signal.signal(signal.SIGTERM, _end_from_outside)
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
@@ -529,21 +536,26 @@ def soak_all(
         results = record[kind] = {"steps": steps, "rows": disturbed.rows}
         with ThreadPoolExecutor(1) as threads, small_disk(disturbed.folder / "run", 512) as mounted:
             undisturbed = threads.submit(run_undisturbed, reference)
-            if not flags.together:
-                undisturbed.result()
-            write_run(disturbed.folder, texts, steps)
-            started = time.monotonic()
-            if kind == "other_worlds":
-                run_in_other_worlds(disturbed, (between[0] // 2, between[1] // 2))
-            else:
-                drawn = [name for name in faults if mounted or name != "full_disk"]
-                results["left_out"] = sorted({*FAULTS} - {*drawn})
-                run_under_faults(disturbed, drawn, between)
-            results["seconds"] = round(time.monotonic() - started, 1)
-            results["undisturbed_seconds"] = round(undisturbed.result(), 1)
-            results["difference"] = compare_weights(disturbed.run / "model", reference.run / "model")
-            results["descriptors"] = disturbed.descriptors
-            check_what_is_left(disturbed)
+            try:
+                if not flags.together:
+                    undisturbed.result()
+                write_run(disturbed.folder, texts, steps)
+                started = time.monotonic()
+                if kind == "other_worlds":
+                    run_in_other_worlds(disturbed, (between[0] // 2, between[1] // 2))
+                else:
+                    drawn = [name for name in faults if mounted or name != "full_disk"]
+                    results["left_out"] = sorted({*FAULTS} - {*drawn})
+                    run_under_faults(disturbed, drawn, between)
+                results["seconds"] = round(time.monotonic() - started, 1)
+                results["undisturbed_seconds"] = round(undisturbed.result(), 1)
+                results["difference"] = compare_weights(disturbed.run / "model", reference.run / "model")
+                results["descriptors"] = disturbed.descriptors
+                check_what_is_left(disturbed)
+            except BaseException:
+                if reference.process is not None:
+                    reference.process.kill()
+                raise
         print(f"{kind}: {steps} steps without a fault in {results['undisturbed_seconds']:.0f} s")
         print(f"{kind}: largest difference of the weights {results['difference']:.1e}", flush=True)
         bound = 1e-6 if kind == "other_worlds" else 0.0

@@ -72,7 +72,7 @@ class TrainConfig:
     min_lr_ratio: NonNegativeFloat = 0.1
     """Learning rate of the last step, as a share of lr."""
     optimizer: str = "adamw"
-    """adamw (fused), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
+    """adamw (in one pass), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
     optimizer_arguments: tuple[str, ...] = ()
     """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -77,8 +77,8 @@ class Term:
     def raise_error(self) -> None:
         """Raise, on every rank, an error that was kept until the passes were over."""
 
-    def sums(self) -> list[float]:
-        """Return numbers of this rank's slot, which are summed over all slots with the loss."""
+    def sums(self) -> list[float] | Tensor:
+        """Return numbers of this rank's slot, which are summed over all slots with the loss; may be on the device."""
         return []
 
     def not_finite(self) -> list[str]:
@@ -180,6 +180,11 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
 
     With backward, gradients are those of the sum over slots, divided by the divisor.
     """
+    return launch_passes(passes, batches).item()
+
+
+def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+    """Run all passes as `run_passes` does; returns the sum on the device, which may still compute it."""
     with ExitStack() as stack:
         for term in passes.terms:
             stack.enter_context(term.passes_context(batches))
@@ -187,7 +192,7 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
         return ahead + _run_batches(passes, batches)
 
 
-def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> float:
+def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Run all passes in the model's mode for the step, and sum gradients over the slots; returns the loss."""
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
@@ -200,9 +205,9 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> float:
             model.train(backward)
         if backward:
             with gradients_summed_over_slots(model, world), drop_gradients_after_error(model):
-                return run(passes, batches).item()
+                return run(passes, batches)
         try:
-            return run(passes, batches).item()
+            return run(passes, batches)
         finally:
             if passes.frees_parameters:
                 reshard(model)  # parameters that stay gathered would be stale after the next update
