@@ -54,7 +54,8 @@ def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., An
 
 def run_outside_graphs(mixer: nn.Module) -> None:
     """Have torch.compile end its graph before a call of this mixer and begin another one after it."""
-    mixer.forward_outside_graphs, mixer.forward = mixer.forward, MethodType(_forward_outside_graphs, mixer)  # pyright: ignore[reportAttributeAccessIssue]
+    vars(mixer)["forward_outside_graphs"] = mixer.forward
+    mixer.forward = MethodType(_forward_outside_graphs, mixer)
 
 
 @outside_graphs
