@@ -299,7 +299,7 @@ def test_a_parameter_without_moments_has_none_after_loading(tmp_path: Path) -> N
     assert re.search(
         r"no moments of 1 parameter that this optimizer updates \(model.layers.0.*\), which were frozen,", first[0]
     )
-    assert "no moments for AdamW: it was saved with another optimizer; use that one" in first[1]
+    assert "no moments for OnePassAdamW: it was saved with another optimizer; use that one" in first[1]
 
 
 def damaged_rank(rank: int, ranks: int, root: Path) -> tuple[list[str], list[str]]:

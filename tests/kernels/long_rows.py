@@ -21,6 +21,9 @@ from longspan.attention.tiles_between import Mask
 from longspan.model.compiled_layers import BACKEND
 from longspan.model.experts.experts import gate_in_one_pass
 from longspan.model.experts.rows import Visits, spread_rows, sum_visits
+from longspan.model.float8.kept import KeptWeight
+from longspan.model.float8.products import linear_in_float8
+from longspan.model.float8.quantise import quantise_columns, quantise_rows
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
 from longspan.ssm.kernels.convolutions import Before, Convolution, FirstRows, write_first
@@ -28,6 +31,7 @@ from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta_states import run_maps
 from longspan.ssm.kernels.runs import LocalRuns
 from longspan.train.loss import row_softmax
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from tests.reference import relative_error
 
 PAST = 2**32
@@ -189,6 +193,25 @@ def visits(device: str, elements: int) -> Errors:
         "gradient of rows": relative_error(dx[at].double(), dout[at].double() * total),
         "gradient of weights": relative_error(dweights[at].double(), products),
     }
+
+
+def float8_product(device: str, elements: int) -> Errors:
+    """As wide as it is deep, so that its output has as many elements."""
+    weight = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) * WIDTH**-0.5
+    return row_errors(
+        lambda x, weight: linear_in_float8(x, weight, None, KeptWeight()), rows_of(elements, WIDTH, device), [weight]
+    )
+
+
+def float8_weights_of_experts(device: str, elements: int) -> Errors:
+    """The last expert's rows and columns in float8, beside the same expert alone."""
+    experts = torch.empty(elements // WIDTH**2 + 2, WIDTH, WIDTH, device=device, dtype=torch.bfloat16).normal_()
+    errors = Errors()
+    for quantise in (quantise_rows, quantise_columns):
+        every, alone = quantise(experts), quantise(experts[-1])
+        values = relative_error(every.values[-1].double(), alone.values.double())
+        errors[quantise.__name__] = values + relative_error(every.scales[-1].double(), alone.scales.double())
+    return errors
 
 
 def embedding(device: str, elements: int) -> Errors:
@@ -366,7 +389,7 @@ def maps_of_runs(device: str, elements: int) -> Errors:
 
 
 def updates(device: str, elements: int) -> Errors:
-    """AdamW's fused step and the norm of gradients, of one parameter."""
+    """AdamW's step in one pass and the norm of gradients, of one parameter."""
     parameter = nn.Parameter(torch.empty(elements + 64, device=device, dtype=torch.bfloat16).normal_())
     parameter.grad = torch.empty_like(parameter).normal_()
     at = compared_rows(len(parameter), 1).to(device)
@@ -375,7 +398,7 @@ def updates(device: str, elements: int) -> Errors:
     exact = torch.stack([x.double().square().sum() for x in parameter.grad.chunk(64)]).sum().sqrt()
     norm = torch.nn.utils.get_total_norm([parameter.grad])
     for leaf in (parameter, isolated):
-        torch.optim.AdamW([leaf], lr=0.1, fused=True).step()
+        OnePassAdamW([leaf], lr=0.1).step()
     errors = {"norm": relative_error(norm.double(), exact)}
     return errors | {"step": relative_error(parameter.detach()[at].double(), isolated.detach().double())}
 
@@ -383,6 +406,7 @@ def updates(device: str, elements: int) -> Errors:
 def cases() -> dict[str, Callable[[str, int], Errors]]:
     """Every case by its name."""
     of_rows = (
+        *(float8_product, float8_weights_of_experts),
         *(rms_norm, stock_rms_norm, compiled_rows, layer_norm, formula_norm, gated_norm, product, swiglu, gelu, rotary),
         *(gate_of_experts, products_of_experts, visits, embedding, rows_by_index, softmax_of_logits, running_sums),
         *(sums_of_attention, first_rows_of_runs, faded_states, maps_of_runs, updates),

@@ -72,7 +72,7 @@ class TrainConfig:
     min_lr_ratio: NonNegativeFloat = 0.1
     """Learning rate of the last step, as a share of lr."""
     optimizer: str = "adamw"
-    """adamw (fused), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
+    """adamw (in one pass), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
     optimizer_arguments: tuple[str, ...] = ()
     """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -107,6 +107,10 @@ class TrainConfig:
     fused_norms: Literal["auto", "on", "off"] = "auto"
     """Run each RMS norm as one kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
     it), on, or off."""
+    float8: Literal["", "rows"] = ""
+    """rows: multiply in float8 in the linears and experts of decoder layers, with one scale a row; gradients of
+    weights, head, norms, routers and adapters in bfloat16. For GPUs of compute capability 8.9 or more
+    (docs/precision.md)."""
     compiled: Literal["auto", "layers", "modules", "none"] = "auto"
     """Compile with torch.compile: layers (each in two halves around attention), modules (true: norms and MLPs), none
     (false), or auto: layers on GPUs at tp 1, of models whose hidden states have 1024 features or more."""

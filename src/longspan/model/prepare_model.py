@@ -96,6 +96,8 @@ def prepare(
     `mixer_kernels` names kernels of state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or
     only "torch" (docs/hybrid.md).
     `fused_norms` runs RMS norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can.
+    `float8="rows"` multiplies in float8 in the linears and experts of decoder layers, with one scale a row; gradients
+    of weights, head, norms, routers and adapters stay in bfloat16 (docs/precision.md).
     `compiled` is "layers" (each decoder layer as two halves around attention, by torch.compile), "modules" or True (its
     norms and MLPs), "auto" (layers on GPUs without tensor parallelism, of models whose hidden states have
     1024 features or more), or "none".

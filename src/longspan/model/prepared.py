@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.attention import AttendCall
-from longspan.comm import World
+from longspan.comm import World, raise_first_error
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
@@ -22,6 +22,7 @@ from longspan.model.compiled_layers import compile_layers, read_compiled
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
+from longspan.model.float8_layers import refuse_float8, use_float8
 from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
@@ -61,6 +62,7 @@ class PrepareOptions:
     attention_kernel: str | None = None
     mixer_kernels: tuple[str, ...] = ()
     fused_norms: Literal["auto", "on", "off"] = "auto"
+    float8: Literal["", "rows"] = ""
     compiled: bool | str = "none"
     probe: bool = True
     virtual_stages: int = 1
@@ -122,11 +124,14 @@ def prepare_language_model(
         _choose_norms(model, options.fused_norms, world.device)
         _connect_layers(model, options.mixer_kernels)
 
+    if options.float8 and isinstance(model, PreTrainedModel):  # ranks' devices may differ
+        raise_first_error(world, refuse_float8(model, options.float8, placement, world))
     kernel, stages = options.attention_kernel, pipeline.stages
     evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel, probe=options.probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
     model.config.use_cache = False
     execution = _make_execution(model, placement, evidence.calls, options)
+    execution = replace(execution, float8=use_float8(model) if options.float8 else "")
     if placement.recomputation.exchanges_again and world.home.slots > 1:
         check_same_kernels(execution, world)
     # The first pass would show it on the last stage only, and the others wait.

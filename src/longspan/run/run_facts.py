@@ -45,6 +45,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         **_step_facts(run),
         report=str(run.dir / "report.html"),
         evaluated="\n".join(run.why_degrees),
+        float8=execution.float8,
         mixers=_mixers_text(execution, run.world.device, config.context.partition),
         compiled=execution.compiled,
         mtp=_mtp_text(config.mtp),

@@ -30,6 +30,7 @@ from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.timeline import slot_rows
 from longspan.run.run_data import TrainingRun
 from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.plans import make_step_planner
 from longspan.train.step import run_step
 from longspan.train.terms.mtp import mtp_loss
@@ -134,7 +135,7 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
     step count is reset. Other optimizers, and one that has states, stay untouched. There must be no gradients before,
     and there are none after.
     """
-    if optimizer.state or type(optimizer) not in (Adam, AdamW):
+    if optimizer.state or type(optimizer) not in (Adam, AdamW, OnePassAdamW):
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     settings = [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
@@ -145,6 +146,8 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+        if isinstance(optimizer, OnePassAdamW):
+            optimizer.take_back_counts()
     finally:
         for group, old_settings in zip(optimizer.param_groups, settings, strict=True):
             group |= old_settings

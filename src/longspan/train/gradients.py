@@ -29,7 +29,8 @@ def grad_norm(model: nn.Module, world: World) -> float:
     Every element of a gradient is counted once, on whatever meshes the parameters lie, in stages of a pipeline and in
     the homes of a MultimodalModel's encoders too. Parameters without a gradient are skipped: other ranks may have some.
     """
-    (squares,) = world.control.sum_over_ranks([model_square_sum(model, world)], "gradient norm")
+    own = model_square_sum(model, world).item()
+    (squares,) = world.control.sum_over_ranks([own], "gradient norm")
     return math.sqrt(squares)
 
 
@@ -56,8 +57,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
 
 
 @torch.no_grad()
-def square_sum(parameters: Iterable[Tensor], world: World) -> float:
-    """Return this rank's part of the squared norm: over all ranks of the home the parts add up to it.
+def square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
+    """Return this rank's part of the squared norm, on the device: over all ranks of the home the parts add up to it.
 
     What several ranks of a pipeline stage hold alike is counted by one of them.
     """
@@ -67,13 +68,16 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
         torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_accumulation_dtype(dtype))).double().square().sum()
         for dtype, of_dtype in _group_by_dtype(gradient for gradient in gradients if counted(gradient)).items()
     ]
-    return torch.stack(parts).sum().item() if parts else 0.0
+    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
 
 
-def model_square_sum(model: nn.Module, world: World) -> float:
-    """Return this rank's part of the squared norm of a model's gradients, whose modules may have homes of their own."""
+def model_square_sum(model: nn.Module, world: World) -> Tensor:
+    """Return this rank's part of the squared norm of a model's gradients, whose modules may have homes of their own.
+
+    It is on the device, which may still compute it.
+    """
     modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
-    return sum(square_sum(counted_parameters(module), home) for module, home in modules)
+    return torch.stack([square_sum(counted_parameters(module), home) for module, home in modules]).sum()
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World, to_device
 from longspan.model.experts.router import RouterStatistics
+from longspan.model.float8.kept import quantised_once
 from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
@@ -76,8 +77,8 @@ class Term:
     def raise_error(self) -> None:
         """Raise, on every rank, an error that was kept until the passes were over."""
 
-    def sums(self) -> list[float]:
-        """Return numbers of this rank's slot, which are summed over all slots with the loss."""
+    def sums(self) -> list[float] | Tensor:
+        """Return numbers of this rank's slot, which are summed over all slots with the loss; may be on the device."""
         return []
 
     def not_finite(self) -> list[str]:
@@ -179,6 +180,11 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
 
     With backward, gradients are those of the sum over slots, divided by the divisor.
     """
+    return launch_passes(passes, batches).item()
+
+
+def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+    """Run all passes as `run_passes` does; returns the sum on the device, which may still compute it."""
     with ExitStack() as stack:
         for term in passes.terms:
             stack.enter_context(term.passes_context(batches))
@@ -186,19 +192,22 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
         return ahead + _run_batches(passes, batches)
 
 
-def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> float:
+def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Run all passes in the model's mode for the step, and sum gradients over the slots; returns the loss."""
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
     named = world.watch.naming("forward and backward passes", world.home.ranks)
-    with named, preserve_modes(model), torch.set_grad_enabled(backward):
+    # Parameters that are whole for several passes are quantised once for all of them.
+    stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or not fsdp_modules(model)
+    quantised = quantised_once(model) if stay_whole and len(batches) > 1 else nullcontext()
+    with named, quantised, preserve_modes(model), torch.set_grad_enabled(backward):
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
             with gradients_summed_over_slots(model, world), drop_gradients_after_error(model):
-                return run(passes, batches).item()
+                return run(passes, batches)
         try:
-            return run(passes, batches).item()
+            return run(passes, batches)
         finally:
             if passes.frees_parameters:
                 reshard(model)  # parameters that stay gathered would be stale after the next update

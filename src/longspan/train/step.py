@@ -4,31 +4,27 @@
     result = run_step(model, wide_plan, documents, world, backward=False)       # evaluation, at any other degree
 
 Nothing is installed or rebound between the two: they are two plans. A step checks (`step_check.py`), reads
-(`reading/`), runs its passes (`passes.py`), reduces, clips (`gradients.py`) and updates; what features add to it are
-its terms (`terms/`). The learning rate is the caller's.
+(`reading/`), runs its passes (`passes.py`), reduces, clips and updates (`step_end.py`); what features add to it are its
+terms (`terms/`). The learning rate is the caller's.
 """
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.data.document import NO_TARGET
-from longspan.errors import LossError, PlanError
+from longspan.errors import LossError
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
-from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan
-from longspan.train.gradients import check_finite, clip_gradients, model_square_sum
 from longspan.train.loss import CrossEntropy
-from longspan.train.passes import Passes, default_divisor, read_batches, run_passes
-from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.passes import Passes, default_divisor, launch_passes, read_batches, run_passes
 from longspan.train.step_check import check_step, check_update
+from longspan.train.step_end import StepEnd
 from longspan.train.terms.distribution import agree_on_names, check_names
 from longspan.train.terms.document_loss import DocumentLoss
 from longspan.train.terms.encoder_times import EncoderTimes
@@ -89,8 +85,8 @@ def run_step(
 
     `documents[d]` is document d of the plan: it has a length and is indexed by an int64 array of positions, those that
     a rank holds. With `backward`, gradients are added to `.grad` as a plain sum over slots; with an
-    `optimizer`, they are zeroed before, clipped to `max_grad_norm` if given, and a step is taken. `step` appears in
-    errors.
+    `optimizer`, they are zeroed before, clipped to `max_grad_norm` if given, and a step is taken; AdamW in one pass, as
+    `build_optimizer` makes it, clips within its update and leaves `.grad` as it is. `step` appears in errors.
 
     A model in training mode runs as it is: modules in it that were put in evaluation mode (frozen ones, say) stay so. A
     model in evaluation mode is put in training mode, all of it. Without `backward` all of it runs in evaluation mode
@@ -131,26 +127,14 @@ def run_step(
         optimizer.zero_grad(set_to_none=True)
     measure, divisor = CrossEntropy(loss_chunk_rows), default_divisor(plan)
     passes = Passes.of(inputs, terms, measure, divisor=divisor, temperature=temperature)
-    loss_sum = run_passes(passes, batches)
+    loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
-        sums = _sum_over_ranks(model, passes, batches, loss_sum)
-        loss_of_step = sums.loss / passes.divisor
-        if optimizer is not None:
-            check_finite(
-                model,
-                world,
-                loss=loss_of_step,
-                norm=sums.norm,
-                not_finite=lambda: [name for term in terms for name in term.not_finite()],
-            )
-            if max_grad_norm is not None:
-                clip_gradients(model.parameters(), max_grad_norm, sums.norm)
-            optimizer.step()
+        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm).finish(loss_sum)
         of_terms = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
     return StepResult(
-        loss=loss_of_step,
+        loss=sums.loss / passes.divisor,
         loss_sum=sums.loss,
         targets=plan.targets,
         tokens=plan.tokens,
@@ -171,35 +155,6 @@ def _check_temperature(temperature: float, mtp: MtpLoss | None = None) -> None:
         raise LossError(
             f"temperature is {temperature:g}, and multi-token prediction predicts at temperature 1; leave mtp= out"
         )
-
-
-class _Sums(NamedTuple):
-    """What a step has in sum over all ranks: its loss, the norm of its gradients, and the numbers of each term."""
-
-    loss: float
-    norm: float  # 0 without a backward pass
-    of_terms: list[list[float]]
-
-
-def _sum_over_ranks(model: nn.Module, passes: Passes, batches: Sequence[LocalBatch], loss_sum: float) -> _Sums:
-    """Sum a step over all ranks, in one message. Raises PlanError where targets are missing."""
-    part, plan, world = passes.model, passes.plan, passes.world
-    squares = model_square_sum(model, world) if passes.backward else 0.0
-    makes_loss = not isinstance(part, PipelineModel) or any(stage.last for stage in part.stages)
-    targets = sum((batch.labels != NO_TARGET).sum() for batch in batches) if makes_loss else 0
-    of_terms = [term.sums() for term in passes.terms]
-    of_slot = [loss_sum, float(targets), *chain.from_iterable(of_terms)]
-    counts_here = world.coordinates.tp == 0  # the tensor-parallel ranks of a slot have the same sums
-    own_sums = of_slot if counts_here else [0.0] * len(of_slot)
-    squares, loss_sum, counted, *term_sums = world.control.sum_over_ranks(
-        [squares, *own_sums], "loss and gradient norm"
-    )
-    if counted != plan.targets:
-        raise PlanError(
-            f"the slots counted {counted:.0f} targets, the plan has {plan.targets}; is a document left out?"
-        )
-    numbers = iter(term_sums)
-    return _Sums(loss_sum, math.sqrt(squares), [list(islice(numbers, len(values))) for values in of_terms])
 
 
 def token_log_probs(

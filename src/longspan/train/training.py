@@ -26,6 +26,7 @@ from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_config
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.float8_layers import device_lack
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -39,7 +40,7 @@ from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.on_shards import check_sharded_update
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, parameter_groups
 from longspan.train.optim.schedule import Schedule
-from longspan.train.optim.stochastic_rounding import StochasticRounding
+from longspan.train.optim.stochastic_rounding import rounding_optimizer
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, model_figures
@@ -142,10 +143,19 @@ def prepare_run_model(
         attention_kernel=config.context.attention_kernel or None,
         mixer_kernels=config.context.mixer_kernels,
         fused_norms=config.train.fused_norms,
+        float8=_float8_products(config, world, training=training),
         compiled=config.train.compiled,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
     )
+
+
+def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
+    """Return what multiplies in float8; an evaluation of a run on devices that cannot does without."""
+    float8 = config.train.float8
+    if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
+        return ""
+    return float8
 
 
 def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
@@ -189,7 +199,7 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: 
         check_sharded_update(choice, model, world)
     rates = _encoder_rates(config, model)
     if config.train.stochastic_rounding:
-        optimizer = StochasticRounding(choice, model, world, rates)
+        optimizer = rounding_optimizer(choice, model, world, rates)
     else:
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
     for group in optimizer.param_groups:

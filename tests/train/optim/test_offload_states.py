@@ -18,9 +18,10 @@ from longspan.model.activations import host_arena
 from longspan.testing import backend, run_ranks
 from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.optim.offload_states import OffloadedStates, offload_states
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.optim.state_parts import StateSizes, cut_buckets
-from longspan.train.optim.stochastic_rounding import StochasticRounding
+from longspan.train.optim.stochastic_rounding import rounding_optimizer
 
 BUCKET = 16 << 10
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ class Model(nn.Module):
 def _make(model: Model, kind: Any, arguments: Mapping[str, Any]) -> Optimizer:
     """The optimizer over two groups; `kind` may be a choice that is rounded by chance."""
     if isinstance(kind, OptimizerChoice):
-        return StochasticRounding(kind, model, model.world)
+        return rounding_optimizer(kind, model, model.world)
     parameters = [*model.parameters()]
     return kind([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02}], lr=0.01, **arguments)
 
@@ -93,7 +94,8 @@ class _PerParameter(Optimizer):
 
 ADAMW = OptimizerChoice("adamw", 1e-2, 0.1, (("betas", (0.9, 0.95)),))
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (optim.AdamW, {"fused": True, "weight_decay": 0.1}),
+    "adamw": (OnePassAdamW, {"weight_decay": 0.1}),
+    "fused adamw": (optim.AdamW, {"fused": True, "weight_decay": 0.1}),
     "amsgrad": (optim.AdamW, {"amsgrad": True}),
     "adam": (optim.Adam, {"foreach": True, "maximize": True}),
     "sgd": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -228,7 +230,7 @@ def _refusals(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError) as caught:
             patched.setattr(host_arena, "free_host_bytes", lambda: 200_000 if rank else None)
             offload_states(adamw, world)
-        each = StateSizes(adamw).total()
+        each = StateSizes(adamw).total_bytes()
         assert f"{2 * each:,} bytes" in str(caught.value) and f"{each:,} for one, and 200,000 are free" in str(
             caught.value
         )

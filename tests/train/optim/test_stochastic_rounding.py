@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
@@ -23,7 +24,8 @@ from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.optim.stochastic_rounding import StochasticRounding, round_stochastically
+from longspan.train.optim.rounding_bits import STREAMS, Key, noise_of, random_words, round_stochastically
+from longspan.train.optim.stochastic_rounding import StochasticRounding, rounding_optimizer
 from longspan.train.training import make_optimizer
 from tests.model.stock import texts
 from tests.train.multimodal.encoders import encoder_of
@@ -32,13 +34,19 @@ from tests.train.multimodal.reference import HIDDEN, language_model_of
 DRAWS = 20_000
 
 
-def _bits(seed: int = 0) -> torch.Generator:
+def _draws(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def _rounded(x: Tensor, seed: int) -> Tensor:
+    """Rounded by the bits of as many places in a row."""
+    words = random_words(Key(seed, -seed), torch.arange(x.numel()).view(x.shape))
+    return torch.stack([round_stochastically(x, noise_of(words, stream)) for stream in range(STREAMS)])
+
+
 def test_the_mean_of_many_draws_is_the_number() -> None:
-    exact = torch.cat([torch.randn(40, generator=_bits()) * 10.0**power for power in (-30, -3, 0, 5)])
-    drawn = round_stochastically(exact.expand(DRAWS, -1).contiguous(), _bits(1))
+    exact = torch.cat([torch.randn(40, generator=_draws()) * 10.0**power for power in (-30, -3, 0, 5)])
+    drawn = _rounded(exact.expand(DRAWS // STREAMS, -1).contiguous(), 1).flatten(0, 1)
     assert drawn.dtype == torch.bfloat16
     below = (exact.view(torch.int32) & -(1 << 16)).view(torch.float32).double()  # toward zero
     above = ((exact.view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32).double()
@@ -53,8 +61,8 @@ def test_the_mean_of_many_draws_is_the_number() -> None:
 def test_numbers_of_bfloat16_and_what_is_not_finite_stay() -> None:
     exact = torch.tensor([0.0, -0.0, 1.0, -0.0078125, 3.0e38, math.inf, -math.inf]).bfloat16().float()
     for seed in range(20):
-        assert torch.equal(round_stochastically(exact, _bits(seed)).float(), exact)
-    assert round_stochastically(torch.tensor([math.nan]), _bits()).isnan().all()
+        assert (_rounded(exact, seed).float() == exact).all()
+    assert _rounded(torch.tensor([math.nan]), 0).isnan().all()
 
 
 def _trained(kind: str, choice: OptimizerChoice, steps: int) -> Tensor:
@@ -66,7 +74,7 @@ def _trained(kind: str, choice: OptimizerChoice, steps: int) -> Tensor:
     model = model.to(torch.float32 if kind == "float32" else torch.bfloat16)
     before = model.weight.detach().float().clone()
     world: Any = SimpleNamespace(seed=3, step=0)
-    optimizer = StochasticRounding(choice, model, world) if kind == "by chance" else choice.build(model.parameters())
+    optimizer = rounding_optimizer(choice, model, world) if kind == "by chance" else choice.build(model.parameters())
     for step in range(steps):
         world.step = step + 1
         model.weight.grad = gradient.to(model.weight)
@@ -90,12 +98,13 @@ def test_small_updates_add_up(choice: OptimizerChoice) -> None:
     assert slope == pytest.approx(1.0, abs=0.1)
 
 
-def test_bits_follow_seed_step_and_name_and_differ_between_updates_of_one_step() -> None:
+@pytest.mark.parametrize("choice", [OptimizerChoice("sgd", 1e-4), OptimizerChoice("adamw", 1e-4)], ids=str)
+def test_bits_follow_seed_step_and_name_and_differ_between_updates_of_one_step(choice: OptimizerChoice) -> None:
     def after(world: dict[str, int], updates: int) -> Tensor:
         torch.manual_seed(0)
         model = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
         given: Any = SimpleNamespace(**world)
-        optimizer = StochasticRounding(OptimizerChoice("sgd", 1e-4), model, given)
+        optimizer = rounding_optimizer(choice, model, given)
         for _ in range(updates):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
@@ -113,19 +122,19 @@ def test_bits_follow_seed_step_and_name_and_differ_between_updates_of_one_step()
 # ---- over ranks
 
 
-def _opened(world: World, family: str) -> tuple[Any, StochasticRounding]:
+def _opened(world: World, family: str) -> tuple[Any, Optimizer]:
     model = prepare(load_model(None, family, dtype="bfloat16", vocab_size=64), world, probe=False)
     world.seed = 7
-    return model, StochasticRounding(OptimizerChoice("adamw", 1e-4, 0.1), model, world)
+    return model, rounding_optimizer(OptimizerChoice("adamw", 1e-4, 0.1), model, world)
 
 
-def _step(model: Any, optimizer: StochasticRounding, world: World, step: int) -> None:
+def _step(model: Any, optimizer: Optimizer, world: World, step: int) -> None:
     documents = texts([12] * 8, seed=step)
     plan = plan_fixed([12] * 8, world.home, cp=1, max_tokens_per_slot=24)
     run_step(model, plan, documents, world, optimizer, step=step)
 
 
-def _contents(model: Any, optimizer: StochasticRounding) -> dict[str, Tensor]:
+def _contents(model: Any, optimizer: Optimizer) -> dict[str, Tensor]:
     """Weights and moments that are here, by name."""
     tensors = dict[str, Tensor]()
     for name, parameter in model.named_parameters():

@@ -26,7 +26,8 @@ LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
 
 def _world(ranks: int = 1, rank: int = 0, **degrees: int) -> Any:
     home = Layout(ranks=ranks, **degrees)
-    return SimpleNamespace(home=home, rank=rank, coordinates=home.coordinates(rank))
+    device = torch.device("cpu")
+    return SimpleNamespace(home=home, rank=rank, device=device, coordinates=home.coordinates(rank))
 
 
 def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:

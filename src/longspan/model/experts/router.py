@@ -101,14 +101,15 @@ class RouterStatistics:
     def fix_loads(self) -> None:
         """Fix F by the micro-batches so far, which must be the step's; all slots call it before any backward pass."""
         if self.coefficients.balance:
-            local = _sum_lists([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
+            local = _sum_batches([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
+            local = local.tolist() if isinstance(local, Tensor) else local
             loads = self.world.control.sum_over_stages(local, "loads of experts")
             self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.token_layers
         self.counted_ahead.clear()
 
-    def sums(self) -> list[float]:
+    def sums(self) -> list[float] | Tensor:
         """Return this rank's loads, sums of probabilities (E each) and sum of z, to be summed over slots."""
-        return _sum_lists(self.micro_batches, self.experts)
+        return _sum_batches(self.micro_batches, self.experts)
 
     def losses(self, sums: Sequence[float]) -> RouterLosses:
         """Return the step's balance and z from `sums()` added over all slots: loads (E), probabilities (E), z."""
@@ -116,9 +117,9 @@ class RouterStatistics:
         return RouterLosses(float(self.experts * (loads * probabilities).sum()), sums[-1] / self.token_layers)
 
 
-def _sum_lists(micro_batches: Sequence[RouterSums], experts: int) -> list[float]:
+def _sum_batches(micro_batches: Sequence[RouterSums], experts: int) -> list[float] | Tensor:
     sums = [router for micro_batch in micro_batches for router in micro_batch.by_router.values()]
-    return torch.stack(sums).sum(0).tolist() if sums else [0.0] * (2 * experts + 1)
+    return torch.stack(sums).sum(0) if sums else [0.0] * (2 * experts + 1)
 
 
 def _routing_sums(logits: Tensor, top_k: int) -> Tensor:

@@ -25,6 +25,7 @@ from longspan.errors import ConfigError
 from longspan.model.activations.host_arena import HostArena, HostRange, check_host_room
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.state_parts import (
     Bucket,
     StateSizes,
@@ -173,8 +174,10 @@ class OffloadedStates(Optimizer):
         inner.param_groups = [group]
         inner.state = defaultdict(dict, {p: state for p, state in zip(stand_ins, states, strict=True) if state})
         states.clear()
+        places = {p: (part.parameter, part.start, part.last) for p, part in zip(stand_ins, bucket.parts, strict=True)}
         try:
-            inner.step()
+            with inner.standing_in(places) if isinstance(inner, OnePassAdamW) else nullcontext():
+                inner.step()
             return [inner.state.get(p, {}) for p in stand_ins]
         finally:
             inner.param_groups, inner.state = self.param_groups, defaultdict(dict)

@@ -15,8 +15,11 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
+from longspan.train.optim.rounding_bits import RoundingBits
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
+_ONE_PASS = {"betas", "eps", "maximize"}
 _BY_KEY = {"lr": "train.lr", "weight_decay": "train.weight_decay"}
 _BY_KEY_OF_ADAMW = {"betas": "train.betas", "eps": "train.eps"}
 _REFUSED = {
@@ -48,16 +51,26 @@ class OptimizerChoice:
         return cls(train.optimizer, train.lr, train.weight_decay, tuple(arguments.items()))
 
     @property
+    def is_one_pass(self) -> bool:
+        """Whether it is AdamW with arguments that AdamW in one pass takes."""
+        return self.name == "adamw" and {name for name, _ in self.arguments} <= _ONE_PASS
+
+    @property
     def kind(self) -> type[Optimizer]:
         """The optimizer's class."""
         return optimizer_class(self.name)
 
-    def build(self, parameters: Iterable[Any]) -> Optimizer:
-        """Return the optimizer over parameters, or groups of them. Raises ConfigError where its class refuses these."""
+    def build(self, parameters: Iterable[Any], *, rounding: RoundingBits | None = None) -> Optimizer:
+        """Return the optimizer over parameters, or groups of them. Raises ConfigError where its class refuses these.
+
+        With `rounding`, AdamW in one pass rounds parameters and moments in bfloat16 by chance.
+        """
         settings: dict[str, Any] = {"lr": self.lr, **dict(self.arguments)}
-        if self.name == "adamw":
-            settings = {"fused": True} | settings
         try:
+            if self.is_one_pass:
+                return OnePassAdamW(parameters, **settings, rounding=rounding)
+            if self.name == "adamw":  # torch's own, as its arguments ask for
+                settings = {"fused": not settings.get("foreach")} | settings
             return self.kind(parameters, **settings)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
@@ -78,12 +91,14 @@ def build_optimizer(
 
     >>> optimizer = build_optimizer(model, lr={"encoders.image": 1e-4, "language_model": 1e-5})
 
-    "adamw" (fused), "sgd" (no momentum unless given), or the dotted name of a class, such as "torch.optim.NAdam". `lr`
-    is one learning rate, or those of modules by name: a parameter has that of the innermost module that is named.
-    `betas` are adamw's; `arguments` are the class's own. Weight decay applies to matrices and kernels of convolutions
-    (see `has_weight_decay`), not to norms and biases. If the model has nothing to train (a frozen pipeline stage, say),
-    the optimizer has no parameters. Raises ConfigError for another name, for arguments that the class does not take,
-    for a rate whose name is not a module, and for parameters without a rate.
+    "adamw" (in one pass; torch's with arguments that only it has, such as amsgrad or fused), "sgd" (no momentum unless
+    given), or the dotted name of a class, such as "torch.optim.NAdam". `lr` is one learning rate, or those of modules
+    by name: a parameter has that of the innermost module that is named. `betas` are adamw's; `arguments` are the
+    class's own. Weight decay applies to matrices and kernels of convolutions (see `has_weight_decay`), not to norms and
+    biases. If the model has nothing to train (a frozen pipeline stage, say), the optimizer has no parameters.
+
+    Raises ConfigError for another name, for arguments that the class does not take, for a rate whose name is not a
+    module, and for parameters without a rate.
     """
     if name == "adamw":
         arguments = {"betas": betas} | arguments

@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from longspan.errors import ConfigError
 from longspan.model.weights.local_tensors import local_tensor
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.stochastic_rounding import StochasticRounding
 
 BY_NUMBER: set[type[optim.Optimizer]] = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
-    *(optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.ASGD),
+    *(optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.ASGD, OnePassAdamW),
 }
 CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
 ALIGNMENT = 256  # bytes of each state's place on the host

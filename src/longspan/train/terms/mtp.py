@@ -109,9 +109,9 @@ class DepthsTerm(Term):
             total = total + share * (loss - loss.detach())  # 0, except for the gradient
         return total
 
-    def sums(self) -> list[float]:
-        """Return the sum of this rank's losses of each depth."""
-        return self._sums.tolist()
+    def sums(self) -> Tensor:
+        """Return the sum of this rank's losses of each depth, on the device."""
+        return self._sums
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         """Return each depth's mean loss; 0 for a depth without targets."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from longspan.model.experts.moe import router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics
 from longspan.model.lora.without_adapter import refuse_adapter_left_out
@@ -39,7 +41,7 @@ class RoutersTerm(Term):
         """Return the passes, whose calls of the model collect what routers do."""
         return replace(passes, routing=self._statistics)
 
-    def sums(self) -> list[float]:
+    def sums(self) -> list[float] | Tensor:
         """Return this rank's loads, probabilities and z."""
         return self._statistics.sums()
 

@@ -1,0 +1,88 @@
+"""Launches of the kernel of AdamW: a table of many tensors for each, and which tensors go together."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.comm import to_device
+
+if TYPE_CHECKING:
+    from longspan.train.optim.one_pass_adamw import Update
+
+BLOCK, WARPS = 1024, 4  # numbers that a program updates at a time, by so many warps
+PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
+ALIGNMENT = 16  # bytes that one load of a thread takes
+COLUMNS, PLACES, FACTORS = 20, 5, 16  # words of eight bytes in a row of the table; where places and factors begin
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def takes_update(update: "Update") -> bool:
+    """Return whether the kernel updates these tensors: contiguous ones of a GPU, in float32 or bfloat16."""
+    parameter, gradient, mean, square = tensors = update[:4]
+    return (
+        on_gpu(parameter)
+        and all(tensor.dtype in _DTYPES and tensor.is_contiguous() for tensor in tensors)
+        and mean.dtype == square.dtype
+        and parameter.shape == gradient.shape
+        and (update.places is None or update.places.is_flat or update.places.inner < 1 << 31)
+        and _kernels() is not None
+    )
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a GPU."""
+    return tensor.device.type == "cuda"
+
+
+def launch_updates(updates: Sequence["Update"], scale: Tensor | None) -> int:
+    """Update all these tensors of one GPU; returns the number of launches: one for each mix of types, at most a few."""
+    kinds = defaultdict[Any, list["Update"]](list)
+    for update in updates:
+        aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in update[:4])
+        dtypes = tuple(tensor.dtype for tensor in update[:3])
+        kinds[dtypes, aligned, update.key is not None, update.places is None or update.places.is_flat].append(update)
+    for (dtypes, aligned, by_chance, flat), alike in kinds.items():
+        first = alike[0].parameter
+        blocks = -(-max(update.parameter.numel() for update in alike) // BLOCK)
+        _kernels().adamw_kernel[min(blocks, PROGRAMS), len(alike)](
+            to_device(make_table(alike), first.device),
+            scale,
+            *map(_triton_type, dtypes),
+            SCALED=scale is not None,
+            BY_CHANCE=by_chance,
+            FLAT=flat,
+            ALIGNMENT=ALIGNMENT if aligned else 2,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            enable_fp_fusion=False,  # the same bits as the reference, which rounds every product
+            enable_reflect_ftz=False,
+        )
+    return len(kinds)
+
+
+def make_table(updates: Sequence["Update"]) -> Any:
+    """Return the kernel's table (tensors, COLUMNS) of int64, whose last columns are pairs of factors in float32."""
+    table = np.zeros((len(updates), COLUMNS), np.int64)
+    factors = table.view(np.float32)[:, 2 * FACTORS :]
+    for row, numbers, update in zip(table, factors, updates, strict=True):
+        row[:5] = *(tensor.data_ptr() for tensor in update[:4]), update.parameter.numel()
+        if update.key is not None and update.places is not None:
+            row[PLACES : PLACES + 8] = *update.key, *update.places
+        numbers[:] = update.factors
+    return table
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    return getattr(import_module("triton.language"), _DTYPES[dtype])
+
+
+@cache
+def _kernels() -> Any:
+    return None if find_spec("triton") is None else import_module("longspan.train.optim.adamw_kernels")

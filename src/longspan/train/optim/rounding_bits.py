@@ -1,0 +1,164 @@
+"""Random bits of stochastic rounding, counted: each number's bits are a hash of where it is in the whole parameter.
+
+So they do not depend on how a parameter is sharded, nor on the device: a tensor on one GPU, its shards on eight and a
+CPU round alike. The hash is that of splitmix64 (Steele et al. 2014) with a second word of the key in its middle, so
+that no two keys give one sequence at different places. `adamw_kernels.py` computes the same in Triton.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longspan.comm import World
+from longspan.model.weights.local_tensors import LocalPart, local_tensor
+
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+NOISE_BITS, STREAMS = 16, 4  # of a word of 64 bits: the parameter, and up to three moments
+
+
+class Key(NamedTuple):
+    """Two words of 64 bits, as signed integers: a parameter's in one update."""
+
+    first: int
+    second: int
+
+
+class Places(NamedTuple):
+    """Where the numbers of a block are in the whole parameter, whose numbers are counted in rows.
+
+    With j = i + `start`, number i of the block is number `offset` + j // inner // rows · far + j // inner % rows · near
+    + j % inner.
+    """
+
+    offset: int
+    inner: int
+    rows: int
+    near: int
+    far: int
+    start: int = 0
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether neighbours in the block are neighbours in the whole, from its first to its last number."""
+        return not (self.near or self.far)
+
+    @classmethod
+    def of(cls, shape: Sequence[int], block: Sequence[slice]) -> "Places":
+        """Return the places of a block of a tensor of this shape.
+
+        >>> Places.of((4, 6), (slice(2, 4), slice(3, 6)))
+        Places(offset=15, inner=3, rows=2, near=6, far=0, start=0)
+        """
+        offset, stride, levels = 0, 1, [(1, 1)]
+        for size, part in zip(reversed(shape), reversed(block), strict=True):
+            count, (inner, inner_stride) = part.stop - part.start, levels[-1]
+            offset += part.start * stride
+            if count != 1:
+                if inner * inner_stride == stride:
+                    levels[-1] = inner * count, inner_stride
+                else:
+                    levels.append((count, stride))
+            stride *= size
+        assert len(levels) <= 3, f"a block {block} of {shape} is cut along too many dims"
+        (inner, _), (rows, near), (_, far) = [*levels, (1, 0), (1, 0)][:3]
+        return cls(offset, max(inner, 1), max(rows, 1), near, far)
+
+    def indices(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Return the places of numbers `start` to `stop` of the block, (stop − start,) in int64."""
+        j = torch.arange(self.start + start, self.start + stop, device=device)
+        if self.is_flat:
+            return j + self.offset
+        row = j // self.inner
+        return self.offset + row // self.rows * self.far + row % self.rows * self.near + j % self.inner
+
+
+class RoundingBits:
+    """The keys and places of a model's parameters: from the world's seed and step, and each parameter's name.
+
+    A resumed run repeats them, and ranks that hold the same numbers draw the same. A second update within a step has
+    another key.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world = world
+        # Copies on several pipeline stages have one name.
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._step, self._draws = -1, Counter[nn.Parameter]()
+
+    def key(self, parameter: nn.Parameter) -> Key:
+        """Return the key of the parameter's update that comes next."""
+        if self._world.step != self._step:
+            self.restart()
+        counted = self._world.seed, self._step, self._draws[parameter], self._names.get(parameter, "")
+        digest = hashlib.blake2b(repr(counted).encode(), digest_size=16).digest()
+        return Key(*(int.from_bytes(word, "little", signed=True) for word in (digest[:8], digest[8:])))
+
+    def count_update(self, parameter: nn.Parameter, by: int = 1) -> None:
+        """Note that the parameter was updated, so that its next update in this step has another key."""
+        self._draws[parameter] += by
+
+    def restart(self) -> None:
+        """Let the next update draw as the first one of its step."""
+        self._step, self._draws = self._world.step, Counter()
+
+    @staticmethod
+    def places(parameter: nn.Parameter) -> Places:
+        """Return where this rank's numbers of a parameter are in the whole."""
+        return Places.of(parameter.shape, LocalPart.of(parameter).block)
+
+
+def chunk_numbers(device: torch.device) -> int:
+    """Return how many numbers are worked on at a time: on a CPU as many as its caches hold."""
+    return 1 << 15 if device.type == "cpu" else 1 << 24
+
+
+def random_words(key: Key, places: Tensor) -> Tensor:
+    """Return a word of 64 random bits for each place, as int64 of the same shape."""
+    word = places * _signed(GOLDEN) + key.first
+    word = (word ^ _shift_right(word, 30)) * _signed(FIRST)
+    word = word ^ key.second
+    word = (word ^ _shift_right(word, 27)) * _signed(SECOND)
+    return word ^ _shift_right(word, 31)
+
+
+def noise_of(words: Tensor, stream: int) -> Tensor:
+    """Return the sixteen bits of each word that round this stream's numbers: of the parameter (0) or of a moment."""
+    assert 0 <= stream < STREAMS, stream
+    return (_shift_right(words, stream * NOISE_BITS) & 0xFFFF).to(torch.int32)
+
+
+def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
+    """Round a float32 tensor to bfloat16: each number to one of its two neighbours, so that the mean is the number.
+
+    `noise` is an int32 tensor of sixteen random bits, which are added to those that bfloat16 lacks; what carries over
+    rounds away from zero. What is not finite stays.
+    """
+    rounded = ((x.view(torch.int32) + noise) & -(1 << NOISE_BITS)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def round_by_places(x: Tensor, key: Key, places: Places, stream: int) -> Tensor:
+    """Round the block of a parameter, or of a moment, to bfloat16 by the bits of its places; a DTensor stays one."""
+    rounded, local = x.to(torch.bfloat16), local_tensor(x)
+    flat, result = local.contiguous().view(-1), torch.empty_like(local_tensor(rounded)).view(-1)
+    key = Key(key.first ^ (stream // STREAMS), key.second)  # an optimizer with many states
+    chunk = chunk_numbers(flat.device)
+    for start in range(0, len(flat), chunk):
+        stop = min(start + chunk, len(flat))
+        words = random_words(key, places.indices(start, stop, flat.device))
+        result[start:stop] = round_stochastically(flat[start:stop], noise_of(words, stream % STREAMS))
+    local_tensor(rounded).copy_(result.view(local.shape))
+    return rounded
+
+
+def _shift_right(words: Tensor, bits: int) -> Tensor:
+    """Shift words without sign to the right: zeros come in."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1) if bits else words
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,200 @@
+"""The end of a step: its sums over ranks, what is checked of them, and the update.
+
+AdamW in one pass is launched before the host knows the norm: the sums of a step, and the factor that clips, stay on the
+device, and a loss or a norm that is not finite makes the factor no number, with which the update changes nothing. The
+host reads the sums while the update runs. So the device waits for the host neither before the update nor, as long as
+the update runs, before the next step. Other optimizers are called once the host has checked the sums, and so are all
+on CPUs and in pipelines, whose stages exchange sums on the host.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from longspan.comm import World, to_device
+from longspan.comm.groups.channel import Channel
+from longspan.data.document import NO_TARGET
+from longspan.errors import PlanError
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.train.gradients import check_finite, clip_gradients, model_square_sum
+from longspan.train.optim.offload_states import OffloadedStates
+from longspan.train.optim.one_pass_adamw import OnePassAdamW
+from longspan.train.passes import Passes
+from longspan.train.reading.read_rows import LocalBatch
+
+WHAT = "loss and gradient norm"
+
+
+class StepSums(NamedTuple):
+    """What a step has in sum over all ranks: its loss, the norm of its gradients, and the numbers of each term."""
+
+    loss: float
+    norm: float  # 0 without a backward pass
+    of_terms: list[list[float]]
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What the end of a step works on. All ranks call `finish` together."""
+
+    model: nn.Module
+    passes: Passes
+    batches: Sequence[LocalBatch]
+    optimizer: Optimizer | None
+    max_grad_norm: float | None
+
+    @property
+    def world(self) -> World:
+        """The world of the step."""
+        return self.passes.world
+
+    def finish(self, loss_sum: Tensor) -> StepSums:
+        """Sum this rank's loss and gradients over all ranks, check them, and update the model if there is an optimizer.
+
+        Raises PlanError where targets are missing, NonFiniteError where the loss or the norm is not finite, on every
+        rank: weights and the optimizer's state are as before the step.
+        """
+        pieces, one_pass = self._own_sums(loss_sum), find_one_pass(self.optimizer)
+        if one_pass is not None and sums_on_device(self.world):
+            return self._finish_on_device(one_pass, pieces)
+        sums = self._make_sums(self.world.control.sum_over_ranks(_read_pieces(pieces), WHAT), pieces)
+        self._check_sums(sums)
+        self._update(one_pass, sums)
+        return sums
+
+    def _finish_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor | list[float]]) -> StepSums:
+        """Launch the sums and the update, and read the sums while it runs."""
+        assert self.optimizer is not None
+        values = gather_and_add(_join_pieces(pieces, self.world.device), self.world)
+        one_pass.gradient_scale = self._scale(values)
+        copy = HostCopy(values)
+        try:
+            self.optimizer.step()
+        finally:
+            one_pass.gradient_scale = None
+        try:
+            sums = self._make_sums(copy.wait(), pieces)
+            self._check_sums(sums)
+        except BaseException:
+            one_pass.take_back_counts(self.optimizer.state)  # its scale was no number: nothing else has changed
+            raise
+        return sums
+
+    def _scale(self, values: Tensor) -> Tensor:
+        """Return what gradients are multiplied with, on the device: not a number where the step must not be taken."""
+        norm, loss = values[0].sqrt(), values[1] / self.passes.divisor
+        is_good = norm.isfinite() & loss.isfinite() & (values[2] == self.passes.plan.targets)
+        most = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        return torch.where(is_good, (most / (norm + 1e-6)).clamp(max=1.0), math.nan)
+
+    def _own_sums(self, loss_sum: Tensor) -> list[Tensor | list[float]]:
+        """Return this rank's sums: squares of gradients, the loss, targets, and the numbers of each term."""
+        part, passes = self.passes.model, self.passes
+        makes_loss = not isinstance(part, PipelineModel) or any(stage.last for stage in part.stages)
+        targets = sum((batch.labels != NO_TARGET).sum() for batch in self.batches) if makes_loss else 0
+        of_slot = [loss_sum, [float(targets)], *(term.sums() for term in passes.terms)]
+        if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums
+            of_slot = [[0.0] * _length(piece) for piece in of_slot]
+        return [model_square_sum(self.model, self.world) if passes.backward else [0.0], *of_slot]
+
+    def _make_sums(self, values: Sequence[float], pieces: Sequence[Tensor | list[float]]) -> StepSums:
+        """Sort the values over all ranks. Raises PlanError where targets are missing."""
+        squares, loss_sum, counted, *of_terms = values
+        if counted != self.passes.plan.targets:
+            raise PlanError(
+                f"the slots counted {counted:.0f} targets, the plan has {self.passes.plan.targets}; is a document left "
+                "out?"
+            )
+        numbers = iter(of_terms)
+        return StepSums(loss_sum, math.sqrt(squares), [list(islice(numbers, _length(piece))) for piece in pieces[3:]])
+
+    def _check_sums(self, sums: StepSums) -> None:
+        """Raise NonFiniteError, on every rank, before an update with numbers that are not finite."""
+        if self.optimizer is not None:
+            check_finite(
+                self.model,
+                self.world,
+                loss=sums.loss / self.passes.divisor,
+                norm=sums.norm,
+                not_finite=lambda: [name for term in self.passes.terms for name in term.not_finite()],
+            )
+
+    def _update(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
+        """Clip gradients and update the model, by sums that the host has read."""
+        if self.optimizer is None:
+            return
+        if one_pass is None:
+            if self.max_grad_norm is not None:
+                clip_gradients(self.model.parameters(), self.max_grad_norm, sums.norm)
+            self.optimizer.step()
+            return
+        factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)
+        if factor < 1:
+            one_pass.gradient_scale = to_device(np.array(factor), self.world.device)
+        try:
+            self.optimizer.step()
+        finally:
+            one_pass.gradient_scale = None
+
+
+def find_one_pass(optimizer: Optimizer | None) -> OnePassAdamW | None:
+    """Return the AdamW in one pass that updates, itself or under moments on the host; None for another optimizer."""
+    inner = optimizer.inner if isinstance(optimizer, OffloadedStates) else optimizer
+    return inner if isinstance(inner, OnePassAdamW) else None
+
+
+def sums_on_device(world: World) -> bool:
+    """Return whether a step's sums stay on the device until the update is launched."""
+    return world.device.type == "cuda" and world.home.pp == 1
+
+
+def gather_and_add(values: Tensor, world: World) -> Tensor:
+    """Add values (n,) of all ranks of a home without pipeline, on the device: the same bits on every rank."""
+    channels = world.channels
+    if world.home.slots > 1:
+        values = _gather(channels.find_channel(range(world.home.slots)), values)
+    return _gather(channels.tp, values) if world.home.tp > 1 else values
+
+
+def _gather(channel: Channel, values: Tensor) -> Tensor:
+    return torch.stack(channel.all_gather(values[None], [1] * channel.degree, WHAT).wait()).sum(0)[0]
+
+
+class HostCopy:
+    """A copy of a tensor on its way to the host: `wait` returns its numbers, and waits for nothing launched later."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._on_host, self._arrived = values, None
+        if values.is_cuda:
+            self._on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._on_host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> list[float]:
+        """Return the numbers, once they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._on_host.tolist()
+
+
+def _length(piece: Tensor | Sequence[float]) -> int:
+    return piece.numel() if isinstance(piece, Tensor) else len(piece)
+
+
+def _read_pieces(pieces: Sequence[Tensor | list[float]]) -> list[float]:
+    """Return all numbers on the host, which waits for the device."""
+    return [x for piece in pieces for x in (piece.flatten().tolist() if isinstance(piece, Tensor) else piece)]
+
+
+def _join_pieces(pieces: Sequence[Tensor | list[float]], device: torch.device) -> Tensor:
+    """Return all numbers on the device, in float64; the host does not wait."""
+    on_device = [x if isinstance(x, Tensor) else to_device(np.array(x, dtype=np.float64), device) for x in pieces]
+    return torch.cat([x.detach().double().flatten() for x in on_device])

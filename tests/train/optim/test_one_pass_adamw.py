@@ -1,0 +1,209 @@
+"""AdamW in one pass: torch's formulas; the same bits however a parameter is sharded; scales that leave all as it is."""
+
+import math
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from longspan.errors import ModelError
+from longspan.train.optim.offload_states import OffloadedStates
+from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Update, apply_by_torch, apply_updates
+from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
+from longspan.train.optim.rounding_bits import Key, Places, RoundingBits, random_words
+from longspan.train.optim.stochastic_rounding import StochasticRounding, rounding_optimizer
+from tests.train.optim.update_cases import GROUP
+
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
+SHAPES = [(7, 5), (64,), (3, 4, 5), ()]
+
+
+def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    draws = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=draws, dtype=torch.float64).to(dtype)) for shape in SHAPES]
+
+
+def _train(optimizer: optim.Optimizer, steps: int, scale: float = 1.0) -> None:
+    draws = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            gradient = torch.randn(parameter.shape, generator=draws, dtype=torch.float64).to(parameter)
+            parameter.grad = None if index == 1 and step == 0 else scale * gradient
+        optimizer.step()
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 2e-6)], ids=str)
+def test_it_is_torchs_adamw(dtype: torch.dtype, bound: float, maximize: bool) -> None:
+    """Of a formula with a dropped term the first step would differ by a hundredth."""
+    exact = optim.AdamW(_parameters(torch.float64), **SETTINGS, maximize=maximize, foreach=False)
+    optimizer = OnePassAdamW(_parameters(dtype), **SETTINGS, maximize=maximize)
+    for each in (exact, optimizer):
+        _train(each, 4)
+    pairs = zip(exact.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True)
+    for a, b in pairs:
+        assert torch.allclose(b.double(), a, rtol=bound, atol=bound)
+        for name, value in exact.state[a].items():
+            assert torch.allclose(optimizer.state[b][name].double(), value.double(), rtol=bound, atol=bound), name
+
+
+def test_a_tensor_that_is_not_contiguous_is_updated_too() -> None:
+    whole, turned = (nn.Parameter(x) for x in (torch.ones(6, 4), torch.ones(4, 6).t()))
+    for parameter in (whole, turned):
+        parameter.grad = torch.arange(24.0).view(6, 4)
+        OnePassAdamW([parameter], lr=0.1).step()
+    assert torch.equal(whole, turned) and not (whole == 1).any()
+
+
+def test_moments_of_torchs_optimizer_are_gone_on_with() -> None:
+    torchs, ours = optim.AdamW(_parameters(torch.float32), **SETTINGS, fused=True), _parameters(torch.float32)
+    _train(torchs, 2)
+    optimizer = OnePassAdamW(ours, **SETTINGS)
+    optimizer.load_state_dict(deepcopy(torchs.state_dict()))
+    with torch.no_grad():
+        for parameter, theirs in zip(ours, torchs.param_groups[0]["params"], strict=True):
+            parameter.copy_(theirs)
+    for each in (torchs, optimizer):
+        _train(each, 2)
+    for a, b in zip(torchs.param_groups[0]["params"], ours, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scale_multiplies_gradients_and_leaves_them_as_they_are() -> None:
+    scaled, exact = (OnePassAdamW(_parameters(torch.float32), **SETTINGS) for _ in range(2))
+    scaled.gradient_scale = torch.tensor(0.25)
+    _train(scaled, 3)
+    _train(exact, 3, scale=0.25)
+    for a, b in zip(*(each.param_groups[0]["params"] for each in (scaled, exact)), strict=True):
+        assert torch.equal(a, b) and torch.equal(a.grad * 0.25, b.grad)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_scale_that_is_no_number_takes_no_step(offloaded: bool) -> None:
+    """Neither parameters nor moments nor counts change, and the step that is taken again has the same bits."""
+    after = list[list[Tensor]]()
+    for fails in (False, True):
+        model: Any = nn.ParameterList([nn.Parameter(torch.randn(40, 30).bfloat16())])
+        nn.init.constant_(model[0], 1.0)
+        inner = OnePassAdamW(model.parameters(), lr=1e-3, rounding=RoundingBits(model, _world(5)))
+        optimizer = OffloadedStates(inner, torch.device("cpu"), bucket_bytes=1 << 11) if offloaded else inner
+        model[0].grad = torch.linspace(-1, 1, 1200).view(40, 30).bfloat16()
+        optimizer.step()
+        if fails:
+            before = [model[0].clone(), *(x.clone() for x in optimizer.state[model[0]].values())]
+            inner.gradient_scale = torch.tensor(math.nan)
+            optimizer.step()
+            inner.gradient_scale = None
+            inner.take_back_counts(optimizer.state)
+            assert all(map(torch.equal, before, [model[0], *optimizer.state[model[0]].values()]))
+        optimizer.step()
+        after.append([model[0].detach(), *optimizer.state[model[0]].values()])
+    assert all(map(torch.equal, *after))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(5, 4, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ModelError, match=r"gradient of layout torch.sparse_coo; it takes dense real ones"):
+        OnePassAdamW(table.parameters()).step()
+
+
+@pytest.mark.parametrize("arguments", [{"amsgrad": True}, {"fused": True}, {"foreach": True}], ids=str)
+def test_arguments_that_only_torchs_has_choose_it(arguments: dict[str, Any]) -> None:
+    assert type(build_optimizer(nn.Linear(3, 2), **arguments)) is optim.AdamW
+    assert type(build_optimizer(nn.Linear(3, 2), maximize=True, eps=1e-6)) is OnePassAdamW
+
+
+# ---- random bits
+
+
+def _world(step: int) -> Any:
+    return SimpleNamespace(seed=3, step=step)
+
+
+FIXED_WORDS = [7941540427017379605, 14708932809605115492, 2573957915243656518]
+KEYS = [(3**39, -(5**26)), (3**39, 7**22), (11**18, 7**22)]
+BLOCKS = [
+    ((5, 7), (slice(0, 5), slice(0, 7))),
+    ((5, 7), (slice(2, 4), slice(0, 7))),
+    ((5, 7), (slice(1, 5), slice(3, 6))),
+    ((5, 7), (slice(4, 5), slice(6, 7))),
+    ((6, 5, 4), (slice(2, 5), slice(1, 4), slice(0, 4))),
+    ((6, 5, 4), (slice(2, 5), slice(0, 5), slice(1, 3))),
+    ((6, 5, 4), (slice(2, 5), slice(1, 4), slice(1, 3))),
+    ((6, 5, 4), (slice(2, 5), slice(1, 2), slice(1, 3))),
+    ((6, 1, 4), (slice(0, 6), slice(0, 1), slice(3, 4))),
+    ((9,), (slice(3, 8),)),
+    ((), ()),
+]
+
+
+@pytest.mark.parametrize(("shape", "block"), BLOCKS, ids=str)
+def test_places_are_those_in_the_whole(shape: tuple[int, ...], block: tuple[slice, ...]) -> None:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    places = Places.of(shape, block)
+    expected = whole[block].flatten()
+    assert torch.equal(places.indices(0, len(expected), torch.device("cpu")), expected)
+    assert torch.equal(places._replace(start=1).indices(0, len(expected) - 1, torch.device("cpu")), expected[1:])
+
+
+def test_words_are_fixed() -> None:
+    """Runs go on with the same bits after an update of this package."""
+    words = random_words(Key(*KEYS[0]), torch.tensor([0, 1, 2**40]))
+    assert [word % (1 << 64) for word in words.tolist()] == FIXED_WORDS
+
+
+def test_bits_of_words_are_even_and_independent() -> None:
+    """Each bit is set in half of the words; neighbours, streams and keys do not go together."""
+    places = torch.arange(1 << 14)
+    bits = [_bits(random_words(Key(*key), places)) for key in KEYS]
+    bound = 5 / math.sqrt(len(places))
+    for own in bits:
+        assert own.mean(0).abs().max() < bound
+        together = own.t() @ own / len(places)
+        assert (together - torch.eye(64)).abs().max() < bound
+        assert (own[1:].t() @ own[:-1] / len(places)).abs().max() < bound
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert (bits[a].t() @ bits[b] / len(places)).abs().max() < bound
+
+
+def _bits(words: Tensor) -> Tensor:
+    return ((words[:, None] >> torch.arange(64)) & 1).float() * 2 - 1
+
+
+@pytest.mark.parametrize("cut", [(1, 3), (2, 1), (2, 3)], ids=str)
+def test_shards_are_rounded_as_the_whole(cut: tuple[int, int]) -> None:
+    draws = torch.Generator().manual_seed(0)
+    shape, key = (6, 6), Key(12345, -678)
+    tensors = [torch.randn(shape, generator=draws).bfloat16() for _ in range(3)]
+    tensors.append(tensors[2].square())
+    factors = Factors.of(GROUP, 2)
+    whole = [tensor.clone() for tensor in tensors]
+    apply_by_torch(Update(*whole, factors, key, Places.of(shape, (slice(0, 6), slice(0, 6)))))
+    down, across = 6 // cut[0], 6 // cut[1]
+    for i in range(0, 6, down):
+        for j in range(0, 6, across):
+            block = slice(i, i + down), slice(j, j + across)
+            shard = [tensor[block].clone() for tensor in tensors]
+            apply_updates([Update(*shard, factors, key, Places.of(shape, block))], None)
+            assert all(torch.equal(part, result[block]) for part, result in zip(shard, whole, strict=True))
+    assert not torch.equal(whole[0], tensors[0])
+
+
+def test_one_pass_and_one_by_one_round_alike() -> None:
+    """A class that is not in one pass goes by float32 copies; of AdamW both give the same bits."""
+    choice, results = OptimizerChoice("adamw", 1e-2, 0.1), list[list[Tensor]]()
+    for make in (rounding_optimizer, StochasticRounding):
+        torch.manual_seed(0)
+        model, world = nn.Linear(40, 30, dtype=torch.bfloat16), _world(0)
+        optimizer = make(choice, model, world)
+        for step in range(3):
+            world.step = step
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape).bfloat16()
+            optimizer.step()
+        results.append([x for p in model.parameters() for x in (p.detach(), *optimizer.state[p].values())])
+    assert all(map(torch.equal, *results))
