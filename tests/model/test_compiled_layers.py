@@ -26,6 +26,7 @@ from longspan.model.presets import preset_config
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
+from tests.model.float8.dense import float8_on_cpus, random_model
 from tests.model.stock import VOCABULARY, gradients_of, texts, tiny, worst
 
 LENGTHS = (13, 30, 7, 18)
@@ -142,6 +143,19 @@ def test_layers_with_adapters_and_depths() -> None:
     assert graphs.made == [0, 4]
 
 
+@pytest.mark.whole
+def test_linears_in_float8_run_between_graphs() -> None:
+    torch.compiler.reset()
+    graphs, answers = Graphs(), []
+    with float8_on_cpus(), World(Layout(ranks=1)) as world:
+        for compiled in ("none", "layers"):
+            how = {"float8": "rows", "activation_checkpointing": "selective"}
+            with graphs.counted():
+                answers.append(take_step(prepare(random_model(), world, compiled=compiled, **how), world, LENGTHS))
+    assert worst(answers[1], answers[0]) == 0
+    assert 0 < graphs.made[1] <= 10
+
+
 HOMES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "cp 2": (Layout(ranks=2), "qwen3-tiny", {"activation_checkpointing": "selective"}),
     "tp 2": (Layout(ranks=2, tp=2), "qwen3-tiny", {}),
@@ -204,9 +218,18 @@ def test_generated_kernels_compute_the_formulas_and_round_no_more_often() -> Non
 
 
 def test_words_of_the_option() -> None:
-    assert [read_compiled(word) for word in (True, False, "auto", "layers")] == ["modules", "none", "auto", "layers"]
+    model, cpu, gpu = tiny("qwen3"), torch.device("cpu"), torch.device("cuda")
+    assert [read_compiled(w, model, cpu) for w in (True, False, "auto", "layers")] == [
+        "modules",
+        "none",
+        "none",
+        "layers",
+    ]
+    assert read_compiled("auto", model, gpu) == "none"
+    model.config.hidden_size = 1024
+    assert [read_compiled("auto", model, gpu, tp) for tp in (1, 2)] == ["layers", "none"]
     with pytest.raises(ModelError, match="compiled is 'all'; use 'auto', 'layers', 'modules', 'none', True or False"):
-        read_compiled("all")
+        read_compiled("all", model, cpu)
     for value, word in ((True, "modules"), (False, "none"), ("layers", "layers"), ("auto", "auto")):
         assert load_config(overrides={"train.compiled": value}).train.compiled == word
 
@@ -215,9 +238,8 @@ def test_layers_that_are_not_cut_are_named() -> None:
     model = tiny("qwen3")
     layer: Any = model.model.layers[1]
     layer.forward = partial(layer.forward)
-    device = torch.device("cpu")
-    assert str(compile_layers([model], "auto", device)) == ""
-    assert str(compile_layers([model], "layers", device)) == (
+    assert str(compile_layers([model], "none")) == ""
+    assert str(compile_layers([model], "layers")) == (
         "1 layer around attention, norms and MLPs of 1 layer (the forward of Qwen3DecoderLayer was replaced)"
     )
     assert layer.mlp._compiled_call_impl is not None and model.model.layers[0].mlp._compiled_call_impl is None
