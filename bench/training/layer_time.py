@@ -37,7 +37,7 @@ TITLES = ("case", "rows", "compiled", "ms", "host ms", "first s", "graphs", "apa
 
 def _gemma() -> PreTrainedConfig:
     """Gemma 3's shape of 12 B: norms before and after attention and MLP, a window in the first layers."""
-    sizes = {"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes: dict[str, Any] = {"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16, "num_key_value_heads": 8}
     return Gemma3TextConfig(**sizes, head_dim=256, sliding_window=1024, vocab_size=VOCABULARY, num_hidden_layers=1)
 
 
@@ -120,6 +120,7 @@ def _time_layer(model: Any, world: World, count: int, repeats: int) -> dict[str,
     started = time.perf_counter()
     run()
     _wait(world)
+    assert x.grad is not None
     first, gradient = time.perf_counter() - started, x.grad.float()
     milliseconds, host = list[float](), list[float]()
     for _ in range(repeats + 3):
@@ -138,7 +139,8 @@ def _time_call(run: Callable[[], None], world: World) -> tuple[float, float]:
     started = time.perf_counter()
     if world.device.type != "cuda":
         run()
-        return (1e3 * (time.perf_counter() - started),) * 2
+        milliseconds = 1e3 * (time.perf_counter() - started)
+        return milliseconds, milliseconds
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()

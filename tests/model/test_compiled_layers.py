@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.debugging import aot_eager, eager
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -26,22 +26,22 @@ from longspan.model.presets import preset_config
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
+from tests.model.float8.dense import float8_on_cpus, random_model
 from tests.model.stock import VOCABULARY, gradients_of, texts, tiny, worst
 
 LENGTHS = (13, 30, 7, 18)
 OTHERS = (40, 3, 9)
-MEASURES = ("none", "selective", "full")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns, and hides that, where warnings are no errors
 
 
 class Graphs:
     """A backend that runs operators one by one, and counts the graphs that are made and those that are run."""
 
-    def __init__(self) -> None:
-        self.made, self.runs = list[int](), 0
+    def __init__(self, compile_graph: Callable[..., Any] = aot_eager) -> None:
+        self.made, self.runs, self.compile_graph = list[int](), 0, compile_graph
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        run = aot_eager(graph, inputs)
+        run = self.compile_graph(graph, inputs)
 
         def counted(*args: Any) -> Any:
             self.runs += 1
@@ -70,13 +70,14 @@ def take_step(model: nn.Module, world: World, lengths: tuple[int, ...], *, backw
     return {"loss": torch.tensor(result.loss, dtype=torch.float64)} | gradients
 
 
-@pytest.mark.parametrize(
-    "measures", [("none", "selective"), pytest.param(("full", "none+evaluation"), marks=pytest.mark.whole)]
-)
+WITH_EVALUATION = ("full", "none", "selective+evaluation")
+
+
+@pytest.mark.parametrize("measures", [("selective",), pytest.param(WITH_EVALUATION, marks=pytest.mark.whole)])
 def test_layers_are_two_graphs_whatever_is_recomputed(measures: tuple[str, ...]) -> None:
     """Of all layers and lengths; recomputation runs them again, and evaluation has two of its own."""
     torch.compiler.reset()
-    graphs = Graphs()
+    graphs = Graphs(aot_eager if measures is WITH_EVALUATION else eager)
     with World(Layout(ranks=1)) as world:
         for words in measures:
             measure, _, evaluation = words.partition("+")
@@ -92,7 +93,7 @@ def test_layers_are_two_graphs_whatever_is_recomputed(measures: tuple[str, ...])
             for lengths in (OTHERS, LENGTHS, (1,)) if evaluation else ():  # a single row runs by the class's code
                 with graphs.counted():
                     take_step(model, world, lengths, backward=False)
-    assert graphs.made == [2, 0, 2, 0, 0][: len(graphs.made)]
+    assert graphs.made == ([2, 0, 0, 2, 0, 0] if measures is WITH_EVALUATION else [2])
 
 
 FAMILIES = {  # graphs of all layers of a step, and those of the model in float64
@@ -140,6 +141,19 @@ def test_layers_with_adapters_and_depths() -> None:
                 answers.append(take_step(prepare(model, world, compiled=compiled), world, LENGTHS))
     assert worst(answers[1], answers[0]) <= 1e-12
     assert graphs.made == [0, 4]
+
+
+@pytest.mark.whole
+def test_linears_in_float8_run_between_graphs() -> None:
+    torch.compiler.reset()
+    graphs, answers = Graphs(), []
+    with float8_on_cpus(), World(Layout(ranks=1)) as world:
+        for compiled in ("none", "layers"):
+            how = {"float8": "rows", "activation_checkpointing": "selective"}
+            with graphs.counted():
+                answers.append(take_step(prepare(random_model(), world, compiled=compiled, **how), world, LENGTHS))
+    assert worst(answers[1], answers[0]) == 0
+    assert 0 < graphs.made[1] <= 10
 
 
 HOMES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
@@ -204,9 +218,18 @@ def test_generated_kernels_compute_the_formulas_and_round_no_more_often() -> Non
 
 
 def test_words_of_the_option() -> None:
-    assert [read_compiled(word) for word in (True, False, "auto", "layers")] == ["modules", "none", "auto", "layers"]
+    model, cpu, gpu = tiny("qwen3"), torch.device("cpu"), torch.device("cuda")
+    assert [read_compiled(w, model, cpu) for w in (True, False, "auto", "layers")] == [
+        "modules",
+        "none",
+        "none",
+        "layers",
+    ]
+    assert read_compiled("auto", model, gpu) == "none"
+    model.config.hidden_size = 1024
+    assert [read_compiled("auto", model, gpu, tp) for tp in (1, 2)] == ["layers", "none"]
     with pytest.raises(ModelError, match="compiled is 'all'; use 'auto', 'layers', 'modules', 'none', True or False"):
-        read_compiled("all")
+        read_compiled("all", model, cpu)
     for value, word in ((True, "modules"), (False, "none"), ("layers", "layers"), ("auto", "auto")):
         assert load_config(overrides={"train.compiled": value}).train.compiled == word
 
@@ -215,9 +238,8 @@ def test_layers_that_are_not_cut_are_named() -> None:
     model = tiny("qwen3")
     layer: Any = model.model.layers[1]
     layer.forward = partial(layer.forward)
-    device = torch.device("cpu")
-    assert str(compile_layers([model], "auto", device)) == ""
-    assert str(compile_layers([model], "layers", device)) == (
+    assert str(compile_layers([model], "none")) == ""
+    assert str(compile_layers([model], "layers")) == (
         "1 layer around attention, norms and MLPs of 1 layer (the forward of Qwen3DecoderLayer was replaced)"
     )
     assert layer.mlp._compiled_call_impl is not None and model.model.layers[0].mlp._compiled_call_impl is None

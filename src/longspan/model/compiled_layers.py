@@ -1,10 +1,10 @@
 """Decoder layers compiled by torch.compile: each as two halves around attention, or only its norms and MLPs.
 
 A layer's own forward is compiled, once for all layers of a kind and any number of rows from two on. What this package
-puts inside a layer (attention, mixers, experts, what crosses ranks) runs between the graphs, as it would without them:
-a dense layer is two graphs, one of experts four, and tensor parallelism adds one for each sum or gather. Elementwise
-passes, which are a sixth of a layer of Qwen3-8B's size over 16K rows, become few: norms and residuals, norms of heads
-and rotary angles, SwiGLU and its gradients.
+puts inside a layer (attention, mixers, experts, linears in float8, what crosses ranks) runs between the graphs, as it
+would without them: a dense layer is two graphs, one of experts four, and tensor parallelism adds one for each sum or
+gather. Elementwise passes, which are a sixth of a layer of Qwen3-8B's size over 16K rows, become few: norms and
+residuals, norms of heads and rotary angles, SwiGLU and its gradients.
 
 transformers runs the checkpoint of a recomputed layer around the layer's call (5.17) or inside its forward (5.23), and
 torch.compile around a checkpoint that has contexts compiles nothing, without a word. So graphs are always made within
@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -37,17 +38,23 @@ BACKEND = "inductor"
 RECOMPILES = 64  # kinds of layers that share a class, in training and in evaluation
 WIDE = 1024  # features of hidden states from which "auto" compiles: below, a layer's kernels take less than the host
 _IS_COMPILED = "is_compiled_layer"
+_FUNCTIONS = (FunctionType, MethodType)
 
 
-def read_compiled(word: bool | str) -> Compiled:
-    """Return what `compiled` stands for: True is "modules", False "none". Raises ModelError for another word.
+def read_compiled(word: bool | str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
+    """Return what `compiled` stands for: True is "modules", False "none", "auto" a choice for this model and device.
 
-    >>> read_compiled(True)
-    'modules'
+    Raises ModelError for another word.
+
+    >>> read_compiled("auto", model, torch.device("cpu"))
+    'none'
     """
     word = ("modules" if word else "none") if isinstance(word, bool) else word
     if word not in get_args(Compiled):
         raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}, True or False")
+    if word == "auto":
+        chosen = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)  # others are refused
+        return "layers" if chosen and model.config.get_text_config().hidden_size >= WIDE else "none"
     return cast(Compiled, word)
 
 
@@ -68,18 +75,12 @@ class CompiledParts:
         return ", ".join(words)
 
 
-def compile_layers(
-    models: Sequence[PreTrainedModel], compiled: bool | str, device: torch.device, *, tp: int = 1
-) -> CompiledParts:
+def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> CompiledParts:
     """Compile the decoder layers of placed models, a rank's stages, in place; nothing is compiled before it is called.
 
-    >>> str(compile_layers([model], "layers", torch.device("cuda"), tp=1))
+    >>> str(compile_layers([model], "layers"))
     '36 layers around attention'
     """
-    word = read_compiled(compiled)
-    if word == "auto":
-        wide = all(model.config.get_text_config().hidden_size >= WIDE for model in models)
-        word = "layers" if device.type == "cuda" and wide and tp == 1 else "none"
     if word == "none":
         return CompiledParts()
     whole, in_modules, reasons = 0, 0, dict[str, None]()
@@ -133,15 +134,27 @@ def _compile_layer(layer: nn.Module) -> None:
     config: Any = torch._dynamo.config  # of the process, for what else is compiled in it too
     config.nested_graph_breaks = True  # a call of attention ends one graph, not one for each function around it
     config.recompile_limit = max(config.recompile_limit, RECOMPILES)
-    mixers = find_mixers(layer).values()
-    outside = {inner for mixer in mixers for inner in mixer.modules()}
-    use_class_norms(module for module in layer.modules() if module not in outside)
-    for mixer in mixers:
-        run_outside_graphs(mixer)
+    use_class_norms(_modules_in_graphs(layer))
+    # A forward that is an object, as that of a linear in float8, would be another graph in each layer.
+    replaced = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
+    for module in (*find_mixers(layer).values(), *replaced):
+        run_outside_graphs(module)
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
     pieces = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
     setattr(layer, _IS_COMPILED, True)
     layer.forward = partial(_run_within_checkpoint, pieces) if _checkpoints_in_forward(layer) else pieces
+
+
+def leave_norms(model: PreTrainedModel) -> None:
+    """Let norms in layers, but not in mixers, run by their class's own code: those that will be inside graphs."""
+    for layer in _all_layers([model]):
+        use_class_norms(_modules_in_graphs(layer))
+
+
+def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
+    """List the modules of a layer outside its mixers."""
+    outside = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
+    return [module for module in layer.modules() if module not in outside]
 
 
 def _own_forward(layer: nn.Module) -> Callable[..., Any]:

@@ -32,10 +32,10 @@ _NORMS = {
     "off": ", the model's own norms",
 }
 _COMPILED = {
-    "auto": ", layers compiled on GPUs",
     "layers": ", compiled layers",
     **dict.fromkeys(("modules", True), ", compiled norms and MLPs"),
     **dict.fromkeys(("none", False), ""),
+    "auto": "",  # a record's execution says what it came to
 }
 
 

@@ -52,14 +52,15 @@ def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., An
     mixer.forward = MethodType(copy, mixer)
 
 
-def run_outside_graphs(mixer: nn.Module) -> None:
-    """Have torch.compile end its graph before a call of this mixer and begin another one after it."""
-    mixer.forward_outside_graphs, mixer.forward = mixer.forward, MethodType(_forward_outside_graphs, mixer)  # pyright: ignore[reportAttributeAccessIssue]
+def run_outside_graphs(module: nn.Module) -> None:
+    """Have torch.compile end its graph before a call of this module and begin another one after it."""
+    vars(module)["forward_outside_graphs"] = module.forward
+    module.forward = MethodType(_forward_outside_graphs, module)
 
 
 @outside_graphs
-def _forward_outside_graphs(mixer: Any, *args: Any, **kwargs: Any) -> Any:
-    return mixer.forward_outside_graphs(*args, **kwargs)
+def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module.forward_outside_graphs(*args, **kwargs)
 
 
 def use_torch_operations(model: nn.Module) -> None:
