@@ -2,6 +2,7 @@
 
     python bench/soak.py --steps 2000 --world 8 --out bench/records/soak.json   # two hours of two cores
     python bench/soak.py --steps 120 --other_worlds 0 --between 10,20 --out /tmp/soak.json
+    python bench/soak.py --together --out bench/records/soak.json               # both runs at a time, on 16 cores
     python bench/soak.py --steps 60 --between 5,10 --faults kill_in_step,full_disk --out /tmp/soak.json
 
 Every 50 to 150 steps (--between) a fault is drawn: a rank killed in a step, in an evaluation or while it saves; a rank
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +113,7 @@ class Soak:
     rows: list[dict[str, Any]] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     attempts: int = 0
+    process: subprocess.Popen[bytes] | None = None  # that runs
 
     @property
     def run(self) -> Path:
@@ -144,6 +147,7 @@ class Soak:
                 env=environment,
                 start_new_session=True,
             )
+        self.process = process
         try:
             yield Attempt(process, log, world)
         finally:
@@ -477,6 +481,10 @@ def _last_lines(text: str) -> list[str]:
     return [line for line in lines if line][-6:]
 
 
+def _end_from_outside(*_: Any) -> None:
+    raise SoakError("ended by SIGTERM before it was done")
+
+
 def main() -> None:
     """Run undisturbed, run under faults, compare, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -486,6 +494,7 @@ def main() -> None:
     parser.add_argument("--between", default="50,150", help="fewest and most steps from a fault to the next")
     parser.add_argument("--faults", default=",".join(FAULTS), help="those to draw from")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--together", action="store_true", help="the undisturbed run beside the other, for many cores")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     flags = parser.parse_args()
     few, most = map(int, flags.between.split(","))
@@ -500,6 +509,7 @@ def main() -> None:
         "world": flags.world,
     }
     failure = None
+    signal.signal(signal.SIGTERM, _end_from_outside)
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
@@ -523,22 +533,30 @@ def soak_all(
             continue
         reference, disturbed = (Soak(folder / kind / part, steps, flags.world, draw) for part in ("reference", "run"))
         write_run(reference.folder, texts, steps)
-        seconds = run_undisturbed(reference)
-        print(f"{kind}: {steps} steps without a fault in {seconds:.0f} s", flush=True)
-        results = record[kind] = {"steps": steps, "undisturbed_seconds": round(seconds, 1), "rows": disturbed.rows}
-        with small_disk(disturbed.folder / "run", 512) as mounted:
-            write_run(disturbed.folder, texts, steps)
-            started = time.monotonic()
-            if kind == "other_worlds":
-                run_in_other_worlds(disturbed, (between[0] // 2, between[1] // 2))
-            else:
-                drawn = [name for name in faults if mounted or name != "full_disk"]
-                results["left_out"] = sorted({*FAULTS} - {*drawn})
-                run_under_faults(disturbed, drawn, between)
-            results["seconds"] = round(time.monotonic() - started, 1)
-            results["difference"] = compare_weights(disturbed.run / "model", reference.run / "model")
-            results["descriptors"] = disturbed.descriptors
-            check_what_is_left(disturbed)
+        results = record[kind] = {"steps": steps, "rows": disturbed.rows}
+        with ThreadPoolExecutor(1) as threads, small_disk(disturbed.folder / "run", 512) as mounted:
+            undisturbed = threads.submit(run_undisturbed, reference)
+            try:
+                if not flags.together:
+                    undisturbed.result()
+                write_run(disturbed.folder, texts, steps)
+                started = time.monotonic()
+                if kind == "other_worlds":
+                    run_in_other_worlds(disturbed, (between[0] // 2, between[1] // 2))
+                else:
+                    drawn = [name for name in faults if mounted or name != "full_disk"]
+                    results["left_out"] = sorted({*FAULTS} - {*drawn})
+                    run_under_faults(disturbed, drawn, between)
+                results["seconds"] = round(time.monotonic() - started, 1)
+                results["undisturbed_seconds"] = round(undisturbed.result(), 1)
+                results["difference"] = compare_weights(disturbed.run / "model", reference.run / "model")
+                results["descriptors"] = disturbed.descriptors
+                check_what_is_left(disturbed)
+            except BaseException:
+                if reference.process is not None:
+                    reference.process.kill()
+                raise
+        print(f"{kind}: {steps} steps without a fault in {results['undisturbed_seconds']:.0f} s")
         print(f"{kind}: largest difference of the weights {results['difference']:.1e}", flush=True)
         bound = 1e-6 if kind == "other_worlds" else 0.0
         if results["difference"] > bound:

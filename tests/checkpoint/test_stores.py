@@ -1,5 +1,6 @@
 """Checkpoints in stores of fsspec: written, complete by their manifest, found, pruned, resumed from."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from longspan.checkpoint.export import export_checkpoint
 from longspan.checkpoint.files import complete_checkpoints, read_state, remove_unfinished_saves, step_of
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.checkpoint.store_path import StorePath, as_root, checkpoints_root
+from longspan.cli.main import main
 from longspan.errors import CheckpointError
 from longspan.run.metrics_log import read_metrics
 from longspan.testing import backend, run_ranks
@@ -83,7 +85,7 @@ def test_saves_in_a_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_run_in_a_store_is_resumed_and_exported(tmp_path: Path) -> None:
+def test_a_run_in_a_store_is_resumed_exported_and_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     store = {"run__checkpoints": f"local://{tmp_path}/store"}
     for steps in (2, 4):
         run_ranks(train_rank, 2, small_config(tmp_path, train__steps=steps, run__keep_checkpoints=1, **store), 2)
@@ -95,3 +97,8 @@ def test_a_run_in_a_store_is_resumed_and_exported(tmp_path: Path) -> None:
     exported = export_checkpoint(run, None, tmp_path / "exported", lambda _: None)
     assert exported.step == 4 and (tmp_path / "exported" / "model.safetensors").is_file()
     assert fsspec.filesystem("local").exists(str(tmp_path / "store" / "step-000004" / "metadata.json"))
+    words = ["eval", str(run), "--world", "2", "--compare", str(tmp_path / "exported"), "--json"]
+    assert main(words) == 0
+    found = json.loads(capfd.readouterr().out)
+    (difference,) = found["compare"]["differences"]
+    assert found["step"] == 4 and abs(difference["difference"]) < 1e-6

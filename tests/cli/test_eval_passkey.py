@@ -41,7 +41,7 @@ def test_keys_are_retrieved_as_the_stock_model_says(
     documents = passkey_documents(load_tokenizer(folder), LENGTHS, DEPTHS, samples=2)
     losses = []
     for document in documents:
-        ids, first = torch.from_numpy(document.ids()), document.answer_start
+        ids, first = torch.from_numpy(document.all_ids()), document.answer_start
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, first - 1 : -1]
         losses.append(torch.nn.functional.cross_entropy(logits, ids[first:], reduction="none"))

@@ -171,6 +171,13 @@ IMPOSSIBLE = [
     (4, {"train.optimizer_arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
     (4, {"train.optimizer": "torch.optim.Rprop", "train.weight_decay": 0.1}, r"knows no weight decay"),
     (4, {"train.stochastic_rounding": True}, r'in bfloat16, and model.dtype is "float32"; leave it out'),
+    (
+        4,
+        {"train.float8": "rows", "model.dtype": "float64"},
+        r'train.float8 is "rows", next to arithmetic in bfloat16, an',
+    ),
+    (4, {"train.float8": "rows", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
+    (4, {"train.float8": "tensor"}, r"train.float8 is 'tensor'"),
     (4, {"train.decay_steps": 5}, r'train.decay_steps is 5 and train.schedule is "cosine"'),
     (4, {"train.seed": -1}, r"train.seed is -1"),
     (4, {"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),

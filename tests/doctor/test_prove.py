@@ -150,7 +150,7 @@ def _leave(rank: int, task: Task) -> Any:
 
         return of_case
 
-    with _changed(CaseRun, "outcome", dies):
+    with _changed(CaseRun, "run_case", dies):
         return _run_cases(rank, task)
 
 

@@ -187,12 +187,13 @@ def _grids(rank: int, home: dict[str, int], degrees: tuple[int, ...], documents:
 )
 def test_the_grid_equals_greedy_decoding_and_dense_losses(home: dict[str, int], degrees: tuple[int, ...]) -> None:
     documents = retrieved_and_lost()
-    model = deep("qwen3", torch.float64, vocabulary=VOCABULARY).eval()
+    model, device = deep("qwen3", torch.float64, vocabulary=VOCABULARY).eval(), "cuda" if backend() == "nccl" else "cpu"
+    torch.nn.Module.to(model, device)  # of the ranks: a GPU may round float32 rotary factors otherwise
     losses = []
     for document in documents:
         ids, first = torch.from_numpy(document.all_ids()), document.answer_start - 1
         with torch.no_grad():
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            logits = model(input_ids=ids[None].to(device), use_cache=False).logits[0].cpu()
         losses.append(F.cross_entropy(logits[first:-1], ids[first + 1 :]).item())
     dense = np.array(losses).reshape(len(LENGTHS), len(DEPTHS), SAMPLES).mean(-1)
     of_ranks = run_ranks(_grids, 4, home, degrees, documents)

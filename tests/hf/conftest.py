@@ -1,8 +1,13 @@
-"""Fixtures of tests of Trainers."""
+"""Fixtures of tests of Trainers, which are left out where TRL is not installed (the extra `hf`)."""
+
+from importlib.util import find_spec
 
 import pytest
 
 from tests.hf.stock import model_of
+
+if find_spec("trl") is None:
+    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

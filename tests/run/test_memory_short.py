@@ -1,5 +1,6 @@
 """A rank that is out of memory in a step says what the plan of memory had and what was measured, and keeps it."""
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,8 +35,8 @@ def sizes_of(text: str) -> dict[str, list[str]]:
     """The cells of the table by the name of the part."""
     lines = text.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("part "))
-    rows = [line.rsplit("  ", 2) for line in lines[start + 1 : start + 9]]
-    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if len(row) == 3}
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[start + 1 : start + 10]]
+    return {name: cells for name, *cells in rows}
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["with a plan", "without"])

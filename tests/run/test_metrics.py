@@ -145,7 +145,7 @@ def test_a_long_evaluation_of_saved_weights_has_a_line_every_thirty_seconds(monk
     with EvalDisplay(out) as display:
         for done, seconds in ((1, 10.0), (2, 31.0), (3, 50.0), (4, 62.0), (40, 63.0)):
             now[0] = seconds
-            display.progress("books", done, 400)
+            display.show_progress("books", done, 400)
     shown = [int(line.split()[1]) for line in out.getvalue().splitlines()]
     assert shown == [2, 4, 40], "by time, and at a tenth"
 

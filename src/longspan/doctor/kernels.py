@@ -93,5 +93,5 @@ def list_gpu_kernels(call: AttendCall) -> list[Kernel]:
     """List the kernels that the table gives to such a call of several documents in bfloat16 on a GPU."""
     on_gpu = replace(call, device=GPU, dtype=torch.bfloat16)
     return [
-        k for k in KERNELS if not replace(k, missing=lambda device: "").lack_for(on_gpu) and not k.one_document_only
+        k for k in KERNELS if not replace(k, device_lack=lambda device: "").lack_for(on_gpu) and not k.one_document_only
     ]

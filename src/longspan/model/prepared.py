@@ -5,7 +5,7 @@ Whether a model may run is decided in `exactness/check_model.py`; the arguments 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,14 +13,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.attention import AttendCall
-from longspan.comm import World
+from longspan.comm import World, raise_first_error
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
 from longspan.model.adapters import unwrap_model
+from longspan.model.compiled_layers import compile_layers, leave_norms, read_compiled
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
+from longspan.model.float8_layers import refuse_float8, use_float8
 from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
@@ -56,10 +58,13 @@ class PrepareOptions:
     recompute_layers: int = 0
     measures: str | Sequence[str] | None = None
     host_bytes: int = 0
+    mlp_tile_rows: int = 0
     compute_dtype: torch.dtype | None = None
     attention_kernel: str | None = None
     mixer_kernels: tuple[str, ...] = ()
     fused_norms: Literal["auto", "on", "off"] = "auto"
+    float8: Literal["", "rows"] = ""
+    compiled: bool | str = "none"
     probe: bool = True
     virtual_stages: int = 1
     pipeline_schedule: str = "1f1b"
@@ -81,6 +86,7 @@ class PrepareOptions:
             ),
             self.recomputation(),
             sequence_parallel=self.sequence_parallel,
+            mlp_tile_rows=self.mlp_tile_rows,
         )
 
     def recomputation(self) -> Recomputation:
@@ -113,17 +119,23 @@ def prepare_language_model(
     if options.fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {options.fused_norms!r}; use 'auto', 'on' or 'off'")
     peft_model, model = model, unwrap_model(model)
+    compiled = read_compiled(options.compiled, model, world.device, world.home.tp)
 
     def connect_layers(model: PreTrainedModel) -> None:
         check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)
         _choose_norms(model, options.fused_norms, world.device)
+        if compiled == "layers":
+            leave_norms(model)
         _connect_layers(model, options.mixer_kernels)
 
+    if options.float8 and isinstance(model, PreTrainedModel):  # ranks' devices may differ
+        raise_first_error(world, refuse_float8(model, options.float8, placement, world))
     kernel, stages = options.attention_kernel, pipeline.stages
     evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel, probe=options.probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
     model.config.use_cache = False
     execution = _make_execution(model, placement, evidence.calls, options)
+    execution = replace(execution, float8=use_float8(model) if options.float8 else "")
     if placement.recomputation.exchanges_again and world.home.slots > 1:
         check_same_kernels(execution, world)
     # The first pass would show it on the last stage only, and the others wait.
@@ -143,7 +155,8 @@ def prepare_language_model(
     setattr(prepared, HOST_OFFLOAD, offload)
     if weights is not None:
         weights.fill_weights(models, world)
-    _check_every_call(prepared, rules, execution)
+    parts = compile_layers(models, compiled)
+    _check_every_call(prepared, rules, replace(execution, compiled=str(parts)))
     if evidence.adapter is not None:
         prepared.adapter = evidence.adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         redirect_peft_model(peft_model, prepared)

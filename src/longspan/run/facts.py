@@ -10,6 +10,8 @@ from typing import Any
 
 from longspan.errors import plural
 
+LOCK = "run.lock"  # in a run's folder; locked by the run that is at work in it
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
@@ -19,13 +21,13 @@ class RunFacts:
     ...     print(f"{name:<10} {text}")
 
     `parameters_of_rank` is that of the rank that holds most; `trained` counts an adapter's parameters, 0 without one;
-    `peak_tflops` is a device's in its compute type, None if it is not known; `evaluated` is why evaluations have
-    their degree, if cost chose it; `mixers` is how state-space layers run, `mtp` which tokens
-    further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's rows are
-    dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to change, ""
-    for nothing; `node_size` is the slots of a host, 0 in files of older versions; `sessions` are the steps that were
-    done when each began, and its ranks, this one last; `memory` is the plan of memory as `MemoryPlan.to_json` gives it,
-    empty where none was made.
+    `peak_tflops` is a device's in its compute type, None if it is not known; `evaluated` is why evaluations have their
+    degree, if cost chose it; `float8` is what multiplies in float8, `mixers` is how state-space layers run, `mtp` which
+    tokens further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's
+    rows are dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to
+    change, "" for nothing; `node_size` is the slots of a host, 0 in files of older versions; `sessions` are the steps
+    that were done when each began, and its ranks, this one last; `memory` is the plan of memory as `MemoryPlan.to_json`
+    gives it, empty where none was made.
     """
 
     model: str
@@ -61,7 +63,9 @@ class RunFacts:
     report: str
     trained: int = 0
     evaluated: str = ""
+    float8: str = ""
     mixers: str = ""
+    compiled: str = ""
     mtp: str = ""
     encoder: str = ""
     rows: str = ""
@@ -81,7 +85,14 @@ class RunFacts:
         yield "devices", self._device_text()
         yield "home", ", ".join(self._home_words())
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
-        optional = {"mixers": self.mixers, "mtp": self.mtp, "encoder": self.encoder, "rows": self.rows}
+        optional = {
+            "products": self.float8,
+            "mixers": self.mixers,
+            "compiled": self.compiled,
+            "mtp": self.mtp,
+            "encoder": self.encoder,
+            "rows": self.rows,
+        }
         yield from ((name, text) for name, text in optional.items() if text)
         yield "plans", self.plans + (f"; priced for {self.priced_for}" if self.priced_for else "")
         for reason in self.evaluated.splitlines():
@@ -96,7 +107,7 @@ class RunFacts:
         yield "optimizer", f"{self.optimizer}, lr {self.lr:g} at most"
         yield (
             "report",
-            f"{self.report} when the run ends, or now: longspan report {Path(self.report).parent}",
+            f"{self.report} when the run ends; to watch it: longspan report {Path(self.report).parent} --follow",
         )
         if self.uncounted:
             yield "no MFU", f"model FLOPs are not counted: {self.uncounted}"

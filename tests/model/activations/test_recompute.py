@@ -147,7 +147,7 @@ def test_several_calls_in_flight(offload: bool, twice: bool, monkeypatch: pytest
         shards = [bind(MicroBatch((Group((0,), (0, 1), (n, 9 - n)),)), world) for n in (1, 4, 6)]
         expected = [_gradients(layer, x, layer(x, shard)) for shard in shards]
         module = import_module("longspan.attention.attend")
-        monkeypatch.setattr(module, "_forward", _noting(module._forward, computed))
+        monkeypatch.setattr(module, "_attend_parts", _noting(module._attend_parts, computed))
         host_offload, outs = _host_offload() if offload else None, []
         for shard in shards:
             park = host_offload.open_layer(first=True) if host_offload is not None else None

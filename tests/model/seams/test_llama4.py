@@ -101,13 +101,13 @@ MUTATIONS = {
     "no floor": ("attention_calls", "torch.floor(", "("),
     "no chunks": (
         "attention_calls",
-        '"window": sliding_window, "chunk": chunk_of(module), "sinks"',
+        '"window": sliding_window, "chunk": chunk_size(module), "sinks"',
         '"window": sliding_window, "sinks"',
     ),
     "a window for chunks": (
         "attention_calls",
-        '"window": sliding_window, "chunk": chunk_of(module), "sinks"',
-        '"window": chunk_of(module), "sinks"',
+        '"window": sliding_window, "chunk": chunk_size(module), "sinks"',
+        '"window": chunk_size(module), "sinks"',
     ),
 }
 

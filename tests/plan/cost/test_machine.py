@@ -273,3 +273,20 @@ def test_wrong_files(change: dict[str, object], message: str) -> None:
         Machine.from_json(H200.to_json() | change)
     with pytest.raises(PlanError, match="level of a link is 'between'; use one of inside, across"):
         H200.with_link("between", bytes_per_second=1.0)  # pyright: ignore[reportArgumentType]
+
+
+def test_products_in_float8_take_less_but_for_gradients_of_weights() -> None:
+    shape, slow = ModelShape.of(CONFIG), replace(H200, float8_flops_per_second=H200.product_flops_per_second)
+    faster = (shape.weights - 151936 * 4096) * (1 / 700e12 - 1 / 1150e12)
+
+    def saved(**settings: Any) -> float:
+        seconds = [H200.cost(CONFIG, CostSettings(float8=x, **settings)).linear_seconds for x in (False, True)]
+        assert slow.cost(CONFIG, CostSettings(float8=True, **settings)).linear_seconds == pytest.approx(seconds[0])
+        return seconds[0] - seconds[1]
+
+    assert saved() == pytest.approx(4 * faster) == pytest.approx(saved(frozen=True))
+    assert saved(forward=True) == pytest.approx(2 * faster)
+    again = shape.recomputed_weights / shape.weights
+    assert saved(recomputation="full") == pytest.approx((4 + 2 * again) * faster)
+    older = {name: value for name, value in H200.to_json().items() if name != "float8_flops_per_second"}
+    assert Machine.from_json(older) == H200

@@ -21,7 +21,11 @@ from longspan.plan import (
     Plan,
     plan_fixed,
 )
+from longspan.plan.memory.layer_builder import LayerBuilder
+from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.moments import step_moments
+from longspan.plan.memory.tape import Peaks
+from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 GIB = 2**30
@@ -144,6 +148,22 @@ def test_images_wait_unless_they_are_encoded_again() -> None:
     assert kept.device.kept > plain.device.kept + 8192 * 4 * 4 * 8 * 1280 * 2
     with pytest.raises(PlanError, match="has no tower"):
         planned(encoder_rows=10)
+
+
+def test_float8_holds_rows_and_weights_of_a_product() -> None:
+    """While a product runs; where passes follow each other without a gather, weights stay in float8 too."""
+    peaks = list[Peaks]()
+    for float8 in (False, True):
+        builder = LayerBuilder(ConfigReader.of(QWEN3_8B), MemorySettings(float8=float8), SlotLoad(rows=1024))
+        builder.add_linear("up", "up_proj", "x", 4096, 12288)
+        peaks.append(builder.tape.peaks(held=("x",), again=False))
+    assert peaks[1].forward - peaks[0].forward == 1024 * 4096 + 4096 * 12288
+    assert peaks[1].backward - peaks[0].backward <= 1024 * 12288 + 4096 * 12288
+    for config in (QWEN3_8B, MOE):
+        plain, float8 = (planned(config=config, float8=x).device for x in (False, True))
+        assert plain.work <= float8.work and float8.gathered == plain.gathered
+    plain, float8 = (planned(free=True, float8=x).device for x in (False, True))
+    assert float8.gathered - plain.gathered == pytest.approx(2 * 6.946e9, rel=1e-3)
 
 
 def test_states_on_the_host() -> None:

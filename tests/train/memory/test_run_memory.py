@@ -81,13 +81,18 @@ def test_settings_follow_the_keys() -> None:
     assert usual.fused_norms and not run_memory_settings(config_of(), gpu=False).fused_norms
     other = run_memory_settings(
         config_of(
-            model__dtype="bfloat16", lora__rank=8, context__mode="free", train__loss_chunk_rows=64, mtp__depths=1
+            model__dtype="bfloat16",
+            train__float8="rows",
+            lora__rank=8,
+            context__mode="free",
+            train__loss_chunk_rows=64,
+            mtp__depths=1,
         ),
         gpu=True,
         target_share=0.25,
     )
     assert (other.parameter_bytes, other.lora_rank, other.loss_chunk_rows, other.depths) == (2, 8, 64, 1)
-    assert other.free and other.target_share == 0.25
+    assert other.free and other.target_share == 0.25 and other.float8 and not usual.float8
 
 
 def test_the_fullest_steps_are_found_among_all() -> None:

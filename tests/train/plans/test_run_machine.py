@@ -69,8 +69,10 @@ def test_what_a_run_does_changes_the_cost_of_its_model_on_a_machine(tmp_path: Pa
     file = _write(tmp_path / "machine.json", MEASURED)
     plain = RunConfig(run=RunSection(machine=file), model=ModelConfig(dtype="float32"))
     again = replace(plain, train=TrainConfig(activation_checkpointing="full"))
+    float8 = replace(plain, train=TrainConfig(float8="rows"))
     for config, settings in (
         (plain, CostSettings(bytes_per_number=4)),
+        (float8, CostSettings(bytes_per_number=4, float8=True)),
         (again, CostSettings(bytes_per_number=4, recomputation="full")),
         (replace(again, lora=LoraSection(rank=4)), CostSettings(bytes_per_number=4, recomputation="full", frozen=True)),
         (replace(plain, mtp=MtpSection(depths=1)), CostSettings(bytes_per_number=4, depths=1)),

@@ -26,6 +26,7 @@ NEVER_MEASURED = (  # of state-space layers, encoders, experts, copies to the ho
     "summary_flops_per_second",
     "channel_seconds",
     "encoder_flops_per_second",
+    "float8_flops_per_second",
     "expert_flops_per_second",
     "wave_seconds",
     "host_copy_bytes_per_second",

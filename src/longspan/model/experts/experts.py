@@ -8,7 +8,7 @@ of it; any other gate is the model's own code, as everything is on CPUs. Which r
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,8 @@ from torch.nn.functional import silu
 from transformers.integrations import moe
 
 from longspan.model.experts.rows import find_kernels
+from longspan.model.float8.products import experts_in_float8
+from longspan.model.float8.weights import Float8Weight, find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
 _COLUMNS = 1024  # of a row, that a program has
@@ -77,6 +79,7 @@ def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
 
 # torch 2.10 made the private name public.
 _grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_GROUPS_FLOAT8 = (9, 0)  # the compute capability that torch 2.11's grouped products in float8 by rows are for
 _ALIGNED_ELEMENTS = 8  # rows of bfloat16 operands begin at multiples of 16 bytes
 
 
@@ -97,19 +100,39 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     module: Any = experts
     first = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = _layer_weights(module, first), _layer_weights(module, "down_proj")
-    if expert_kernel(x, up[0], down[0]) == "loop":
+    float8 = find_float8_weight(module, first), find_float8_weight(module, "down_proj")
+    grouped = expert_kernel(x, up[0], down[0], float8=float8[0] is not None) == "grouped_mm"
+    if not grouped:
         loads = Loads(loads.device, loads.host_counts())
-        linear = _multiply_one_by_one
-    else:
-        linear = _multiply_grouped
-    inner = linear(x, *up, loads, module.is_transposed)  # (S, 2 I), or (S, I) without a gate
+    linear = partial(_multiply, loads=loads, grouped=grouped, transposed=module.is_transposed)
+    inner = linear(x, *up, float8[0])  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
-    return linear(inner, *down, loads, module.is_transposed)
+    return linear(inner, *down, float8[1])
 
 
-def expert_kernel(x: Tensor, *weights: Tensor) -> Literal["grouped_mm", "loop"]:
-    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …)."""
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    float8_weight: Float8Weight | None,
+    *,
+    loads: Loads,
+    grouped: bool,
+    transposed: bool,
+) -> Tensor:
+    """Multiply rows by the matrices of their experts, in float8 if the weight is used so, and add their biases."""
+    if float8_weight is None:
+        return (_multiply_grouped if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
+    ends = loads.device.cumsum(0).to(torch.int32)
+    counts = None if grouped else loads.host_counts()
+    y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
+    return y if bias is None else y + bias[_owners(ends, len(x))]
+
+
+def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
+    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), in float8 or as they are."""
     can_group = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
+    can_group = can_group and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
     low = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     aligned = all(size % _ALIGNED_ELEMENTS == 0 for weight in weights for size in weight.shape[1:])
     return "grouped_mm" if can_group and low and aligned else "loop"
@@ -137,5 +160,9 @@ def _multiply_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loa
     y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
     if bias is None:
         return y
-    owners = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=torch.int32), right=True)
-    return y + bias[owners]
+    return y + bias[_owners(ends, len(x))]
+
+
+def _owners(ends: Tensor, rows: int) -> Tensor:
+    """Return the expert of each row."""
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=torch.int32), right=True)

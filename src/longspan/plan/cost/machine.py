@@ -33,6 +33,7 @@ class CostSettings:
     gathers them for every micro-batch's forward pass, again for its backward pass unless `gathered_once`, and sums
     gradients. `weight_ranks` of a slot share its weights (0: those of tp). In free mode shards are 0:
     `Cost.with_closing` prices its gathers. Only the `target_share` of the rows predict a token: others have no logits.
+    Layers multiply in `float8` but for gradients of weights.
     """
 
     recomputation: Recomputation = "none"
@@ -47,6 +48,7 @@ class CostSettings:
     dp_replicate: int = 1
     gathered_once: bool = False
     target_share: float = 1.0
+    float8: bool = False
     forward: bool = False
 
 
@@ -112,6 +114,8 @@ class Machine(MachineFigures):
         layers = (shape.layers + shape.dense_layers) / 2 * shape.hidden * self.layer_pass_seconds
         logits = settings.target_share * shape.logits * self.logit_pass_seconds
         plain = cost.linear_seconds + layers + logits - 3 * head
+        faster = self._float8_seconds(shape) if settings.float8 else 0.0
+        plain -= 3 * 2 * faster  # both passes of which a third is forward
         forward = dataclasses.replace(cost, linear_seconds=plain).forward_only()
         forward = dataclasses.replace(
             forward,
@@ -127,14 +131,22 @@ class Machine(MachineFigures):
             frozen=settings.frozen,
             depths=settings.depths,
         )
-        again = 1 + RECOMPUTED_PASSES * recomputation_share(shape, kind, count)
+        share = recomputation_share(shape, kind, count)
+        again = 1 + RECOMPUTED_PASSES * share
+        faster *= 4 + 2 * share * shape.recomputed_weights / max(1, shape.weights)
+        linear = cost.linear_seconds + again * layers + logits - (2 if settings.frozen else 3) * head - faster
         cost = dataclasses.replace(
             cost,
-            linear_seconds=cost.linear_seconds + again * layers + logits - (2 if settings.frozen else 3) * head,
+            linear_seconds=linear,
             micro_batch_seconds=cost.micro_batch_seconds + self._sharding_seconds(shape, settings),
             update_seconds=self._update_seconds(shape, settings),
         ).shared_by(settings.tp)
         return cost.forward_only() if settings.forward else cost
+
+    def _float8_seconds(self, shape: ModelShape) -> float:
+        """Return how much less each FLOP of all weights of the layers takes of a row in float8."""
+        of_layers = shape.weights - shape.hidden * shape.logits
+        return of_layers * (1 / self.product_flops_per_second - 1 / self.float8_flops_per_second)
 
     def _sharding_seconds(
         self, shape: ModelShape, settings: CostSettings, passes: Passes = "forward and backward"

@@ -14,6 +14,7 @@ from longspan.plan.cost.links import LEVELS, Link
 
 VERSION = 1  # of the file
 _ABSENT_BEFORE: dict[str, Any] = {"memory_bytes": 0, "host_copy_bytes_per_second": 55e9}  # of files of older versions
+_FLOAT8_OVER_BFLOAT16 = 1150 / 700  # speed of products, where float8 was not measured
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across; GiB.
 KNOWN: dict[str, tuple[float, float, float, float, int] | None] = {
     "H200": None,
@@ -28,19 +29,20 @@ KNOWN: dict[str, tuple[float, float, float, float, int] | None] = {
 class MachineFigures:
     """The figures of a device, of its memory and of the links between slots. The defaults are H200s as measured.
 
-    `product_flops_per_second`: of products with weights; `expert_flops_per_second`: of those of experts, with the moves
-    of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's passes over memory (norms,
-    gates, sums), for each row and number of its width; `logit_pass_seconds`: of the loss, for each row and logit.
-    `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it reaches half.
-    `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes that make a
-    run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and gates. A ring
-    makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`. `step_seconds` is what
-    a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's step in one layer and
-    pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches, `layer_launch_seconds` what the
-    host needs for one layer's forward pass. A device holds `memory_bytes` (0: not known), and copies to its host's
-    memory and back at `host_copy_bytes_per_second` each way. Encoders reach `encoder_flops_per_second` outside
-    attention (narrow products, rotary angles in float32), and launch a wave in `wave_seconds`
-    (bench/records/vision-step-4xH200.md).
+    `product_flops_per_second`: of products with weights, `float8_flops_per_second` of those in float8 by rows, with
+    what brings rows and weights to float8 (of a layer: bench/training/float8_layer.py); `expert_flops_per_second`: of
+    those of experts, with the moves of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's
+    passes over memory (norms, gates, sums), for each row and number of its width; `logit_pass_seconds`: of the loss,
+    for each row and logit. `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it
+    reaches half. `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes
+    that make a run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and
+    gates. A ring makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`.
+    `step_seconds` is what a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's
+    step in one layer and pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches,
+    `layer_launch_seconds` what the host needs for one layer's forward pass. A device holds `memory_bytes` (0: not
+    known), and copies to its host's memory and back at `host_copy_bytes_per_second` each way. Encoders reach
+    `encoder_flops_per_second` outside attention (narrow products, rotary angles in float32), and launch a wave in
+    `wave_seconds` (bench/records/vision-step-4xH200.md).
 
     FSDP2's messages inside a host run at `sharding_bytes_per_second` (gathers and sums of
     bench/records/step-4xH200-moe.md), of which `sharding_share` shows; its copies take `weight_copy_seconds` a weight
@@ -54,6 +56,7 @@ class MachineFigures:
 
     device: str = "H200"
     product_flops_per_second: float = 700e12
+    float8_flops_per_second: float = 1150e12
     expert_flops_per_second: float = 450e12
     layer_pass_seconds: float = 150e-12
     logit_pass_seconds: float = 15e-12
@@ -109,6 +112,7 @@ class MachineFigures:
         return cls(
             device="cpu",
             product_flops_per_second=rate,
+            float8_flops_per_second=rate,
             expert_flops_per_second=rate,
             layer_pass_seconds=0.0,
             logit_pass_seconds=0.0,
@@ -182,6 +186,9 @@ class MachineFigures:
                 f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
             )
         fields = _ABSENT_BEFORE | fields
+        fields.setdefault(
+            "float8_flops_per_second", _FLOAT8_OVER_BFLOAT16 * fields.get("product_flops_per_second", 700e12)
+        )
         if differ := sorted(names ^ set(fields)):
             raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}

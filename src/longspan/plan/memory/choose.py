@@ -158,9 +158,8 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     kinds = ("full", "selective") if fixed.measure is None else (fixed.measure,)
     places = [True, False] if fixed.offload is None else [fixed.offload]
     words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
-    settings = replace(needs.places[0].settings, gathered_once=bool(fixed.gathered_once))
-    for offload_states in [True, False] if fixed.offload_states is None else [fixed.offload_states]:
-        changed_needs = needs.with_settings(replace(settings, offload_states=offload_states))
+    gathers = replace(fixed, gathered_once=bool(fixed.gathered_once))
+    for changed_needs in reversed(list(_needs_by_setting(needs, gathers))):  # states on the host first
         for word in words:
             yield changed_needs.under(changed_needs.words(word, fixed.layers))
 

@@ -4,6 +4,8 @@ Experts (`model/experts/`) get a copy of a row for each of its visits, expert af
 its input only; elsewhere, and of other gates, what torch's operations save.
 """
 
+from functools import partial
+
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.tape import Work
 from longspan.plan.shape.config_reader import ConfigReader
@@ -43,7 +45,9 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
     weights, visits = feed_forward_weights(read, "experts"), read.count("num_experts_per_tok", "num_experts_per_token")
     gates, width = 1 + has_gate(read), expert_width(read)
-    of_experts = (weights.of_experts + weights.unvisited) / builder.ep * builder.number * trained
+    count = (weights.of_experts + weights.unvisited) / builder.ep  # of weights here
+    of_experts = count * builder.number * trained
+    visited = partial(builder.rows, bytes_per_number=1)
     share = _add_router(builder, x, visits)
     narrow = read.count("moe_latent_size") or builder.hidden
     size = builder.rows(visits * narrow)
@@ -56,9 +60,19 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
         builder.rows(gates * visits * width),
         saves=(going,) if trained else (),
         weights=of_experts * gates / (gates + 1),
+        work=builder.float8_work(
+            visited(visits * narrow), visited(gates * visits * width), count * gates / (gates + 1)
+        ),
     )
     product = _add_gate(builder, inner, visits * width)
-    coming = tape.run("coming", (product,), size, saves=(product,) if trained else (), weights=of_experts / (gates + 1))
+    coming = tape.run(
+        "coming",
+        (product,),
+        size,
+        saves=(product,) if trained else (),
+        weights=of_experts / (gates + 1),
+        work=builder.float8_work(visited(visits * width), visited(visits * narrow), count / (gates + 1)),
+    )
     if builder.ep > 1:
         coming = tape.run("sent_back", (tape.run("unsorted", (coming,), size),), size)
     out = tape.run("mixed", (coming, share), builder.rows(builder.hidden), saves=(coming, share))

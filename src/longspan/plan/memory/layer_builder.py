@@ -93,15 +93,20 @@ class LayerBuilder:
         parts = {f"{name}.{part}": wide for part in ("x", "gate", "silu")} | {f"{name}.even": size}
         return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
 
+    def float8_work(self, rows_in: float, rows_out: float, weights: float) -> Work:
+        """Return what a product holds in float8 while it runs: its rows, or their gradient, and its weights."""
+        return Work(rows_in + weights, rows_out + weights) if self.settings.float8 else Work()
+
     def add_linear(self, name: str, target: str, x: str, width_in: float, width_out: float) -> str:
         """Add a product with a weight of these widths, with its adapter if the linear `target` has one."""
-        settings, size = self.settings, self.rows(width_out)
+        settings, size, weights = self.settings, self.rows(width_out), width_in * width_out
+        work = self.float8_work(self.rows(width_in, 1), self.rows(width_out, 1), weights)
         if settings.trains_all:
-            return self.tape.run(name, (x,), size, saves=(x,), weights=width_in * width_out * self.number)
+            return self.tape.run(name, (x,), size, saves=(x,), weights=weights * self.number, work=work)
         if not settings.has_adapter(target):
-            return self.tape.run(name, (x,), size)
+            return self.tape.run(name, (x,), size, work=work)
         rank, numbers = settings.lora_rank, settings.lora_rank * self.number
-        base = self.tape.run(f"{name}.base", (x,), size)
+        base = self.tape.run(f"{name}.base", (x,), size, work=work)
         narrow = self.tape.run(f"{name}.a", (x,), self.rows(rank), saves=(x,), weights=numbers * width_in)
         wide = self.tape.run(f"{name}.b", (narrow,), size, saves=(narrow,), weights=numbers * width_out)
         scaled = self.tape.run(f"{name}.scaled", (wide,), size)

@@ -57,7 +57,8 @@ class MicroBatchMoments:
 
     @cached_property
     def _whole_weights(self) -> list[float]:
-        return [self.peak.whole(self.peak.numbers.layers[i]) for i in self.peak.stage.layers]
+        layers = [self.peak.numbers.layers[i] for i in self.peak.stage.layers]
+        return [self.peak.whole(numbers) + self.peak.float8_bytes(numbers) for numbers in layers]
 
     @cached_property
     def _root_weights(self) -> float:

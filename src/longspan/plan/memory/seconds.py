@@ -88,7 +88,9 @@ class MemoryPrices:
     def _kind_cost(self, kind: Recomputation) -> float:
         """Return the cost of the load in the whole model, whose layers recompute so."""
         settings = self.place.settings
-        costs = CostSettings(recomputation=kind, depths=settings.depths, frozen=not settings.trains_all)
+        costs = CostSettings(
+            recomputation=kind, depths=settings.depths, frozen=not settings.trains_all, float8=settings.float8
+        )
         cost: Cost = self.machine.cost(self.config, costs).shared_by(self.place.home.tp)
         rows = self.load.rows * max(1, self.degree)
         return float(cost.work_seconds(rows, rows * rows / max(1, self.load.runs // 2))) / max(1, self.degree)

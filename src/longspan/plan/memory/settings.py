@@ -32,8 +32,9 @@ class MemorySettings:
     `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole. `sequence_parallel` as in
     [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the machine's prices. On a `gpu`
     there are a context and communicators, and kernels run norms in one pass (`fused_norms`). State-space layers scan by
-    `scan_kernels` of GPUs, else in float32. `backward` False is an evaluation. Of images a slot encodes `encoder_rows`
-    rows in a step, or, `encoder_recomputed`, in a wave (0: no encoder); `encoder_trained` of it is trained.
+    `scan_kernels` of GPUs, else in float32. Linears and experts may multiply in `float8`. `backward` False is an
+    evaluation. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no
+    encoder); `encoder_trained` of it is trained.
     """
 
     parameter_bytes: int = 4
@@ -56,6 +57,7 @@ class MemorySettings:
     cp_comm_type: str = ""
     gpu: bool = True
     scan_kernels: bool = True
+    float8: bool = False
     backward: bool = True
     encoder_rows: int = 0
     encoder_recomputed: bool = False

@@ -134,6 +134,10 @@ class StepPeak:
         """Return the bytes of these parameters as a layer computes with them, where FSDP2 makes them."""
         return numbers.whole * self.settings.compute_bytes if self.settings.shard_parameters else 0.0
 
+    def float8_bytes(self, numbers: Numbers) -> float:
+        """Return the bytes of a layer's weights in float8, rows and columns, where they stay for several passes."""
+        return 2.0 * numbers.whole if self.settings.float8 and self.stays_whole else 0.0
+
     def summing_bytes(self, numbers: Numbers) -> float:
         """Return the bytes of a layer's gradients while they are summed: as they were, as sent, and as summed.
 

@@ -53,6 +53,12 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
 def check_precision(config: RunConfig) -> None:
     """Raise ConfigError for a compute dtype that makes no sense over parameters of `model.dtype`."""
     dtype, compute = config.model.dtype, config.model.compute_dtype
+    if config.train.float8 and (dtype == "float64" or compute not in (AUTO, "bfloat16")):
+        raise ConfigError(
+            f'train.float8 is "{config.train.float8}", next to arithmetic in bfloat16, and model.dtype is "{dtype}" '
+            f'with model.compute_dtype "{compute}"; use model.compute_dtype = "bfloat16" over float32 or bfloat16, or '
+            "leave train.float8 out"
+        )
     if compute in (AUTO, *_COMPUTE[dtype]):
         return
     bits = f"{compute} has {_BITS[compute]} significant bits, parameters and optimizer states in {dtype} {_BITS[dtype]}"

@@ -34,6 +34,7 @@ def run_memory_settings(
         loss_chunk_rows=train.loss_chunk_rows,
         target_share=target_share,
         fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
+        float8=bool(train.float8),
         schedule=parallel.pipeline_schedule,
         vpp=parallel.vpp,
         free=config.context.mode == "free",

@@ -100,6 +100,7 @@ def run_cost_settings(
         dp_replicate=parallel.dp_replicate,
         gathered_once=not parallel.reshard_after_forward,
         target_share=target_share,
+        float8=bool(train.float8),
     )
     return settings if memory is None else memory.cost_settings(settings)
 

@@ -1,0 +1,176 @@
+"""Milliseconds of one decoder layer and of its products, in bfloat16 and in float8 by rows, on one GPU.
+
+    python bench/training/float8_layer.py --out bench/records/float8-layer-H200.json   # about a minute
+
+The layer is Qwen3-8B's, forward and backward, over two documents of --rows in all: the time of --layers layers above
+that of one, over their difference, so that embedding and loss drop out. Weights are bfloat16, whole on the GPU. Of each
+linear there are forward, both gradients and what float8 adds: rows of the input and of the gradient, rows and columns
+of the weight. With torchao installed its recipe `rowwise_with_gw_hp`, compiled, does the same linears. Products count
+6 FLOPs a weight and row; tensor cores add as `longspan.model.float8.products.FAST_SUMS` says, or the other way.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longspan.bench.layers import change_layer_count
+from longspan.bench.record import missing_row, open_record, origin_text, write_record
+from longspan.comm import World, bind
+from longspan.layout import Layout
+from longspan.model import load_model, prepare, preset_config
+from longspan.model.float8 import products
+from longspan.model.float8.products import linear_in_float8
+from longspan.model.float8.quantise import quantise_columns, quantise_rows
+from longspan.model.float8.weights import Float8Weight
+from longspan.plain_text import markdown_table
+from longspan.plan import plan_fixed
+
+LINEARS = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 12288), "down": (12288, 4096)}
+TIMES_IN_LAYER = {"q, o": 2, "k, v": 2, "gate, up": 2, "down": 1}
+DEVICE = torch.device("cuda")
+KINDS = {"bfloat16": "", "float8 by rows": "rows"}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--layers", type=int, default=5, help="of the deeper model, above 1")
+    parser.add_argument("--preset", default="qwen3-8b")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--out", type=Path)
+    flags = parser.parse_args()
+    record = open_record("float8 layer", None, "nccl", Path(__file__).parent)
+    record["layers"] = [row for rows in flags.rows for row in time_layers(rows, flags)]
+    record["products"] = [row for rows in flags.rows for name in LINEARS for row in time_linear(name, rows, flags)]
+    text = f"{layers_table(record['layers'])}\n\n{products_table(record['products'])}\n\n{origin_text(record)}\n"
+    if flags.out:
+        write_record(record, flags.out, f"# A layer in float8 by rows\n\n{text}")
+    print(text)
+
+
+def time_layers(rows: int, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One layer over so many rows, of each kind."""
+    for kind, float8 in KINDS.items():
+        milliseconds = [time_model(count, float8, rows, flags) for count in (1, flags.layers)]
+        yield {"rows": rows, "kind": kind, "ms": (milliseconds[1] - milliseconds[0]) / (flags.layers - 1)}
+
+
+def time_model(layers: int, float8: str, rows: int, flags: argparse.Namespace) -> float:
+    """Forward and backward through so many layers, without a head."""
+    config = change_layer_count(preset_config(flags.preset, vocab_size=2048), layers)
+    lengths = (rows // 2, rows - rows // 2)
+    with World(Layout(1)) as world:
+        model = load_model(config=config, dtype="bfloat16", seed=0, sharded=True)
+        model = prepare(model, world, shard_parameters=False, float8=float8)
+        shard = bind(plan_fixed(lengths, world.home, cp=1, max_tokens_per_slot=rows).micro_batches[0], world)
+        ids = torch.randint(2048, (1, rows), device=world.device)
+
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            loss = model(
+                input_ids=ids,
+                position_ids=shard.position_ids[None],
+                shard=shard,
+                row_loss=lambda hidden, _: hidden.float().square().mean(),
+            )
+            loss.backward()
+
+        return time_calls(run, flags.repeats)
+
+
+def time_linear(name: str, rows: int, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A linear of the layer in bfloat16, in float8 by rows with its parts, and as torchao does it."""
+    width_in, width_out = LINEARS[name]
+    x, dy = (torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for width in (width_in, width_out))
+    x.requires_grad_()
+    linear = nn.Linear(width_in, width_out, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    about = {"linear": name, "rows": rows, "flops": 6 * rows * width_in * width_out, "times": TIMES_IN_LAYER[name]}
+    weight = linear.weight
+
+    def timed(compute: Callable[[Tensor], Tensor]) -> float:
+        return time_calls(lambda: torch.autograd.grad(compute(x), (x, weight), dy), flags.repeats)
+
+    yield about | {"kind": "bfloat16", "ms": timed(lambda x: F.linear(x, weight))}
+    for fast in (True, False):
+        before, products.FAST_SUMS = products.FAST_SUMS, fast
+        kind = "float8 by rows" + ("" if fast == before else f", {'fast' if fast else 'float32'} sums")
+        yield about | {"kind": kind, "ms": timed(lambda x: linear_in_float8(x, weight, None, Float8Weight()))}
+        products.FAST_SUMS = before
+    parts: dict[str, Callable[[], object]] = {
+        "rows of x": lambda: quantise_rows(x.detach()),
+        "rows of dy": lambda: quantise_rows(dy),
+        "rows of W": lambda: quantise_rows(weight.detach()),
+        "columns of W": lambda: quantise_columns(weight.detach()),
+    }
+    for part, run in parts.items():
+        yield about | {"kind": part, "ms": time_calls(run, flags.repeats), "flops": 0}
+    yield about | {"kind": "torchao, compiled"} | time_torchao(linear, timed)
+
+
+def time_torchao(linear: nn.Linear, timed: Callable[[Callable[[Tensor], Tensor]], float]) -> dict[str, Any]:
+    """The linear by torchao, whose weight is the same; a reason where it cannot."""
+    try:
+        from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+
+        recipe = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+        converted = convert_to_float8_training(nn.Sequential(linear), config=recipe)
+        return {"ms": timed(torch.compile(converted))}
+    except Exception as error:
+        return missing_row(error)
+
+
+def time_calls(run: Callable[[], object], repeats: int) -> float:
+    """The median of calls one after another, in milliseconds of the device."""
+    for _ in range(3):
+        run()
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+    for start, end in zip(starts, ends, strict=True):
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
+
+
+def layers_table(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds of a layer, and how much less than bfloat16's."""
+    plain = {row["rows"]: row["ms"] for row in rows if row["kind"] == "bfloat16"}
+    cells = [[f"{r['rows']:,}", r["kind"], f"{r['ms']:.2f}", f"{plain[r['rows']] / r['ms']:.2f}"] for r in rows]
+    return markdown_table(["rows", "a layer, forward and backward", "ms", "bfloat16's over this"], cells)
+
+
+def products_table(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds and TFLOP/s of each linear, and of all linears of a layer."""
+    cells = [
+        [f"{r['rows']:,}", r["linear"], r["kind"], _milliseconds(r), _tflops(r["flops"], r.get("ms", 0.0))]
+        for r in rows
+    ]
+    for count in dict.fromkeys(row["rows"] for row in rows):
+        for kind in dict.fromkeys(row["kind"] for row in rows if row["flops"] and "ms" in row):
+            of_kind = [row for row in rows if (row["rows"], row["kind"]) == (count, kind)]
+            if all("ms" in row for row in of_kind):
+                flops, total = (sum(row["times"] * row[name] for row in of_kind) for name in ("flops", "ms"))
+                cells.append([f"{count:,}", "all of a layer", kind, f"{total:.2f}", _tflops(flops, total)])
+    return markdown_table(["rows", "linear", "", "ms", "TFLOP/s"], cells)
+
+
+def _milliseconds(row: dict[str, Any]) -> str:
+    return f"{row['ms']:.3f}" if "ms" in row else row["missing"]
+
+
+def _tflops(flops: float, milliseconds: float) -> str:
+    return f"{flops / milliseconds / 1e9:.0f}" if flops and milliseconds else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Products of rows and matrices in float8: forward and the gradient of rows; the gradient of matrices in bfloat16.
+
+    y  = x W'    rows of x and rows of W in float8
+    dx = dy W    rows of dy and columns of W in float8
+    dW = dy' x   as without float8: it sums over rows, so a scale a row would have to leave the sum
+
+A row's part of y and dx depends on that row and on W alone. Products run by `torch._scaled_mm`, those of experts by
+`torch._scaled_grouped_mm`. On CPUs, which `prepare` refuses, the numbers in float8 are multiplied in float64: this is
+how tests check the arithmetic.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.model.float8.quantise import Scaled, quantise_rows
+from longspan.model.float8.weights import Float8Weight
+
+FAST_SUMS = True
+"""Whether tensor cores add up products as they come, and not 128 at a time in float32: by far less than float8 rounds,
+and the same for a row whatever rows stand next to it."""
+
+
+def multiply(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows x (S, K) with the rows of w (N, K), and add a bias (N,): (S, N)."""
+    if not x.values.is_cuda:
+        y = x.dequantise() @ w.dequantise().t()
+        return (y if bias is None else y + bias).to(dtype)
+    if not x.values.numel():
+        return x.scales.new_zeros((len(x.values), len(w.values)), dtype=dtype)
+    y = torch._scaled_mm(
+        x.values,
+        w.values.t(),
+        scale_a=x.scales.unsqueeze(1),
+        scale_b=w.scales.unsqueeze(0),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=FAST_SUMS,
+    )
+    return y.to(dtype)
+
+
+def linear_in_float8(x: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight) -> Tensor:
+    """Compute x W' + bias of rows x (…, K) and a weight (N, K), as torch's `linear`, in float8.
+
+    >>> y = linear_in_float8(x, layer.weight, layer.bias, Float8Weight())  # (…, N)
+    """
+    gradients = None
+    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+        gradients = _Gradients.apply(x.detach(), weight, bias)
+    plain_bias = None if bias is None else bias.detach()
+    return _Product.apply(x, gradients, weight.detach(), plain_bias, float8_weight)  # pyright: ignore[reportReturnType]
+
+
+class _Gradients(torch.autograd.Function):
+    """Nothing forward; backward, the gradients of the weight and the bias from that of the linear's output.
+
+    It is a node of its own, so that a pipeline can make these gradients later than those of rows, and stands before the
+    product, so that a layer that runs again in backward stops here, as at torch's own product, where this is its last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.dtype = weight.dtype
+        return x.new_empty(()).expand(*x.shape[:-1], len(weight))  # read by nothing
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        of_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        return None, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _Product(torch.autograd.Function):
+    """The product of rows and a weight, both in float8; backward, the gradient of the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gradients: Tensor | None, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight
+    ) -> Tensor:
+        ctx.float8_weight = float8_weight
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(weight)
+        else:  # not saved: a layer that runs again would make its last product before it stops at what that saves
+            ctx.weight, ctx.version = weight, weight._version
+        rows = x.reshape(-1, x.shape[-1])
+        y = multiply(quantise_rows(rows), float8_weight.rows(weight), x.dtype, bias)
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        of_rows = None
+        if ctx.needs_input_grad[0]:
+            rows = dy.reshape(-1, dy.shape[-1])
+            of_rows = multiply(quantise_rows(rows), ctx.float8_weight.columns(_read_weight(ctx)), dy.dtype)
+            of_rows = of_rows.view(*dy.shape[:-1], of_rows.shape[-1])
+        return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def _read_weight(ctx: Any) -> Tensor:
+    """Return the weight of the forward pass. Raises RuntimeError, as torch does, where it was changed since."""
+    if torch.compiler.is_compiling():
+        return ctx.saved_tensors[0]
+    weight, version = ctx.weight, ctx.weight._version
+    if version != ctx.version:
+        raise RuntimeError(
+            f"a weight {tuple(weight.shape)} that backward needs was changed in place since the forward pass: it is at "
+            f"version {version}, and was at {ctx.version}; take the optimizer's step after backward"
+        )
+    return weight
+
+
+# ---- experts
+
+
+def experts_in_float8(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    counts: Sequence[int] | None,
+    *,
+    transposed: bool,
+    float8_weight: Float8Weight,
+) -> Tensor:
+    """Multiply rows x (S, K), which lie expert after expert, with the matrices of their experts: (S, N).
+
+    The matrices are (e, N, K), or (e, K, N) if `transposed`. `ends` (e,) in int32 is where the rows of each expert end.
+    With `counts` of their rows there is one product for each expert, without them one grouped product of all.
+    """
+    return _Experts.apply(x, weight, ends, counts, transposed, float8_weight)  # pyright: ignore[reportReturnType]
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        counts: Sequence[int] | None,
+        transposed: bool,
+        float8_weight: Float8Weight,
+    ) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight, ends)
+        ctx.counts, ctx.transposed, ctx.float8_weight = counts, transposed, float8_weight
+        w = float8_weight.columns(weight) if transposed else float8_weight.rows(weight)
+        return multiply_experts(quantise_rows(x), w, ends, counts, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, ends = ctx.saved_tensors
+        dy, of_rows, of_weight = dy.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            w = ctx.float8_weight.rows(weight) if ctx.transposed else ctx.float8_weight.columns(weight)
+            of_rows = multiply_experts(quantise_rows(dy), w, ends, ctx.counts, dy.dtype)
+        if ctx.needs_input_grad[1]:
+            left, right = (x, dy) if ctx.transposed else (dy, x)
+            of_weight = _outer_products(left, right, ends, ctx.counts).to(weight.dtype)
+        return of_rows, of_weight, None, None, None, None
+
+
+def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+    """Multiply rows x (S, K) with the rows of their expert's matrix, of w (e, N, K): (S, N)."""
+    if counts is not None:
+        pieces = zip(x.values.split(list(counts)), x.scales.split(list(counts)), w.values, w.scales, strict=True)
+        return torch.cat([multiply(Scaled(rows, a), Scaled(matrix, b), dtype) for rows, a, matrix, b in pieces])
+    values = w.values.transpose(-2, -1)
+    sums = {"out_dtype": torch.bfloat16, "use_fast_accum": FAST_SUMS}
+    return torch._scaled_grouped_mm(x.values, values, x.scales, w.scales, offs=ends, **sums).to(dtype)
+
+
+def _outer_products(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """Multiply the rows of each expert with each other: left (S, A) and right (S, B) to (e, A, B)."""
+    if counts is None:
+        return torch._grouped_mm(left.t(), right, offs=ends)  # pyright: ignore[reportAttributeAccessIssue]
+    pieces = zip(left.split(list(counts)), right.split(list(counts)), strict=True)
+    return torch.stack([a.t() @ b for a, b in pieces])

@@ -1,0 +1,102 @@
+"""Rows in float8 (e4m3) with one scale each, and the columns of matrices as such rows.
+
+A row's scale is the largest of its absolute values over 448, the largest number of e4m3, so that what a row becomes
+depends on that row alone, whatever rows stand next to it and however they are split over ranks. On GPUs with Triton a
+row is read once; elsewhere, and where torch.compile traces, torch's operations do the same arithmetic.
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0  # number of e4m3
+_OF_LARGEST = 1 / LARGEST
+_LEAST = 1e-30  # of a row's largest number: below, rows become zeros, and the factor stays finite
+_MOST_COLUMNS = 16384  # of a row that a program holds at once
+_TILE = 64  # rows and columns of a block of a matrix
+_PARTS = 32  # of a matrix's rows, whose largest numbers are found at once
+
+
+class Scaled(NamedTuple):
+    """Rows in float8, `values` (…, R, C), and what each is to be multiplied with, `scales` (…, R) in float32."""
+
+    values: Tensor
+    scales: Tensor
+
+    def dequantise(self) -> Tensor:
+        """Return the rows in float64."""
+        return self.values.double() * self.scales.double().unsqueeze(-1)
+
+
+def quantise_rows(x: Tensor) -> Scaled:
+    """Bring rows (…, R, C) to float8, each by its own scale.
+
+    >>> quantise_rows(torch.tensor([[1.0, -896.0]])).scales
+    tensor([2.])
+    """
+    if (kernels := _find_kernels(x)) is None:
+        most = x.abs().amax(-1, keepdim=True).float().clamp_min(_LEAST)
+        return Scaled((x.float() * _factors(most)).to(FLOAT8), (most * _OF_LARGEST).squeeze(-1))
+    rows = x.reshape(-1, x.shape[-1])
+    values = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if rows.numel():
+        width = rows.shape[1]
+        columns = min(_MOST_COLUMNS, 1 << (width - 1).bit_length())
+        kernels.quantise_rows_kernel[(len(rows),)](
+            *(rows, values, scales, width, rows.stride(0)),
+            LARGEST=LARGEST,
+            OF_LARGEST=_OF_LARGEST,
+            LEAST=_LEAST,
+            COLUMNS=columns,
+            IN_ONE=width <= columns,
+            num_warps=min(16, max(1, columns // 1024)),
+        )
+    return Scaled(values, scales)
+
+
+def quantise_columns(x: Tensor) -> Scaled:
+    """Bring the columns of matrices (…, R, C) to float8, each by its own scale, as the rows of (…, C, R).
+
+    >>> quantise_columns(torch.tensor([[1.0, 2.0], [-448.0, 3.0]])).values.shape
+    torch.Size([2, 2])
+    """
+    if (kernels := _find_kernels(x)) is None:
+        return quantise_rows(x.transpose(-2, -1).contiguous())
+    rows, width = x.shape[-2:]
+    matrices = x.reshape(-1, rows, width)
+    count = len(matrices)
+    values = torch.empty((*x.shape[:-2], width, rows), dtype=FLOAT8, device=x.device)
+    if not matrices.numel():
+        return Scaled(values, torch.zeros(values.shape[:-1], device=x.device))
+    across, down = -(-width // _TILE), -(-rows // _TILE)
+    sizes = rows, width, matrices.stride(1), matrices.stride(0)
+    parts = torch.empty((count, min(_PARTS, down), width), device=x.device)
+    tile = {"ROWS": _TILE, "COLUMNS": _TILE}
+    kernels.largest_of_columns_kernel[(across, parts.shape[1], count)](matrices, parts, *sizes, **tile)
+    most = parts.amax(1).clamp_min(_LEAST)
+    kernels.quantise_columns_kernel[(down, across, count)](matrices, values, _factors(most), *sizes, **tile)
+    return Scaled(values, (most * _OF_LARGEST).view(values.shape[:-1]))
+
+
+def _factors(most: Tensor) -> Tensor:
+    """Return what makes the largest numbers of rows LARGEST: a quotient, not torch's rounded inverse times LARGEST."""
+    return torch.full_like(most, LARGEST) / most
+
+
+def _find_kernels(x: Tensor) -> Any:
+    """Find the module of the kernels where they can take this tensor, rows of elements in order; else None."""
+    if torch.compiler.is_compiling() or not x.is_cuda or x.stride(-1) != 1:
+        return None
+    return kernel_module()
+
+
+@cache
+def kernel_module() -> Any:
+    """Return the module of the kernels; None without Triton."""
+    return None if find_spec("triton") is None else import_module("longspan.model.float8.quantise_kernels")

@@ -1,0 +1,80 @@
+"""Weights in float8: made from the gathered weight for each pass, or kept for several between which none changes."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from longspan.model.float8.quantise import Scaled, quantise_columns, quantise_rows
+
+_ATTRIBUTE = "float8_weights"
+
+
+class Float8Weight:
+    """A weight in float8: its rows for forward, its columns for backward, each quantised when it is needed.
+
+    >>> float8_weight = Float8Weight()
+    >>> float8_weight.keep(True)  # what `rows` and `columns` make from now on stays, until keep(False)
+
+    Inside what torch.compile made it is quantised in each pass.
+    """
+
+    def __init__(self) -> None:
+        self._keeps = False
+        self._rows: Scaled | None = None
+        self._columns: Scaled | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it stays for the next pass."""
+        return self._keeps
+
+    def keep(self, keeps: bool) -> None:
+        """Begin to keep what passes make of the weight, or forget it."""
+        self._keeps, self._rows, self._columns = keeps, None, None
+
+    def rows(self, weight: Tensor) -> Scaled:
+        """Return the weight's rows in float8."""
+        if torch.compiler.is_compiling():  # a graph keeps nothing
+            return quantise_rows(weight.detach())
+        rows = self._rows or quantise_rows(weight.detach())
+        self._rows = rows if self._keeps else None
+        return rows
+
+    def columns(self, weight: Tensor) -> Scaled:
+        """Return the weight's columns in float8, as rows."""
+        if torch.compiler.is_compiling():
+            return quantise_columns(weight.detach())
+        columns = self._columns or quantise_columns(weight.detach())
+        self._columns = columns if self._keeps else None
+        return columns
+
+
+def add_float8_weights(module: nn.Module, names: Iterable[str]) -> None:
+    """Make a module's parameters of these names ones that it computes with in float8."""
+    setattr(module, _ATTRIBUTE, {name: Float8Weight() for name in names})
+
+
+def find_float8_weight(module: nn.Module, name: str) -> Float8Weight | None:
+    """Return where a module's weight in float8 is kept; None where it does not compute in float8."""
+    weights: Mapping[str, Float8Weight] = vars(module).get(_ATTRIBUTE, {})
+    return weights.get(name)
+
+
+@contextmanager
+def quantise_once(model: nn.Module) -> Iterator[None]:
+    """Keep weights in float8 from their first product on, for passes between which no weight changes.
+
+    A rank then holds a byte for each number of these weights, and after backward passes two. Nothing changes without
+    float8.
+    """
+    weights = [weight for module in model.modules() for weight in vars(module).get(_ATTRIBUTE, {}).values()]
+    weights = [weight for weight in weights if not weight.keeps]  # others stay longer
+    for weight in weights:
+        weight.keep(True)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.keep(False)

@@ -1,0 +1,154 @@
+"""Which linear layers and experts of a model compute in float8, and models and devices that are refused.
+
+All linears of decoder layers and of depths of multi-token prediction do, those under a LoRA adapter too, and experts.
+Head, embedding, norms, routers, adapters, encoders, the gates and decays of heads in mixers, and linears narrower than
+64 numbers stay as they are. Names, weights and checkpoints stay too: a linear's `forward` is set, nothing else.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.model.adapters import belongs_to_adapter
+from longspan.model.experts.moe import expert_modules, router_modules
+from longspan.model.float8.products import linear_in_float8
+from longspan.model.float8.weights import add_float8_weights, find_float8_weight
+from longspan.model.layers import decoder_layers
+from longspan.model.mtp.depths import model_depths
+from longspan.model.mtp.names import PREFIX
+from longspan.model.placement import Placement
+from longspan.model.seams.refusals import is_set_on_instance
+from longspan.model.tensor_parallel import family_plans as styles
+from longspan.model.tensor_parallel.plan import list_styles
+
+MULTIPLE = 16  # of numbers: what products in float8 need of both widths of a matrix
+_LEAST_WIDTH = 64
+_LEAST_CAPABILITY = (8, 9)
+# Routers that are plain linears, the gate of experts that every row visits, and one number a head in mixers.
+_GATES = frozenset(("gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj"))
+_OUT_SPLIT = (styles.COLWISE, styles.PACKED, styles.QKV, *styles.GATHERED)
+_IN_SPLIT = (styles.ROWWISE, styles.SPLIT_INPUT)
+
+
+def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linears that compute in float8, each once, by qualified name.
+
+    >>> list(float8_linears(model))[:2]  # doctest: +SKIP
+    ['model.layers.0.self_attn.q_proj', 'model.layers.0.self_attn.k_proj']
+    """
+    inside = tuple(f"{name}." for name in (*decoder_layers(model), PREFIX if model_depths(model) else "") if name)
+    routers = tuple(f"{name}." for name in router_modules(model))
+    linears = dict[str, nn.Linear]()
+    for name, module in model.named_modules():
+        left = f"{name}.".startswith(routers) or belongs_to_adapter(f"{name}.")
+        if isinstance(module, nn.Linear) and name.startswith(inside) and not left and _is_plain(name, module):
+            linears[name] = module
+    return linears
+
+
+def _is_plain(name: str, module: nn.Linear) -> bool:
+    """Return whether a module is a wide linear of torch's, no gate, that nobody has patched."""
+    kind = [part for part in name.split(".") if part != "base_layer"][-1]
+    if type(module) is not nn.Linear or kind in _GATES or is_set_on_instance(module):
+        return False
+    return min(module.in_features, module.out_features) >= _LEAST_WIDTH
+
+
+def device_lack(device: torch.device) -> str:
+    """Return what a device lacks to multiply in float8; "" if nothing."""
+    need = f"needs a GPU of compute capability {'.'.join(map(str, _LEAST_CAPABILITY))} or more"
+    if device.type != "cuda":
+        return f"{need}, and this rank computes on a CPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= _LEAST_CAPABILITY:
+        return ""
+    return f"{need}, and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
+
+
+def refuse_float8(model: PreTrainedModel, float8: str, placement: Placement, world: World) -> ModelError | None:
+    """Make the error of a model that cannot have float8 under this world's home, or on this rank's device; or None.
+
+    What it says of the model is the same on every rank; devices may differ.
+    """
+    if float8 not in ("", "rows"):
+        return ModelError(f'float8 is {float8!r}; use "rows" (one scale a row), or "" for none')
+    if not float8:
+        return None
+    if reasons := [*_reasons(model, world.device, placement.dtype_of(model), world.home.tp)]:
+        return ModelError(f'float8 is "rows" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out')
+    return None
+
+
+def _reasons(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
+    if lack := device_lack(device):
+        yield lack
+    if lack := dtype_lack(dtype):
+        yield lack
+    linears, experts = float8_linears(model), expert_modules(model)
+    if not linears and not experts:
+        yield f"no linear of its decoder layers has {_LEAST_WIDTH} inputs and outputs or more"
+    widths = {name: _local_widths(linear, style, tp) for (name, linear), style in _with_styles(model, linears, tp)}
+    for name, module in experts.items():
+        widths |= {f"{name}.{key}": tuple(p.shape[1:]) for key, p in module.named_parameters() if p.ndim == 3}
+    uneven = {name: pair for name, pair in widths.items() if any(width % MULTIPLE for width in pair)}
+    if uneven:
+        name, pair = next(iter(uneven.items()))
+        of_rank = f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
+        others = f", as of {len(uneven) - 1} more" if len(uneven) > 1 else ""
+        yield f"products in float8 need widths that {MULTIPLE} divides: those of {name}{of_rank} are {pair}{others}"
+
+
+def dtype_lack(dtype: torch.dtype) -> str:
+    """Return why a model that computes in this dtype cannot have float8; "" if it can."""
+    if dtype == torch.bfloat16:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    return f"its other arithmetic must be in bfloat16, and is in {name} (compute_dtype=torch.bfloat16)"
+
+
+def _with_styles(
+    model: PreTrainedModel, linears: Mapping[str, nn.Linear], tp: int
+) -> Iterator[tuple[tuple[str, nn.Linear], str]]:
+    """Yield the linears with their tensor-parallel styles; "" of those that stay whole, or are cut in a mixer."""
+    by_name = {entry.name: entry.style for entry in list_styles(model)} if tp > 1 else {}
+    return (((name, linear), by_name.get(name.removesuffix(".base_layer"), "")) for name, linear in linears.items())
+
+
+def _local_widths(linear: nn.Linear, style: str, tp: int) -> tuple[int, int]:
+    """Return the outputs and inputs of a rank's part of a linear."""
+    out, into = linear.out_features, linear.in_features
+    return out // tp if style in _OUT_SPLIT else out, into // tp if style in _IN_SPLIT else into
+
+
+def use_float8(model: PreTrainedModel) -> str:
+    """Let the linears and experts of a model that was not refused compute in float8; returns what does, in words."""
+    linears, experts = float8_linears(model), expert_modules(model)
+    count = sum(linear.weight.numel() for linear in linears.values())
+    for name, linear in linears.items():
+        add_float8_weights(linear, ["weight"])
+        linear.forward = partial(_run_linear, linear, name)
+    for module in experts.values():
+        matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
+        add_float8_weights(module, matrices)
+        count += sum(matrices.values())
+    layers = (*decoder_layers(model).values(), *model_depths(model))
+    of_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    of_experts = f", experts of {len(experts)} layers" if experts else ""
+    return f"float8 by rows: {len(linears)} linears{of_experts}, {100 * count / of_layers:.1f} % of the layers' weights"
+
+
+def _run_linear(linear: nn.Linear, name: str, input: Tensor) -> Tensor:
+    """Compute a linear's outputs from rows (…, K), with its weight as a tensor-parallel rank sees it."""
+    weight, float8_weight = linear.weight, find_float8_weight(linear, "weight")
+    if any(width % MULTIPLE for width in weight.shape):
+        raise ModelError(
+            f"products in float8 need widths that {MULTIPLE} divides, and this rank's part of {name} is "
+            f"{tuple(weight.shape)}; use another tp, or leave float8 out"
+        )
+    assert float8_weight is not None
+    return linear_in_float8(input, weight, linear.bias, float8_weight)
