@@ -149,7 +149,7 @@ def test_linears_in_float8_run_between_graphs() -> None:
     graphs, answers = Graphs(), []
     with float8_on_cpus(), World(Layout(ranks=1)) as world:
         for compiled in ("none", "layers"):
-            how = {"float8": "rows", "activation_checkpointing": "selective"}
+            how: dict[str, Any] = {"float8": "rows", "activation_checkpointing": "selective"}
             with graphs.counted():
                 answers.append(take_step(prepare(random_model(), world, compiled=compiled, **how), world, LENGTHS))
     assert worst(answers[1], answers[0]) == 0
