@@ -25,9 +25,9 @@ from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
 from longspan.model.float8 import products
-from longspan.model.float8.kept import KeptWeight
 from longspan.model.float8.products import linear_in_float8
 from longspan.model.float8.quantise import quantise_columns, quantise_rows
+from longspan.model.float8.weights import Float8Weight
 from longspan.plain_text import markdown_table
 from longspan.plan import plan_fixed
 
@@ -101,7 +101,7 @@ def time_linear(name: str, rows: int, flags: argparse.Namespace) -> Iterator[dic
     for fast in (True, False):
         before, products.FAST_SUMS = products.FAST_SUMS, fast
         kind = "float8 by rows" + ("" if fast == before else f", {'fast' if fast else 'float32'} sums")
-        yield about | {"kind": kind, "ms": timed(lambda x: linear_in_float8(x, weight, None, KeptWeight()))}
+        yield about | {"kind": kind, "ms": timed(lambda x: linear_in_float8(x, weight, None, Float8Weight()))}
         products.FAST_SUMS = before
     parts: dict[str, Callable[[], object]] = {
         "rows of x": lambda: quantise_rows(x.detach()),

@@ -21,9 +21,9 @@ from longspan.attention.tiles_between import Mask
 from longspan.model.compiled_layers import BACKEND
 from longspan.model.experts.experts import gate_in_one_pass
 from longspan.model.experts.rows import Visits, spread_rows, sum_visits
-from longspan.model.float8.kept import KeptWeight
 from longspan.model.float8.products import linear_in_float8
 from longspan.model.float8.quantise import quantise_columns, quantise_rows
+from longspan.model.float8.weights import Float8Weight
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
 from longspan.ssm.kernels.convolutions import Before, Convolution, FirstRows, write_first
@@ -199,7 +199,7 @@ def float8_product(device: str, elements: int) -> Errors:
     """As wide as it is deep, so that its output has as many elements."""
     weight = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) * WIDTH**-0.5
     return row_errors(
-        lambda x, weight: linear_in_float8(x, weight, None, KeptWeight()), rows_of(elements, WIDTH, device), [weight]
+        lambda x, weight: linear_in_float8(x, weight, None, Float8Weight()), rows_of(elements, WIDTH, device), [weight]
     )
 
 

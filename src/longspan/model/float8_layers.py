@@ -16,8 +16,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import belongs_to_adapter
 from longspan.model.experts.moe import expert_modules, router_modules
-from longspan.model.float8.kept import keep_weights, kept_weight
 from longspan.model.float8.products import linear_in_float8
+from longspan.model.float8.weights import add_float8_weights, find_float8_weight
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import model_depths
 from longspan.model.mtp.names import PREFIX
@@ -130,11 +130,11 @@ def use_float8(model: PreTrainedModel) -> str:
     linears, experts = float8_linears(model), expert_modules(model)
     count = sum(linear.weight.numel() for linear in linears.values())
     for name, linear in linears.items():
-        keep_weights(linear, ["weight"])
+        add_float8_weights(linear, ["weight"])
         linear.forward = partial(_run_linear, linear, name)
     for module in experts.values():
         matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
-        keep_weights(module, matrices)
+        add_float8_weights(module, matrices)
         count += sum(matrices.values())
     layers = (*decoder_layers(model).values(), *model_depths(model))
     of_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
@@ -144,11 +144,11 @@ def use_float8(model: PreTrainedModel) -> str:
 
 def _run_linear(linear: nn.Linear, name: str, input: Tensor) -> Tensor:
     """Compute a linear's outputs from rows (…, K), with its weight as a tensor-parallel rank sees it."""
-    weight, kept = linear.weight, kept_weight(linear, "weight")
+    weight, float8_weight = linear.weight, find_float8_weight(linear, "weight")
     if any(width % MULTIPLE for width in weight.shape):
         raise ModelError(
             f"products in float8 need widths that {MULTIPLE} divides, and this rank's part of {name} is "
             f"{tuple(weight.shape)}; use another tp, or leave float8 out"
         )
-    assert kept is not None
-    return linear_in_float8(input, weight, linear.bias, kept)
+    assert float8_weight is not None
+    return linear_in_float8(input, weight, linear.bias, float8_weight)

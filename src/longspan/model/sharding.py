@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from longspan.comm import World
 from longspan.comm.groups.channel import wide
 from longspan.errors import ModelError
-from longspan.model.float8.kept import kept_weight, quantised_once
+from longspan.model.float8.weights import find_float8_weight, quantise_once
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
@@ -147,7 +147,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
     try:
-        with quantised_once(model):
+        with quantise_once(model):
             yield
     finally:
         for module in modules:
@@ -164,7 +164,7 @@ def gathered_bytes(model: nn.Module) -> int:
         modules = fsdp_modules(model)
         groups = _reduction_groups(modules) if all(module in _RESHARDS for module in modules) else ()
         _GATHERED_BYTES[model] = sum(
-            data.numel() * group.mesh_info.shard_mesh_size * _held_bytes(group, parameter)
+            data.numel() * group.mesh_info.shard_mesh_size * _number_bytes(group, parameter)
             for group in groups
             for parameter in group.fsdp_params
             for data in (parameter._sharded_param_data,)
@@ -172,11 +172,11 @@ def gathered_bytes(model: nn.Module) -> int:
     return _GATHERED_BYTES[model]
 
 
-def _held_bytes(group: Any, parameter: Any) -> int:
+def _number_bytes(group: Any, parameter: Any) -> int:
     """Return the bytes of a number of a parameter that passes hold: gathered, and in float8 if it is used so."""
     place = parameter._module_info
     gathered = group.mp_policy.param_dtype or parameter._sharded_param_data.dtype
-    return gathered.itemsize + (kept_weight(place.module, place.param_name) is not None)
+    return gathered.itemsize + (find_float8_weight(place.module, place.param_name) is not None)
 
 
 def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:

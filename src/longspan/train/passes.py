@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from longspan.comm import World, to_device
 from longspan.model.experts.router import RouterStatistics
-from longspan.model.float8.kept import quantised_once
+from longspan.model.float8.weights import quantise_once
 from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
@@ -199,7 +199,7 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     named = world.watch.naming("forward and backward passes", world.home.ranks)
     # Parameters that are whole for several passes are quantised once for all of them.
     stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or not fsdp_modules(model)
-    quantised = quantised_once(model) if stay_whole and len(batches) > 1 else nullcontext()
+    quantised = quantise_once(model) if stay_whole and len(batches) > 1 else nullcontext()
     with named, quantised, preserve_modes(model), torch.set_grad_enabled(backward):
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)

@@ -10,9 +10,9 @@ from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
 from longspan.model.float8 import products
-from longspan.model.float8.kept import KeptWeight
 from longspan.model.float8.products import experts_in_float8, linear_in_float8
 from longspan.model.float8.quantise import Scaled, quantise_columns, quantise_rows
+from longspan.model.float8.weights import Float8Weight
 from longspan.model.float8_layers import device_lack
 from longspan.plan import plan_fixed
 from longspan.train import run_step
@@ -63,7 +63,7 @@ def test_every_row_is_near_the_exact_product(
     x, dy = numbers(ROWS, widths[0]).requires_grad_(), numbers(ROWS, widths[1])
     linear = nn.Linear(*widths, device="cuda", dtype=torch.bfloat16)
     weight, bias = linear.weight, linear.bias
-    y = linear_in_float8(x, weight, bias, KeptWeight())
+    y = linear_in_float8(x, weight, bias, Float8Weight())
     dx, dw, db = torch.autograd.grad(y, (x, weight, bias), dy)
     wide_x, wide_dy, wide = x.detach().double(), dy.double(), weight.detach().double()
     of_numbers = (
@@ -91,7 +91,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(widths: tuple[int, int])
 
     def passes(take: slice) -> tuple[Tensor, Tensor]:
         rows = x[take].clone().requires_grad_()
-        y = linear_in_float8(rows, weight, None, KeptWeight())
+        y = linear_in_float8(rows, weight, None, Float8Weight())
         return y.detach(), torch.autograd.grad(y, rows, dy[take])[0]
 
     every, other = passes(slice(None)), dict[str, list[int]]()
@@ -115,7 +115,7 @@ def test_experts_by_grouped_products_are_those_one_by_one(transposed: bool) -> N
     weight = nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02)
     results = list[list[Tensor]]()
     for given in (counts, None):
-        y = experts_in_float8(x, weight, ends, given, transposed=transposed, kept=KeptWeight())
+        y = experts_in_float8(x, weight, ends, given, transposed=transposed, float8_weight=Float8Weight())
         results.append([y.detach(), *torch.autograd.grad(y, (x, weight), dy)])
     one_by_one, grouped = results
     assert worst_row(grouped[0], one_by_one[0].double()) <= 0.004
@@ -128,7 +128,7 @@ def test_experts_by_grouped_products_are_those_one_by_one(transposed: bool) -> N
         torch.tensor([0, 0, 7] + [7] * 5, device="cuda", dtype=torch.int32),
         None,
         transposed=transposed,
-        kept=KeptWeight(),
+        float8_weight=Float8Weight(),
     )
     assert torch.equal(alone, grouped[0][130:137])
 

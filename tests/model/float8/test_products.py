@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longspan.model.float8 import kept, products
-from longspan.model.float8.kept import KeptWeight
+from longspan.model.float8 import products, weights
 from longspan.model.float8.products import experts_in_float8, linear_in_float8
 from longspan.model.float8.quantise import quantise_columns, quantise_rows
+from longspan.model.float8.weights import Float8Weight
 from tests.model.float8.dense import DenseLinear, rounded
 
 
@@ -43,7 +43,7 @@ def test_a_linear_and_its_gradients_are_those_of_the_formula(bias: bool, trained
     weight = nn.Parameter(numbers(96, 128), requires_grad=trained)
     offset = nn.Parameter(torch.randn(96, dtype=torch.float64)) if bias else None
     leaves = [x, *[leaf for leaf in (weight, offset) if leaf is not None and leaf.requires_grad]]
-    y = linear_in_float8(x, weight, offset, KeptWeight())
+    y = linear_in_float8(x, weight, offset, Float8Weight())
     exact = DenseLinear.apply(x, weight) + (0.0 if offset is None else offset)
     pairs = zip((y, *torch.autograd.grad(y, leaves, dy)), (exact, *torch.autograd.grad(exact, leaves, dy)), strict=True)
     for result, expected in pairs:
@@ -57,7 +57,7 @@ def test_a_row_is_the_same_alone_and_next_to_any_other() -> None:
 
     def passes(take: Tensor) -> tuple[Tensor, Tensor]:
         rows = x[take].requires_grad_()
-        y = linear_in_float8(rows, weight, None, KeptWeight())
+        y = linear_in_float8(rows, weight, None, Float8Weight())
         return y.detach(), torch.autograd.grad(y, rows, dy[take])[0]
 
     y, dx = passes(torch.arange(50))
@@ -73,7 +73,7 @@ def test_experts_are_linears_of_their_rows(transposed: bool) -> None:
     x, dy = numbers(15, 64).requires_grad_(), numbers(15, 96)
     weight = nn.Parameter(numbers(4, 64, 96) if transposed else numbers(4, 96, 64))
     ends = loads.cumsum(0).to(torch.int32)
-    y = experts_in_float8(x, weight, ends, loads.tolist(), transposed=transposed, kept=KeptWeight())
+    y = experts_in_float8(x, weight, ends, loads.tolist(), transposed=transposed, float8_weight=Float8Weight())
     matrices = (matrix.t() if transposed else matrix for matrix in weight)
     pieces = [DenseLinear.apply(rows, w) for rows, w in zip(x.split(loads.tolist()), matrices, strict=True)]
     exact = torch.cat(pieces)
@@ -86,18 +86,21 @@ def test_a_weight_is_quantised_once_while_it_is_kept(monkeypatch: pytest.MonkeyP
     calls = list[str]()
 
     def counted(name: str):
-        quantise = getattr(kept, name)
+        quantise = getattr(weights, name)
         return lambda weight: calls.append(name) or quantise(weight)
 
     for name in ("quantise_rows", "quantise_columns"):
-        monkeypatch.setattr(kept, name, counted(name))
+        monkeypatch.setattr(weights, name, counted(name))
     model, x = nn.Linear(64, 64), torch.randn(3, 64, requires_grad=True)
-    kept.keep_weights(model, ["weight"])
-    here = kept.kept_weight(model, "weight")
-    assert here is not None and kept.kept_weight(model, "bias") is None
+    weights.add_float8_weights(model, ["weight"])
+    here = weights.find_float8_weight(model, "weight")
+    assert here is not None and weights.find_float8_weight(model, "bias") is None
     for keeps, count in ((False, 3), (True, 1), (False, 3)):
         calls.clear()
-        with kept.quantised_once(model if keeps else nn.Module()), kept.quantised_once(model if keeps else nn.Module()):
+        with (
+            weights.quantise_once(model if keeps else nn.Module()),
+            weights.quantise_once(model if keeps else nn.Module()),
+        ):
             results = [linear_in_float8(x, model.weight, None, here) for _ in range(3)]
             sum(results, torch.zeros(())).sum().backward()
             assert all(torch.equal(y, results[0]) for y in results)
@@ -109,7 +112,7 @@ def test_a_weight_is_quantised_once_while_it_is_kept(monkeypatch: pytest.MonkeyP
 
 def test_a_weight_that_changes_before_backward_is_an_error() -> None:
     linear, x = nn.Linear(64, 64), torch.randn(3, 64, requires_grad=True)
-    y = linear_in_float8(x, linear.weight, None, KeptWeight())
+    y = linear_in_float8(x, linear.weight, None, Float8Weight())
     with torch.no_grad():
         linear.weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"a weight \(64, 64\) that backward needs was changed in place"):
@@ -124,8 +127,8 @@ def test_a_layer_that_runs_again_leaves_out_its_last_product(monkeypatch: pytest
     up, down, x = nn.Linear(64, 128), nn.Linear(128, 80), torch.randn(5, 64, requires_grad=True)
 
     def layer(x: Tensor) -> Tensor:
-        inner = linear_in_float8(x, up.weight, up.bias, KeptWeight())
-        return linear_in_float8(inner.relu(), down.weight, down.bias, KeptWeight())
+        inner = linear_in_float8(x, up.weight, up.bias, Float8Weight())
+        return linear_in_float8(inner.relu(), down.weight, down.bias, Float8Weight())
 
     y = checkpoint(layer, x, use_reentrant=False)
     assert sizes == [128, 80]
@@ -139,7 +142,7 @@ def test_a_layer_that_runs_again_leaves_out_its_last_product(monkeypatch: pytest
 @pytest.mark.whole
 def test_compiled_linears_are_the_same_bits() -> None:
     torch.manual_seed(0)
-    weight, here = nn.Parameter(torch.randn(64, 64)), KeptWeight()
+    weight, here = nn.Parameter(torch.randn(64, 64)), Float8Weight()
 
     def compute(x: Tensor) -> Tensor:
         return linear_in_float8(x * 1.5, weight, None, here) + 1

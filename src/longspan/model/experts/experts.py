@@ -19,8 +19,8 @@ from torch.nn.functional import silu
 from transformers.integrations import moe
 
 from longspan.model.experts.rows import find_kernels
-from longspan.model.float8.kept import KeptWeight, kept_weight
 from longspan.model.float8.products import experts_in_float8
+from longspan.model.float8.weights import Float8Weight, find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
 _COLUMNS = 1024  # of a row, that a program has
@@ -100,32 +100,32 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     module: Any = experts
     first = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = _layer_weights(module, first), _layer_weights(module, "down_proj")
-    kept = kept_weight(module, first), kept_weight(module, "down_proj")
-    grouped = expert_kernel(x, up[0], down[0], float8=kept[0] is not None) == "grouped_mm"
+    float8 = find_float8_weight(module, first), find_float8_weight(module, "down_proj")
+    grouped = expert_kernel(x, up[0], down[0], float8=float8[0] is not None) == "grouped_mm"
     if not grouped:
         loads = Loads(loads.device, loads.host_counts())
     linear = partial(_multiply, loads=loads, grouped=grouped, transposed=module.is_transposed)
-    inner = linear(x, *up, kept[0])  # (S, 2 I), or (S, I) without a gate
+    inner = linear(x, *up, float8[0])  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
-    return linear(inner, *down, kept[1])
+    return linear(inner, *down, float8[1])
 
 
 def _multiply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kept: KeptWeight | None,
+    float8_weight: Float8Weight | None,
     *,
     loads: Loads,
     grouped: bool,
     transposed: bool,
 ) -> Tensor:
-    """Multiply rows by the matrices of their experts, in float8 where the weight is kept so, and add their biases."""
-    if kept is None:
+    """Multiply rows by the matrices of their experts, in float8 if the weight is used so, and add their biases."""
+    if float8_weight is None:
         return (_multiply_grouped if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
     ends = loads.device.cumsum(0).to(torch.int32)
     counts = None if grouped else loads.host_counts()
-    y = experts_in_float8(x, weight, ends, counts, transposed=transposed, kept=kept)
+    y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
     return y if bias is None else y + bias[_owners(ends, len(x))]
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.model.float8.kept import KeptWeight
 from longspan.model.float8.quantise import Scaled, quantise_rows
+from longspan.model.float8.weights import Float8Weight
 
 FAST_SUMS = True
 """Whether tensor cores add up products as they come, and not 128 at a time in float32: by far less than float8 rounds,
@@ -42,16 +42,16 @@ def multiply(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None = Non
     return y.to(dtype)
 
 
-def linear_in_float8(x: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptWeight) -> Tensor:
+def linear_in_float8(x: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight) -> Tensor:
     """Compute x W' + bias of rows x (…, K) and a weight (N, K), as torch's `linear`, in float8.
 
-    >>> y = linear_in_float8(x, layer.weight, layer.bias, KeptWeight())  # (…, N)
+    >>> y = linear_in_float8(x, layer.weight, layer.bias, Float8Weight())  # (…, N)
     """
     gradients = None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
         gradients = _Gradients.apply(x.detach(), weight, bias)
     plain_bias = None if bias is None else bias.detach()
-    return _Product.apply(x, gradients, weight.detach(), plain_bias, kept)  # pyright: ignore[reportReturnType]
+    return _Product.apply(x, gradients, weight.detach(), plain_bias, float8_weight)  # pyright: ignore[reportReturnType]
 
 
 class _Gradients(torch.autograd.Function):
@@ -80,15 +80,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gradients: Tensor | None, weight: Tensor, bias: Tensor | None, kept: KeptWeight
+        ctx: Any, x: Tensor, gradients: Tensor | None, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight
     ) -> Tensor:
-        ctx.kept = kept
+        ctx.float8_weight = float8_weight
         if torch.compiler.is_compiling():
             ctx.save_for_backward(weight)
         else:  # not saved: a layer that runs again would make its last product before it stops at what that saves
             ctx.weight, ctx.version = weight, weight._version
         rows = x.reshape(-1, x.shape[-1])
-        y = multiply(quantise_rows(rows), kept.rows(weight), x.dtype, bias)
+        y = multiply(quantise_rows(rows), float8_weight.rows(weight), x.dtype, bias)
         return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod
@@ -96,12 +96,12 @@ class _Product(torch.autograd.Function):
         of_rows = None
         if ctx.needs_input_grad[0]:
             rows = dy.reshape(-1, dy.shape[-1])
-            of_rows = multiply(quantise_rows(rows), ctx.kept.columns(_unchanged_weight(ctx)), dy.dtype)
+            of_rows = multiply(quantise_rows(rows), ctx.float8_weight.columns(_read_weight(ctx)), dy.dtype)
             of_rows = of_rows.view(*dy.shape[:-1], of_rows.shape[-1])
         return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def _unchanged_weight(ctx: Any) -> Tensor:
+def _read_weight(ctx: Any) -> Tensor:
     """Return the weight of the forward pass. Raises RuntimeError, as torch does, where it was changed since."""
     if torch.compiler.is_compiling():
         return ctx.saved_tensors[0]
@@ -118,14 +118,20 @@ def _unchanged_weight(ctx: Any) -> Tensor:
 
 
 def experts_in_float8(
-    x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None, *, transposed: bool, kept: KeptWeight
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    counts: Sequence[int] | None,
+    *,
+    transposed: bool,
+    float8_weight: Float8Weight,
 ) -> Tensor:
     """Multiply rows x (S, K), which lie expert after expert, with the matrices of their experts: (S, N).
 
     The matrices are (e, N, K), or (e, K, N) if `transposed`. `ends` (e,) in int32 is where the rows of each expert end.
     With `counts` of their rows there is one product for each expert, without them one grouped product of all.
     """
-    return _Experts.apply(x, weight, ends, counts, transposed, kept)  # pyright: ignore[reportReturnType]
+    return _Experts.apply(x, weight, ends, counts, transposed, float8_weight)  # pyright: ignore[reportReturnType]
 
 
 class _Experts(torch.autograd.Function):
@@ -137,11 +143,11 @@ class _Experts(torch.autograd.Function):
         ends: Tensor,
         counts: Sequence[int] | None,
         transposed: bool,
-        kept: KeptWeight,
+        float8_weight: Float8Weight,
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight, ends)
-        ctx.counts, ctx.transposed, ctx.kept = counts, transposed, kept
-        w = kept.columns(weight) if transposed else kept.rows(weight)
+        ctx.counts, ctx.transposed, ctx.float8_weight = counts, transposed, float8_weight
+        w = float8_weight.columns(weight) if transposed else float8_weight.rows(weight)
         return multiply_experts(quantise_rows(x), w, ends, counts, x.dtype)
 
     @staticmethod
@@ -149,7 +155,7 @@ class _Experts(torch.autograd.Function):
         x, weight, ends = ctx.saved_tensors
         dy, of_rows, of_weight = dy.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            w = ctx.kept.rows(weight) if ctx.transposed else ctx.kept.columns(weight)
+            w = ctx.float8_weight.rows(weight) if ctx.transposed else ctx.float8_weight.columns(weight)
             of_rows = multiply_experts(quantise_rows(dy), w, ends, ctx.counts, dy.dtype)
         if ctx.needs_input_grad[1]:
             left, right = (x, dy) if ctx.transposed else (dy, x)

@@ -11,11 +11,11 @@ from longspan.model.float8.quantise import Scaled, quantise_columns, quantise_ro
 _ATTRIBUTE = "float8_weights"
 
 
-class KeptWeight:
+class Float8Weight:
     """A weight in float8: its rows for forward, its columns for backward, each quantised when it is needed.
 
-    >>> kept = KeptWeight()
-    >>> kept.keep(True)  # what `rows` and `columns` make from now on stays, until kept.keep(False)
+    >>> float8_weight = Float8Weight()
+    >>> float8_weight.keep(True)  # what `rows` and `columns` make from now on stays, until keep(False)
 
     Inside what torch.compile made it is quantised in each pass.
     """
@@ -51,30 +51,30 @@ class KeptWeight:
         return columns
 
 
-def keep_weights(module: nn.Module, names: Iterable[str]) -> None:
+def add_float8_weights(module: nn.Module, names: Iterable[str]) -> None:
     """Make a module's parameters of these names ones that it computes with in float8."""
-    setattr(module, _ATTRIBUTE, {name: KeptWeight() for name in names})
+    setattr(module, _ATTRIBUTE, {name: Float8Weight() for name in names})
 
 
-def kept_weight(module: nn.Module, name: str) -> KeptWeight | None:
+def find_float8_weight(module: nn.Module, name: str) -> Float8Weight | None:
     """Return where a module's weight in float8 is kept; None where it does not compute in float8."""
-    kept: Mapping[str, KeptWeight] = vars(module).get(_ATTRIBUTE, {})
-    return kept.get(name)
+    weights: Mapping[str, Float8Weight] = vars(module).get(_ATTRIBUTE, {})
+    return weights.get(name)
 
 
 @contextmanager
-def quantised_once(model: nn.Module) -> Iterator[None]:
+def quantise_once(model: nn.Module) -> Iterator[None]:
     """Keep weights in float8 from their first product on, for passes between which no weight changes.
 
     A rank then holds a byte for each number of these weights, and after backward passes two. Nothing changes without
     float8.
     """
-    weights = [kept for module in model.modules() for kept in vars(module).get(_ATTRIBUTE, {}).values()]
-    weights = [kept for kept in weights if not kept.keeps]  # others are kept longer
-    for kept in weights:
-        kept.keep(True)
+    weights = [weight for module in model.modules() for weight in vars(module).get(_ATTRIBUTE, {}).values()]
+    weights = [weight for weight in weights if not weight.keeps]  # others stay longer
+    for weight in weights:
+        weight.keep(True)
     try:
         yield
     finally:
-        for kept in weights:
-            kept.keep(False)
+        for weight in weights:
+            weight.keep(False)
