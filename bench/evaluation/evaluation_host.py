@@ -37,7 +37,7 @@ from longspan.train.plans import query_heads
 
 MICRO_BATCHES = (1, 2, 4)
 VOCABULARY = 1024
-_OVER_RANKS = RowSums.over_ranks
+_OVER_RANKS = RowSums.sum_over_ranks
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def _evaluation(
         return _OVER_RANKS(sums, world, failed=failed)._replace(rows=targets)
 
     def run() -> Evaluation:
-        with patch.object(RowSums, "over_ranks", of_all_ranks):
+        with patch.object(RowSums, "sum_over_ranks", of_all_ranks):
             return evaluate(model, documents, choice, world)
 
     for _ in range(2):

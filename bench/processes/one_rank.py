@@ -1,7 +1,10 @@
 """A world of one process: rank 0 of any home, on torch's `fake` process group, whose exchanges complete at once."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longspan import Layout, World
@@ -13,11 +16,27 @@ from longspan.comm.watch import Watch
 from longspan.comm.world import _worlds
 
 
+class _Rounds:
+    """What all ranks' values come to if every other rank has none."""
+
+    def reduce(self, x: Tensor, *_: Any) -> Tensor:
+        """Return this rank's tensor."""
+        return x
+
+    def reduce_object(self, value: Any, *_: Any) -> Any:
+        """Return this rank's value."""
+        return value
+
+    broadcast_object = reduce_object
+
+
 class _Control(ControlGroup):
     """Host values over the same fake group: whatever is asked for of all ranks is this rank's."""
 
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
         self.home, self.plane, self._groups = home, plane, groups
+        rounds: Any = _Rounds()
+        self._rounds = self._rounds_of_plane = rounds
         group = groups.make_group(home.ranks, "control")
         assert group is not None
         self.group = group

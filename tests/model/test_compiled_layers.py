@@ -144,12 +144,27 @@ def test_layers_with_adapters_and_depths() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("preset", ["qwen3-tiny", "qwen3-moe-tiny"])
+def test_tiles_run_between_graphs(preset: str) -> None:
+    torch.compiler.reset()
+    graphs, answers = Graphs(), []
+    with World(Layout(ranks=1)) as world:
+        for compiled in ("none", "layers"):
+            how: dict[str, Any] = {"mlp_tile_rows": 16, "activation_checkpointing": "selective"}
+            with graphs.counted():
+                model = prepare(preset_model(preset), world, compiled=compiled, **how)
+                answers.append(take_step(model, world, LENGTHS))
+    assert worst(answers[1], answers[0]) <= 1e-12
+    assert 0 < graphs.made[1] <= 6
+
+
+@pytest.mark.whole
 def test_linears_in_float8_run_between_graphs() -> None:
     torch.compiler.reset()
     graphs, answers = Graphs(), []
     with float8_on_cpus(), World(Layout(ranks=1)) as world:
         for compiled in ("none", "layers"):
-            how = {"float8": "rows", "activation_checkpointing": "selective"}
+            how: dict[str, Any] = {"float8": "rows", "activation_checkpointing": "selective"}
             with graphs.counted():
                 answers.append(take_step(prepare(random_model(), world, compiled=compiled, **how), world, LENGTHS))
     assert worst(answers[1], answers[0]) == 0

@@ -23,6 +23,7 @@ from longspan.model.float8.weights import find_float8_weight, quantise_once
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
+_FSDP_MODULES: WeakKeyDictionary[nn.Module, list[FSDPModule]] = WeakKeyDictionary()  # of prepared models
 _GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
@@ -93,9 +94,17 @@ def shard_over_slots(
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """List every module that FSDP2 manages, children after parents; empty where parameters are not sharded."""
+    """List every module that FSDP2 manages, children after parents; empty where parameters are not sharded.
+
+    Those of a prepared model stay the same, and are listed once: an evaluation asks several times.
+    """
+    if (modules := _FSDP_MODULES.get(model)) is not None:
+        return modules
     inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
-    return [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
+    modules = [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
+    if "call_rules" in vars(model):  # what `prepare` leaves on it at last
+        _FSDP_MODULES[model] = modules
+    return modules
 
 
 @contextmanager
