@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
+# Operations of torch below have these in digits: torch.compile takes a number with a name for one that may change.
 LARGEST = 448.0  # number of e4m3
 _LEAST = 1e-30  # of a row's largest number: below, rows become zeros, and the factor stays finite
 _MOST_COLUMNS = 16384  # of a row that a program holds at once
@@ -64,7 +65,7 @@ def quantise_by_torch(x: Tensor) -> Scaled:
     >>> quantise_by_torch(torch.tensor([[1.0, -896.0]])).values.dtype
     torch.float8_e4m3fn
     """
-    most = x.abs().amax(-1, keepdim=True).float().clamp_min(_LEAST)
+    most = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-30)
     return Scaled((x.float() * _factors(most)).to(FLOAT8), _scales(most).squeeze(-1))
 
 
@@ -94,12 +95,12 @@ def quantise_columns(x: Tensor) -> Scaled:
 
 def _scales(most: Tensor) -> Tensor:
     """Return the scales of rows with these largest numbers."""
-    return most * (1 / 448.0)  # in digits: torch.compile takes a number with a name for one that may change
+    return most * (1 / 448.0)
 
 
 def _factors(most: Tensor) -> Tensor:
     """Return what makes the largest numbers of rows LARGEST: a quotient, not torch's rounded inverse times LARGEST."""
-    return torch.full_like(most, LARGEST) / most
+    return torch.full_like(most, 448.0) / most
 
 
 def _find_kernels(x: Tensor) -> Any:
