@@ -23,7 +23,6 @@ from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.prepare_model import compile_layers
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend
 from longspan.train import build_optimizer, run_step
@@ -243,11 +242,10 @@ def _train(run: Run, world: World, *, evaluates: bool = True) -> Trained:
         probe=False,
         reshard_after_forward=run.placement != "kept gathered",
         activation_checkpointing=run.placement == "recomputed",
+        compiled=run.placement == "compiled",
         virtual_stages=home.vpp,
         sequence_parallel=home.sequence_parallel,
     )
-    if run.placement == "compiled":
-        compile_layers(model)
     optimizer = build_optimizer(model, "sgd", lr=RATE)
     trained = Trained([], [], {})
     for number, (_, degree, way) in enumerate(run.steps):

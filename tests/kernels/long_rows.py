@@ -18,6 +18,7 @@ from longspan.attention import rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.tiles import Launch, Tile, Tiling
 from longspan.attention.tiles_between import Mask
+from longspan.model.compiled_layers import BACKEND
 from longspan.model.experts.experts import gate_in_one_pass
 from longspan.model.experts.rows import Visits, spread_rows, sum_visits
 from longspan.model.float8.products import linear_in_float8
@@ -99,6 +100,18 @@ def stock_rms_norm(device: str, elements: int) -> Errors:
     norm = nn.RMSNorm(WIDTH, device=device, dtype=torch.bfloat16)
     split_long_norms(norm)
     return row_errors(lambda x, weight: norm(x), rows_of(elements, WIDTH, device), [norm.weight])
+
+
+def compiled_rows(device: str, elements: int) -> Errors:
+    """Of the elementwise part of a layer, compiled for few rows first, as in a run."""
+    norm = RMSNorm(WIDTH).to(device, torch.bfloat16)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return x + F.silu(norm(x)) * x
+
+    compute = torch.compile(plain, dynamic=True, backend=BACKEND)
+    row_errors(compute, rows_of(64 * WIDTH, WIDTH, device), [norm.weight])
+    return row_errors(compute, rows_of(elements, WIDTH, device), [norm.weight])
 
 
 def layer_norm(device: str, elements: int) -> Errors:
@@ -393,8 +406,8 @@ def updates(device: str, elements: int) -> Errors:
 def cases() -> dict[str, Callable[[str, int], Errors]]:
     """Every case by its name."""
     of_rows = (
-        *(rms_norm, stock_rms_norm, layer_norm, formula_norm, gated_norm, product, swiglu, gelu, rotary),
         *(float8_product, float8_weights_of_experts),
+        *(rms_norm, stock_rms_norm, compiled_rows, layer_norm, formula_norm, gated_norm, product, swiglu, gelu, rotary),
         *(gate_of_experts, products_of_experts, visits, embedding, rows_by_index, softmax_of_logits, running_sums),
         *(sums_of_attention, first_rows_of_runs, faded_states, maps_of_runs, updates),
     )

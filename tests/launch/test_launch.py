@@ -50,6 +50,42 @@ def test_ranks_collect_garbage_and_pass_over_what_the_fork_server_imported() -> 
     assert enabled and frozen > 100_000 and gc.isenabled()
 
 
+USES_CUDA = """
+import os, sys, torch
+from longspan.launch.launch import run_local
+
+torch.cuda._is_in_bad_fork = lambda: True  # as in what is forked from a process that has used CUDA
+
+def name(rank, word):
+    return rank, word, os.getpid(), sys.argv[0], os.environ["RANK"], torch.get_num_threads(), os.getcwd()
+
+def fail(rank):
+    if rank == 1:
+        os._exit(7)
+    raise ValueError("rank 0 fails too")
+
+if __name__ == "__main__":
+    for row in run_local(name, 2, ("here",)):
+        print(*row)
+    try:
+        run_local(fail, 2)
+    except BaseException as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.whole
+def test_ranks_start_anew_where_the_fork_server_has_used_cuda(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(USES_CUDA)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    first, second, failure = done.stdout.splitlines()
+    assert first.split()[:2] == ["0", "here"] and second.split()[:2] == ["1", "here"], done.stderr
+    assert first.split()[4:] == ["0", "1", str(tmp_path)] and "with exit code 7" in failure, done.stdout
+    assert done.stderr.count("ranks take longer to start") == 2 and "rror" not in done.stderr
+
+
 def large(rank: int, rows: int) -> torch.Tensor:
     return torch.full((rows,), rank, dtype=torch.float64)
 

@@ -51,7 +51,7 @@ def test_the_lines_of_a_run_on_gpus() -> None:
         "data": "48,213 documents of 1,213,456,789 tokens, longest 131,072, 32 of them held out",
         "steps": "300, of which 100 are done, each of up to 262,144 tokens",
         "optimizer": "adamw, lr 1e-05 at most",
-        "report": "runs/moe/report.html when the run ends, or now: longspan report runs/moe",
+        "report": "runs/moe/report.html when the run ends; to watch it: longspan report runs/moe --follow",
     }
     resumed = dict(facts(sessions=[[0, 2], [9, 3], [1200, 1]]).lines())["resumed"]
     assert resumed == "at step 9 on 3 ranks, at step 1,200 on 1 rank"

@@ -35,6 +35,7 @@ from longspan.errors import ConfigError
 
 Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")
+_COMPILED = "--train.compiled"  # true or false before it was a choice
 _NUMBERS = {int: "an integer", float: "a number"}
 _FORMER = {f"--{old}": f"--{new}" for old, new in FORMER_KEYS.items()} | {"--cost": "--machine"}  # former flags
 _EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
@@ -139,6 +140,8 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
         kind = types.get(flag)
         if kind is bool and not equals and following not in _BOOLEANS:
             words += [flag, "True"] if "." in flag else [flag]  # as --parallel.sequence_parallel; --json
+        elif flag == _COMPILED and not equals and following.startswith("--"):
+            words += [flag, str(read_choice_word(True, kind))]
         elif _list_type(kind) is not None:
             behind = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[place:]))
             _check_list(flag, behind, kind)

@@ -1,6 +1,7 @@
-"""`longspan report`: the page of a run's folder, or of a saved plan. Imports no torch."""
+"""`longspan report`: the page of a run's folder, or of a saved plan; or a run that is followed. Imports no torch."""
 
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +17,36 @@ from longspan.report import plan_page, write_report
 
 @dataclass(frozen=True)
 class ReportFlags:
-    """Write one self-contained page about a run (report.html in its folder), or about a plan's JSON file."""
+    """Write one self-contained page about a run (report.html in its folder), or about a plan's JSON file.
+
+    With --follow, show a run while it trains instead: losses, tokens/s, the plan of the newest step, evaluations, saves
+    and ranks, on a page of this machine that renews itself. Its address has a key, and is printed. It ends with the
+    run, or with Ctrl-C, which leaves the run alone. For example:
+
+    longspan report runs/first --follow --port 8765
+    """
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|PLAN.json")]
     """A run's folder, or a plan as `longspan plan --json` prints it."""
     out: str = ""
     """Where to write the page of a plan; empty: next to the plan, as .html."""
+    follow: Switch = False
+    """Serve the page of a run that trains, or is about to, on 127.0.0.1, until the run has ended."""
+    port: int = 0
+    """With --follow: the port; 0: any free one. From another machine: ssh -L 8765:127.0.0.1:8765 HOST."""
     json: Switch = False
-    """Print {"report": PATH} on standard output."""
+    """Print {"report": PATH} on standard output; with --follow {"address": URL} at once, and {"state", "step", "steps"}
+    at the end."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     flags = parse_flags(ReportFlags, argv, "longspan report")
     target = Path(flags.target)
+    if flags.follow:
+        return _follow(target, flags)
+    if flags.port:
+        raise ConfigError(f"--port {flags.port} is for --follow; without it longspan report writes a file")
     if target.is_file():
         path = _plan_report(target, flags.out)
     elif flags.out:
@@ -38,6 +55,42 @@ def main(argv: Sequence[str]) -> int:
         path = write_report(target)
     print(json.dumps({"report": str(path)}) if flags.json else path)
     return 0
+
+
+def _follow(run_dir: Path, flags: ReportFlags) -> int:
+    """Serve the page of a run until that ends; returns the exit code."""
+    if run_dir.is_file() or flags.out:
+        raise ConfigError(f"--follow takes the folder of a run, and no --out; {run_dir} as a plan: leave --follow out")
+    if not 0 <= flags.port < 1 << 16:
+        raise ConfigError(f"--port is {flags.port}; give one from 1 to 65535, or 0 for any free one")
+    from longspan.report.follow import Follower
+
+    with Follower(run_dir, flags.port) as follower:
+        live = follower.records.read()
+        if live.state != "done":
+            state = "" if live.state == "running" else f" ({live.last_line()}; waits for one to begin)"
+            line = f"following {run_dir}{state}: {follower.address}\nCtrl-C ends this; the run goes on"
+            print(json.dumps({"address": follower.address}) if flags.json else line, flush=True)
+        try:
+            live = follower.wait()
+        except KeyboardInterrupt as interrupted:
+            if getattr(interrupted, "number", signal.SIGINT) != signal.SIGINT:
+                raise
+            live = follower.records.read()
+    end = {"state": live.state, "step": live.step, "steps": live.steps}
+    print(json.dumps(end) if flags.json else f"{live.last_line()}{_end_text(live.state, run_dir)}", flush=True)
+    return 0
+
+
+def _end_text(state: str, run_dir: Path) -> str:
+    """What a user may want next."""
+    match state:
+        case "running":
+            return ", and goes on"
+        case "done" | "stopped":
+            return f"; its page: {run_dir / 'report.html'}, or longspan report {run_dir}"
+        case _:
+            return ""
 
 
 def _plan_report(source: Path, out: str) -> Path:

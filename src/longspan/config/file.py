@@ -198,9 +198,11 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
 
 
 def read_choice_word(value: object, kind: Any) -> object:
-    """Return the word of a choice that true and false stand for: "full" and "none"."""
-    word = {True: "full", "true": "full", False: "none", "false": "none"}.get(value) if _is_word(value) else None
-    return word if get_origin(kind) is Literal and word in get_args(kind) else value
+    """Return the word of a choice that true and false stand for: "full" or "modules", and "none"."""
+    if get_origin(kind) is not Literal or not _is_word(value) or str(value).lower() not in ("true", "false"):
+        return value
+    words = ("full", "modules") if str(value).lower() == "true" else ("none",)
+    return next((word for word in words if word in get_args(kind)), value)
 
 
 def _is_word(value: object) -> bool:

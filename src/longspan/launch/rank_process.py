@@ -15,10 +15,10 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, util
+from multiprocessing import connection, spawn, util
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from longspan.errors import CommError
 from longspan.launch.orphans import stop_without_launcher
@@ -119,7 +119,17 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
     """Run a rank from its start to its end."""
     if not spec.folder.is_dir():  # the launcher was interrupted while it waited for this process
         os._exit(0)
-    _set_up_process(spec, out, err)
+    if _cuda_is_unusable():
+        _restart_process(spec, pipe, out, err)
+    parent = multiprocessing.parent_process()
+    _run_rank(spec, pipe, out, err, parent.sentinel if parent is not None else None)
+
+
+def _run_rank(
+    spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
+) -> NoReturn:
+    """Run a rank; `launcher` is a descriptor that becomes readable where its launcher has ended."""
+    _set_up_process(spec, out, err, launcher)
     if spec.task is not None:
         if not pipe.poll():  # nothing comes through it but its end, where the launcher was interrupted
             _answer_call(spec.rank, spec.task, pipe)
@@ -129,6 +139,59 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
     pipe.close()
     util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]  (of locks, such as tqdm's, and pools)
     os._exit(0)  # no destructor may wait for a rank that is gone
+
+
+def _cuda_is_unusable() -> bool:
+    """Return whether something that the fork server imported has used CUDA, which no process forked from it can then.
+
+    torchao does where there is a GPU, and transformers imports it where it is installed.
+    """
+    import torch
+
+    return torch.cuda._is_in_bad_fork()
+
+
+def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
+    """Become a new Python process, which imports everything itself, with the same number and open files."""
+    if spec.rank == 0:
+        os.write(err.number, b"ranks take longer to start: a module that they import uses CUDA as it is imported\n")
+    parent = multiprocessing.parent_process()
+    launcher = parent.sentinel if parent is not None else -1
+    file = spec.folder / f"rank-{spec.rank}.pickle"
+    with file.open("wb") as opened:  # the second may name what the first makes importable
+        pickle.dump(_main_module(), opened)
+        pickle.dump(spec, opened)
+    numbers = (pipe.fileno(), out.number, err.number, launcher)
+    for number in numbers:
+        if number >= 0:
+            os.set_inheritable(number, True)
+    program = f"import sys; sys.path[:] = {sys.path!r}; from longspan.launch import rank_process as process; "
+    program += "process.continue_restarted()"
+    os.execv(sys.executable, [sys.executable, "-c", program, str(file), *map(str, numbers)])
+
+
+def _main_module() -> dict[str, Any]:
+    """Return the folder and the program of the launcher, whose functions a task may name."""
+    main = sys.modules.get("__mp_main__")
+    found: dict[str, Any] = {"dir": str(Path.cwd())}
+    if main is not None and (spec := getattr(main, "__spec__", None)) is not None:
+        return found | {"init_main_from_name": spec.name}
+    path = getattr(main, "__file__", None)
+    return found | ({"init_main_from_path": path} if path else {})
+
+
+def continue_restarted() -> NoReturn:
+    """Run the rank that `_restart_process` has put into the arguments of this process."""
+    file, *numbers = sys.argv[1:]
+    pipe, out, err, launcher = map(int, numbers)
+    sys.argv[1:] = []
+    with Path(file).open("rb") as opened:
+        spawn.prepare(pickle.load(opened))
+        spec: Spec = pickle.load(opened)
+    for number in (pipe, out, err, launcher):
+        if number >= 0:
+            os.set_inheritable(number, False)
+    _run_rank(spec, connection.Connection(pipe), Descriptor(out), Descriptor(err), launcher if launcher >= 0 else None)
 
 
 def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
@@ -162,7 +225,7 @@ def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
             pipe.send_bytes(READY)
 
 
-def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor) -> None:
+def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int | None) -> None:
     """Put this process into a group of its own, with the launcher's output, environment and number of threads.
 
     Signals come only from the launcher then. What the fork server imported is no garbage: collections pass over it, and
@@ -179,8 +242,8 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor) -> None:
     log = (spec.folder / f"rank-{spec.rank}.txt").open("w")
     faulthandler.register(DUMP, file=log, all_threads=False)
     faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
-    if (parent := multiprocessing.parent_process()) is not None:
-        stop_without_launcher(lambda: connection.wait([parent.sentinel]), says=spec.rank == 0)
+    if launcher is not None:
+        stop_without_launcher(lambda: connection.wait([launcher]), says=spec.rank == 0)
     if spec.task is not None:  # before anything of torch is used
         os.environ.clear()
         os.environ.update(spec.task.environment)

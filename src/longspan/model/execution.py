@@ -21,7 +21,8 @@ class Execution:
 
     `calls` are the different ones, empty for a model that was not probed; `kernel` is the kernel requested by name;
     `mixers` counts state-space layers, `mixer_kernels` are the kernels requested for them. `float8` describes what
-    computes in float8, "" for nothing. `prepare` leaves it on the model.
+    computes in float8, "" for nothing, and `compiled` what torch.compile makes of the layers. `prepare` leaves it on
+    the model.
 
     >>> model_execution(prepare(model, world)).kernels
     ('cpu_flash',)
@@ -35,6 +36,7 @@ class Execution:
     mixers: int = 0
     mixer_kernels: tuple[str, ...] = ()
     float8: str = ""
+    compiled: str = ""
 
     @property
     def kernels(self) -> tuple[str, ...]:

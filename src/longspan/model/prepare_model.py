@@ -24,14 +24,11 @@ from longspan.model.adapters import (
 )
 from longspan.model.exactness.adapter_rules import configuration_reasons, layer_reasons
 from longspan.model.exactness.row_trial import try_rows_at_first_call
-from longspan.model.layers import decoder_layers
 from longspan.model.lora.without_adapter import redirect_peft_model
-from longspan.model.mtp.depths import model_depths
 from longspan.model.multimodal.checks import check_encoder_home
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import PrepareOptions, prepare_language_model
-from longspan.model.seams.forwards.norms import runs_in_one_pass
 from longspan.model.take_apart import take_apart_or_undo
 from longspan.model.vision.join import IMAGE, EncoderHome, join_parts
 from longspan.model.weights.fill import find_deferred_weights
@@ -101,6 +98,9 @@ def prepare(
     `fused_norms` runs RMS norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can.
     `float8="rows"` multiplies in float8 in the linears and experts of decoder layers, with one scale a row; gradients
     of weights, head, norms, routers and adapters stay in bfloat16 (docs/precision.md).
+    `compiled` is "layers" (each decoder layer as two halves around attention, by torch.compile), "modules" or True (its
+    norms and MLPs), "auto" (layers on GPUs without tensor parallelism, of models whose hidden states have
+    1024 features or more), or "none".
     `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches `attend`; the
     model's first pass then shows it, and raises ModelError.
 
@@ -182,15 +182,3 @@ def _encoder_reasons(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterator[
             f"lora_dropout is {adapter.dropout:g}, and the encoder's {tp} tensor-parallel ranks would drop different "
             "inputs; use tp 1"
         )
-
-
-def compile_layers(model: PreTrainedModel | PipelineModel) -> None:
-    """Compile the norms and MLPs inside a prepared model's decoder layers, in place, for any number of rows.
-
-    Norms that run by a kernel of our own are left as they are.
-    """
-    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
-    for layer in (layer for stage in stages for layer in (*decoder_layers(stage).values(), *model_depths(stage))):
-        for inner in layer.modules():
-            if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
-                inner.compile(dynamic=True)

@@ -18,6 +18,7 @@ from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
 from longspan.model.adapters import unwrap_model
+from longspan.model.compiled_layers import compile_layers, leave_norms, read_compiled
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
@@ -62,6 +63,7 @@ class PrepareOptions:
     mixer_kernels: tuple[str, ...] = ()
     fused_norms: Literal["auto", "on", "off"] = "auto"
     float8: Literal["", "rows"] = ""
+    compiled: bool | str = "none"
     probe: bool = True
     virtual_stages: int = 1
     pipeline_schedule: str = "1f1b"
@@ -115,10 +117,13 @@ def prepare_language_model(
     if options.fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {options.fused_norms!r}; use 'auto', 'on' or 'off'")
     peft_model, model = model, unwrap_model(model)
+    compiled = read_compiled(options.compiled, model, world.device, world.home.tp)
 
     def connect_layers(model: PreTrainedModel) -> None:
         check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)
         _choose_norms(model, options.fused_norms, world.device)
+        if compiled == "layers":
+            leave_norms(model)
         _connect_layers(model, options.mixer_kernels)
 
     if options.float8 and isinstance(model, PreTrainedModel):  # ranks' devices may differ
@@ -148,7 +153,8 @@ def prepare_language_model(
     setattr(prepared, HOST_OFFLOAD, offload)
     if weights is not None:
         weights.fill_weights(models, world)
-    _check_every_call(prepared, rules, execution)
+    parts = compile_layers(models, compiled)
+    _check_every_call(prepared, rules, replace(execution, compiled=str(parts)))
     if evidence.adapter is not None:
         prepared.adapter = evidence.adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         redirect_peft_model(peft_model, prepared)

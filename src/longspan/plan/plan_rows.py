@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from longspan.errors import PlanError
-from longspan.files import parse_json
+from longspan.files import parse_json, read_lines
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 
 _NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
 _SECONDS = ("predicted_seconds", "lower_bound_seconds")
+MOST_BYTES = 64 << 20  # of a line
+_MOST_SLOTS, _MOST_PLACES = 1 << 20, 1 << 24  # of a row that is read, whose groups name ranges of slots
 
 
 def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
@@ -49,13 +51,49 @@ def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
         for number, line in enumerate(lines, 1):
             if not line.endswith("\n"):
                 return
-            try:
-                row = parse_json(line)
-                cost = Cost.from_json(row["cost"]) if "cost" in row else cost
-                plan = replace(_read_plan(row), cost=cost).check()
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-                raise PlanError(f"{path}, line {number} holds no plan: {type(error).__name__}: {error}") from error
-            yield int(row["step"]), plan
+            step, plan = read_plan_row(line, cost, f"{path}, line {number}")
+            cost = plan.cost
+            yield step, plan
+
+
+def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "the line") -> tuple[int, Plan]:
+    """Return the step and the checked plan of a line of plans.jsonl; `cost` is that of the row before.
+
+    Raises PlanError, which begins with `where`, for a line that holds no plan.
+    """
+    try:
+        row = parse_json(line)
+        cost = Cost.from_json(row["cost"]) if "cost" in row else cost
+        return int(row["step"]), replace(_read_plan(row), cost=cost).check()
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        raise PlanError(f"{where} holds no plan: {type(error).__name__}: {error}") from error
+
+
+def find_plan(path: str | Path, step: int) -> Plan | None:
+    """Return the plan of one step in a run's plans.jsonl, the last one of it; None where there is none.
+
+    Only two lines are read as JSON, and the others passed over. Raises PlanError for a line that holds no plan.
+
+    >>> find_plan("runs/first/plans.jsonl", 100)  # doctest: +SKIP
+    """
+    start, row, cost, cost_of_row = b'{"step":%d,' % step, b"", b"", b""
+    for line in read_lines(Path(path), MOST_BYTES):
+        if line is None or not line.endswith(b"\n"):
+            continue
+        if has_cost(line):
+            cost = line
+        if line.startswith(start):
+            row, cost_of_row = line, cost
+    if not row:
+        return None
+    where = f"{path}, step {step}"
+    before = read_plan_row(cost_of_row, where=where)[1].cost if cost_of_row else DEFAULT_COST
+    return read_plan_row(row, before, where)[1]
+
+
+def has_cost(line: bytes) -> bool:
+    """Return whether a line of plans.jsonl has the cost of its plan, which is that of the lines after it too."""
+    return b'"cost":{' in line
 
 
 def group_counts(plan: Plan) -> list[dict[str, Any]]:
@@ -96,6 +134,9 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
     """Read the plan in a line of plans.jsonl, unchecked."""
     lengths: tuple[int, ...] = tuple(row["lengths"])
     kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]
+    degrees = (group[2] for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list))
+    if row["slots"] > _MOST_SLOTS or sum(degrees) > _MOST_PLACES:
+        raise ValueError(f"it has more than {_MOST_SLOTS:,} slots, or groups of more than {_MOST_PLACES:,} in all")
     batches = (MicroBatch(tuple(_read_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
     values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
     return Plan(lengths=lengths, micro_batches=tuple(batches), **values)

@@ -40,6 +40,7 @@ class Series:
 class Chart:
     """What to draw, in data units. `references` are horizontal lines with a label; `zero` puts 0 on the y axis.
 
+    `events` are vertical lines at an x, with words at their foot ("": none); those outside of the curves are left out.
     `x_names` name x 0, 1, 2 and so on, in place of numbers; `notes` are words below a point (x, y).
     """
 
@@ -50,6 +51,7 @@ class Chart:
     width: int = 370
     height: int = 190
     references: tuple[tuple[float, str], ...] = ()
+    events: tuple[tuple[float, str], ...] = ()
     notes: tuple[tuple[float, float, str], ...] = ()
     x_names: tuple[str, ...] = ()
     y_format: Format = "number"
@@ -96,6 +98,7 @@ def chart_svg(chart: Chart) -> str:
 
 def _chart_elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
     yield _draw_axes(chart, frame)
+    yield from _draw_events(chart, frame)
     yield from _draw_curves(drawn, frame)
     yield _draw_references(chart, frame)
     yield from _draw_notes(chart, frame)
@@ -195,6 +198,20 @@ def _draw_references(chart: Chart, frame: _Frame) -> str:
         parts.append(tag("path", class_="reference", d=f"M{frame.left} {y:.1f}H{frame.right}"))
         parts.append(label(words, frame.right - 2, y + (14 if below else -6), "end", "label halo"))
     return "".join(parts)
+
+
+def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
+    """Lines over the whole height; their words at the foot, to the side that has room, none over those before."""
+    free = frame.left
+    for x, words in sorted(chart.events):
+        if not frame.x[0] <= x <= frame.x[1]:
+            continue
+        at, width = float(frame.to_x(x)), CHARACTER * len(words)
+        yield tag("path", class_="reference", d=f"M{at:.1f} {frame.top}V{frame.bottom}")
+        start = at + 4 if at + 4 + width <= frame.right else at - 4 - width
+        if words and start >= free:
+            yield label(words, start, frame.bottom - 6, "start", "label halo")
+            free = start + width
 
 
 def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:

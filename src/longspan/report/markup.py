@@ -33,7 +33,7 @@ def text(value: object) -> str:
 
 def style_sheet() -> str:
     """The style of pages, for a drawing outside a page."""
-    return files("longspan.report").joinpath("page.css").read_text(encoding="utf-8")
+    return room_text("page.css")
 
 
 def section(title: str, *content: str) -> str:
@@ -65,18 +65,24 @@ PATTERNS = tag(
 )
 
 
-# The policy makes the browser refuse any request: what the page shows is in the page.
-_META = (
-    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    '<meta http-equiv="Content-Security-Policy" '
-    "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
-)
+# The policy makes the browser refuse any request: what the page shows, its images too, is in the page.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'"
+_META = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
 _TIP = tag("div", id="tip", role="status", aria_live="polite", hidden=True)
 
 
-def page(title: str, body: Sequence[str]) -> str:
-    """The page of these parts, with its style and script."""
-    script = files("longspan.report").joinpath("page.js").read_text(encoding="utf-8")
-    head = tag("title", text(title)) + tag("style", f"\n{style_sheet()}")
-    body = [PATTERNS, tag("main", *(f"\n{part}" for part in body)), _TIP, tag("script", f"\n{script}")]
-    return f'<!doctype html>\n<html lang="en"><head>{_META}{head}</head>\n<body>{"".join(body)}</body></html>\n'
+def page(title: str, body: Sequence[str], *, script: str = "", nonce: str = "") -> str:
+    """The page of these parts, with its style and script.
+
+    A page that a server sends has a `script` more, and a `nonce` that its scripts carry: its policy is the server's.
+    """
+    policy = "" if nonce else f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    head = _META + policy + tag("title", text(title)) + tag("style", f"\n{style_sheet()}")
+    program = f"\n{room_text('page.js')}{script}"
+    body = [PATTERNS, tag("main", *(f"\n{part}" for part in body)), _TIP, tag("script", program, nonce=nonce or None)]
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{"".join(body)}</body></html>\n'
+
+
+def room_text(name: str) -> str:
+    """The text of a style sheet or a script of this room."""
+    return files("longspan.report").joinpath(name).read_text(encoding="utf-8")

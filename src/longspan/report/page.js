@@ -131,7 +131,7 @@ function hideAll() {
   for (const crosshair of crosshairs) crosshair.hide();
 }
 
-const crosshairs = [...document.querySelectorAll("svg[data-chart]")].map((svg) => new Crosshair(svg));
+let crosshairs = [];
 
 // ---- plans
 
@@ -207,11 +207,18 @@ function keep(card, svg, unit) {
   template.content.append(svg.cloneNode(true));
 }
 
-document.querySelectorAll("svg.gantt").forEach(bindPlan);
-document.getElementById("plan-choice")?.addEventListener("change", showPlan);
-for (const button of document.querySelectorAll(".switch button")) {
-  button.addEventListener("click", () => {
-    document.querySelectorAll(".switch button").forEach((b) => b.setAttribute("aria-pressed", String(b === button)));
-    showPlan();
-  });
+// What is in `root` follows the pointer and the keys from now on; charts that have left the page do not any more.
+function bind(root) {
+  crosshairs = crosshairs.filter((crosshair) => crosshair.svg.isConnected);
+  for (const svg of root.querySelectorAll("svg[data-chart]")) crosshairs.push(new Crosshair(svg));
+  root.querySelectorAll("svg.gantt").forEach(bindPlan);
+  root.querySelector("#plan-choice")?.addEventListener("change", showPlan);
+  for (const button of root.querySelectorAll(".switch button")) button.addEventListener("click", () => showUnit(button.dataset.unit));
 }
+
+function showUnit(unit) {
+  document.querySelectorAll(".switch button").forEach((b) => b.setAttribute("aria-pressed", String(b.dataset.unit === unit)));
+  showPlan();
+}
+
+bind(document);

@@ -13,14 +13,21 @@ HEAD, FOOT = 68, 44  # above and below the drawing of a document: title and fact
 
 
 def plan_section(
-    plans: Sequence[tuple[str, Plan]], cost: Cost | None = None, took: Mapping[str, float | None] | None = None
+    plans: Sequence[tuple[str, Plan]],
+    cost: Cost | None = None,
+    took: Mapping[str, float | None] | None = None,
+    *,
+    median: str = "",
+    title: str = "Plan of a step",
 ) -> str:
     """Pictures of plans with a selector between them, in time and in rows; `took` is what a plan by name took.
 
-    The step that shows first is a usual one.
+    The step that shows first is the one whose time is the `median`, or else a usual one.
     """
-    first = _median_plan(plans)
-    options = (tag("option", text(name), value=i, selected=i == first) for i, (name, _) in enumerate(plans))
+    names = [name for name, _ in plans]
+    first = names.index(median) if median in names else _median_plan(plans)
+    words = [f"{name}, the median" if name == median else name for name in names]
+    options = (tag("option", text(name), value=i, selected=i == first) for i, name in enumerate(words))
     choice = tag("label", "plan ", tag("select", *options, id="plan-choice")) if len(plans) > 1 else ""
     buttons = (
         tag("button", "time", type="button", data_unit="seconds", aria_pressed="true"),
@@ -28,8 +35,8 @@ def plan_section(
     )
     units = tag("span", *buttons, class_="switch", role="group", aria_label="unit")
     cards = (_plan_card(i, plan, cost, (took or {}).get(name), i == first) for i, (name, plan) in enumerate(plans))
-    title, controls = tag("h2", "Plan of a step"), tag("div", choice, units, class_="controls")
-    return tag("section", title, controls, *cards, _plan_legend(), id="plans")
+    controls = tag("div", choice, units, class_="controls")
+    return tag("section", tag("h2", text(title)), controls, *cards, _plan_legend(), id="plans")
 
 
 def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:

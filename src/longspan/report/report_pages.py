@@ -80,7 +80,8 @@ def _run_body(run: RunFolder) -> list[str]:
             body = [*run_sections(run)]
             if run.plans:
                 took = {name: step_seconds(run, name) for name, _ in run.plans}
-                body.insert(-1 if run.config_text else len(body), plan_section(plans_at_run_speed(run), took=took))
+                plans = plan_section(plans_at_run_speed(run), took=took, median=run.median)
+                body.insert(-1 if run.config_text else len(body), plans)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"the records in {run.path} make no report ({type(error).__name__}: {error}): metrics.jsonl, run.json, "

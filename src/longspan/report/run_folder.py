@@ -18,6 +18,7 @@ from longspan.evaluation.result import PasskeyGrid
 from longspan.files import json_values, parse_json
 from longspan.plan import Plan
 from longspan.plan.cost.correction import PARTS
+from longspan.plan.plan_rows import find_plan
 from longspan.report.passkey import passkey_grids
 from longspan.run.facts import RunFacts
 from longspan.run.metrics_log import read_json_rows
@@ -166,7 +167,8 @@ MAX_PLANS = 8  # in the report; the first and last saved and some between
 class RunFolder:
     """A run's record: `train` holds a column per metric, one value a step, NaN where a step lacks it.
 
-    `evaluations` are those of every set, `final` the last ones of the held-out documents, at every degree.
+    `evaluations` are those of every set, `final` the last ones of the held-out documents, at every degree. `median` is
+    the name of the step whose time is the median of all, "" where none was measured.
     """
 
     path: Path
@@ -179,6 +181,7 @@ class RunFolder:
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     plans: tuple[tuple[str, Plan], ...] = ()
+    median: str = ""
     summary: dict[str, Any] = field(default_factory=dict)
     facts: RunFacts | None = None
     notes: tuple[str, ...] = ()
@@ -198,9 +201,10 @@ class RunFolder:
         rows, notes = _metric_rows(path)
         train = {int(row["step"]): row for row in rows if "loss" in row}  # a resumed run repeats steps: the last counts
         evaluations = {row.place: row for row in _evaluation_rows(rows, notes)}
-        plans, plan_notes = _read_plans(path / "plans")
-        summary = _read_json_object(path / "summary.json", notes)
-        config_text, config = _read_config(path, notes)
+        median = _median_step(train)
+        plans, plan_notes = _read_plans(path / "plans", median)
+        summary = read_json_object(path / "summary.json", notes)
+        config_text, config = read_config(path, notes)
         steps = sorted(train)
         return cls(
             path=path,
@@ -213,8 +217,9 @@ class RunFolder:
             config_text=config_text,
             config=config,
             plans=plans,
+            median=_step_name(median) if median else "",
             summary=summary,
-            facts=RunFacts.from_json(_read_json_object(path / "run.json", notes)),
+            facts=RunFacts.from_json(read_json_object(path / "run.json", notes)),
             notes=(*notes, *plan_notes),
         )
 
@@ -253,7 +258,7 @@ def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
     return tuple(row for row in rows if all(key in row for key in SAMPLE_KEYS) and isinstance(row["images"], list))
 
 
-def _read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
+def read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """The object in a file; empty if the file is missing or, with a note, damaged."""
     if not path.is_file():
         return {}
@@ -282,7 +287,7 @@ def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
             yield from [evaluation] if evaluation else []
 
 
-def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
+def read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     """The configuration as it was written, and its values if it can be read."""
     file = path / "config.toml"
     if not file.is_file():
@@ -295,22 +300,40 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return words, {}
 
 
-def _read_plans(folder: Path) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
-    """The saved plans by name, at most MAX_PLANS at even distances, and notes on damaged ones."""
+def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
+    """The step whose time is the median of those measured, the shorter of two; 0 where none was measured."""
+    times = sorted((seconds, step) for step, row in rows.items() if (seconds := number(row.get("seconds"))) > 0)
+    return times[(len(times) - 1) // 2][1] if times else 0
+
+
+def _read_plans(folder: Path, median: int) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
+    """The saved plans by name, at most MAX_PLANS at even distances, that of the median step, and notes on damaged ones.
+
+    That of the median step is in plans.jsonl, which has all.
+    """
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     if len(files) > MAX_PLANS:
         index = np.unique(np.linspace(0, len(files) - 1, MAX_PLANS).round().astype(int))
         files = [files[i] for i in index.tolist()]
-    plans, notes = [], []
+    plans, notes, rows = dict[str, Plan](), list[str](), folder.parent / "plans.jsonl"
     for file in files:
         try:
-            plans.append((_plan_name(file.stem), Plan.from_json(file.read_text(encoding="utf-8"))))
+            plans[_plan_name(file.stem)] = Plan.from_json(file.read_text(encoding="utf-8"))
         except (PlanError, UnicodeDecodeError, OSError) as error:
             notes.append(f"plans/{file.name} is left out: {error}")
-    return tuple(plans), notes
+    try:
+        if median and rows.is_file() and (plan := find_plan(rows, median)) is not None:
+            plans = {_step_name(median): plan} | plans
+    except (PlanError, OSError) as error:
+        notes.append(f"a plan of plans.jsonl is left out: {error}")
+    return tuple(plans.items()), notes
 
 
 def _plan_name(stem: str) -> str:
     """'step-000300' reads 'step 300'; other names stay."""
     kind, _, number = stem.rpartition("-")
     return f"{kind} {int(number):,}" if kind and number.isdecimal() else stem
+
+
+def _step_name(step: int) -> str:
+    return f"step {step:,}"

@@ -48,7 +48,19 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
         series.append(Series(name, x, y, 1 + place, "marks"))
     uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
     title, label = "Training and evaluation", "nats per predicted token"
-    return Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
+    chart = Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
+    return replace(chart, events=resume_events(run))
+
+
+def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
+    """Where the run was resumed: the step that was done, and words that name the ranks where their number changed."""
+    sessions = run.facts.sessions if run.facts is not None else ()
+    pairs = zip(((0, 0), *sessions), sessions, strict=False)
+    return tuple(
+        (step, f"resumed on {plural(ranks, 'rank')}" if ranks != before else "resumed")
+        for (_, before), (step, ranks) in pairs
+        if step
+    )
 
 
 def _evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
@@ -167,14 +179,13 @@ def run_sections(run: RunFolder) -> Iterator[str]:
 def _run_header(run: RunFolder) -> str:
     steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
     title = tag("p", "longspan", class_="brand") + tag("h1", text(run.name))
-    parts = [*_configuration_parts(run), steps + _ending_text(run)]
+    parts = [*configuration_parts(run), steps + _ending_text(run)]
     versions = run.summary.get("versions")
     version_texts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
     lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (parts, version_texts) if line)
     story = "; ".join(_outcome_text(run))
-    return tag(
-        "header", title, *lines, tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else ""
-    )
+    sentence = tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else ""
+    return tag("header", title, sentence, *lines)
 
 
 def _outcome_text(run: RunFolder) -> Iterator[str]:
@@ -201,7 +212,7 @@ def _ending_text(run: RunFolder) -> str:
     )
 
 
-def _configuration_parts(run: RunFolder) -> Iterator[str]:
+def configuration_parts(run: RunFolder) -> Iterator[str]:
     """What was trained on what, from the configuration."""
 
     def value(section: str, key: str) -> object:
@@ -240,7 +251,8 @@ def _figure_cards(run: RunFolder) -> str:
 
 def _small_figures(run: RunFolder) -> Iterator[str]:
     """Three charts a row, and at the end two, so that no row has one."""
-    charts = list(small_charts(run))
+    events = tuple((step, "") for step, _ in resume_events(run))
+    charts = [replace(chart, events=events) for chart in small_charts(run)]
     halves = {0: 0, 1: 4, 2: 2}[len(charts) % 3] if len(charts) > 1 else 0
     for chart in charts[: len(charts) - halves]:
         yield chart_figure(chart)

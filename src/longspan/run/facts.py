@@ -10,6 +10,8 @@ from typing import Any
 
 from longspan.errors import plural
 
+LOCK = "run.lock"  # in a run's folder; locked by the run that is at work in it
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
@@ -63,6 +65,7 @@ class RunFacts:
     evaluated: str = ""
     float8: str = ""
     mixers: str = ""
+    compiled: str = ""
     mtp: str = ""
     encoder: str = ""
     rows: str = ""
@@ -85,6 +88,7 @@ class RunFacts:
         optional = {
             "products": self.float8,
             "mixers": self.mixers,
+            "compiled": self.compiled,
             "mtp": self.mtp,
             "encoder": self.encoder,
             "rows": self.rows,
@@ -103,7 +107,7 @@ class RunFacts:
         yield "optimizer", f"{self.optimizer}, lr {self.lr:g} at most"
         yield (
             "report",
-            f"{self.report} when the run ends, or now: longspan report {Path(self.report).parent}",
+            f"{self.report} when the run ends; to watch it: longspan report {Path(self.report).parent} --follow",
         )
         if self.uncounted:
             yield "no MFU", f"model FLOPs are not counted: {self.uncounted}"

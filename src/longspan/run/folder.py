@@ -33,10 +33,9 @@ from longspan.errors import (
 )
 from longspan.files import naming_file
 from longspan.run.best import BestCheckpoint
+from longspan.run.facts import LOCK
 from longspan.run.refining import STATE
 from longspan.run.run_data import TrainingRun
-
-LOCK = "run.lock"
 
 
 @contextmanager

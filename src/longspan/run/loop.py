@@ -31,7 +31,8 @@ from longspan.plan import Plan, PlanAhead
 from longspan.plan.plan_rows import group_counts
 from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
-from longspan.run.folder import LOCK, Saves, run_lock
+from longspan.run.facts import LOCK
+from longspan.run.folder import Saves, run_lock
 from longspan.run.loggers import logger_classes
 from longspan.run.memory_short import memory_explained, record_history
 from longspan.run.metrics_log import read_metrics

@@ -47,6 +47,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         evaluated="\n".join(run.why_degrees),
         float8=execution.float8,
         mixers=_mixers_text(execution, run.world.device, config.context.partition),
+        compiled=execution.compiled,
         mtp=_mtp_text(config.mtp),
         encoder=_encoder_text(run),
         rows=run.why_partition,

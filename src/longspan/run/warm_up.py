@@ -23,6 +23,7 @@ from longspan.comm.watch import is_out_of_memory
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import synthetic_documents
 from longspan.errors import ConfigError, plural
+from longspan.model.compiled_layers import graphs_text
 from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Group, MicroBatch, Plan
@@ -197,6 +198,8 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     training.world.control.barrier("end of the warm-up")
+    if text := graphs_text():
+        log(text)
     log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {_memory_text(device)}")
 
 

@@ -29,9 +29,8 @@ from longspan.model.experts.router import RouterCoefficients
 from longspan.model.float8_layers import device_lack
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
-from longspan.model.multimodal.multimodal_model import MultimodalModel, find_language_model
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepare_model import compile_layers
 from longspan.model.take_apart import freeze_images
 from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
@@ -134,7 +133,7 @@ def prepare_run_model(
         check_model_fits(config, model, world, kind, training=training)
     computes_in = None if dtypes == {kind} else kind
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
-    prepared = prepare(
+    return prepare(
         whole,
         world,
         encoder=encoder,
@@ -145,12 +144,10 @@ def prepare_run_model(
         mixer_kernels=config.context.mixer_kernels,
         fused_norms=config.train.fused_norms,
         float8=_float8_products(config, world, training=training),
+        compiled=config.train.compiled,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
     )
-    if config.train.compiled:
-        compile_layers(find_language_model(prepared))  # pyright: ignore[reportArgumentType]
-    return prepared
 
 
 def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:

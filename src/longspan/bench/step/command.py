@@ -31,6 +31,12 @@ _NORMS = {
     "on": ", fused norms",
     "off": ", the model's own norms",
 }
+_COMPILED = {
+    "layers": ", compiled layers",
+    **dict.fromkeys(("modules", True), ", compiled norms and MLPs"),
+    **dict.fromkeys(("none", False), ""),
+    "auto": "",  # a record's execution says what it came to
+}
 
 
 def record_text(record: dict[str, Any]) -> str:
@@ -60,7 +66,7 @@ def _record_title(record: dict[str, Any]) -> str:
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
     offloaded = " offloaded" if record["offload"] else ""
     rows = f"{record['partition']} rows, " if record["partition"] != "zigzag" else ""
-    kernels = _NORMS[record["fused_norms"]] + (", compiled norms and MLPs" if record.get("compiled") else "")
+    kernels = _NORMS[record["fused_norms"]] + _COMPILED[record.get("compiled", "none")]
     recompute_text = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "

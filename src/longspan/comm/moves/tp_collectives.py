@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longspan.comm.groups.channel import EVENT_BYTES, Channel, _all_gather_single, wide
+from longspan.comm.shard import outside_graphs
 from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]
@@ -27,6 +28,7 @@ GATHER_GRADIENTS = "gather of gradients over tp"
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@outside_graphs
 def tp_copy(x: Tensor, world_key: int) -> Tensor:
     """Return the tensor, for a computation of which each rank does a part; backward sums the ranks' gradients."""
     if not torch.is_grad_enabled():
@@ -36,6 +38,7 @@ def tp_copy(x: Tensor, world_key: int) -> Tensor:
     )
 
 
+@outside_graphs
 def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
     """As `tp_copy`, for a parameter: a gradient in half precision is summed in float32 and rounded once."""
     if not torch.is_grad_enabled():
@@ -47,11 +50,13 @@ def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
     return _apply(x, lambda x: x.view_as(x), backward)
 
 
+@outside_graphs
 def tp_sum(x: Tensor, world_key: int) -> Tensor:
     """The sum of every rank's tensor; the gradient is identical and passes as it is."""
     return _apply(x, lambda x: _all_reduce(x, world_key, "sum over tp"), lambda gradient: gradient)
 
 
+@outside_graphs
 def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Tensor:
     """Join every rank's tensor end to end along `dim`.
 
@@ -67,6 +72,7 @@ def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Ten
     return _apply(x, lambda x: _all_gather(x, world_key, dim, "gather over tp"), backward)
 
 
+@outside_graphs
 def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
     """Join every rank's rows of a parameter; a partial gradient is summed as in `tp_copy_parameter`."""
 
@@ -77,6 +83,7 @@ def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
     return _apply(x, lambda x: _all_gather(x, world_key, 0, "gather of parameters over tp"), backward)
 
 
+@outside_graphs
 def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """Return this rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
     dim = dim % x.ndim
@@ -85,6 +92,7 @@ def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     )
 
 
+@outside_graphs
 def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """Return this rank's slice of the sum of every rank's tensor; backward gathers the slices' gradients."""
     dim = dim % x.ndim

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from longspan.comm import SequenceShard, World, raise_first_error, world_of
 from longspan.errors import ModelError
+from longspan.model.compiled_layers import is_compiled
 from longspan.model.exactness.class_trial import has_experts
 from longspan.model.exactness.observed_pass import COUNT, Key, ObservedPass, Precision, TrialRows, make_trial_rows
 from longspan.model.execution import model_execution
@@ -80,8 +81,7 @@ def _trial_modes(model: nn.Module) -> set[bool]:
 @contextmanager
 def _preserve_modes(model: nn.Module) -> Iterator[None]:
     """Restore modes of modules, and free what FSDP2 gathers; nothing is compiled inside."""
-    compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    with preserve_modes(model), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+    with preserve_modes(model), torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
         try:
             yield
         finally:

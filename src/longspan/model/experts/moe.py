@@ -26,6 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from longspan.comm import SequenceShard, World
 from longspan.comm.groups.channel import Channel
 from longspan.comm.moves.row_exchange import all_to_all_rows, exchange_counts
+from longspan.comm.shard import outside_graphs
 from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.model.experts.experts import Loads, run_experts
@@ -86,7 +87,7 @@ def use_experts(model: PreTrainedModel) -> None:
         if expert_modules(layer):
             mixers = [c for c in layer.children() if type(c).__name__.endswith("Attention") or is_mixer(c)]
             for child in mixers or layer.children():  # a layer of nothing but experts
-                child.register_forward_pre_hook(_note_layer_arguments, with_kwargs=True)
+                child.register_forward_pre_hook(_note_before_experts, with_kwargs=True)
     for router in router_modules(model).values():
         router.register_forward_hook(_record_routing)
     if hasattr(model.config, "output_router_logits"):
@@ -128,14 +129,22 @@ def router_statistics(
     return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=routers[0])
 
 
-def _note_layer_arguments(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Forward pre-hook of a layer: note its shard and sums of routers for the routers inside."""
+def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Forward pre-hook of what comes before experts: note what it is called with; a compiled layer did so before."""
+    if not torch.compiler.is_dynamo_compiling():
+        note_layer_arguments(kwargs)
+
+
+@outside_graphs
+def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Note a layer's shard and sums of routers, from its keyword arguments, for the routers and experts inside."""
     shard, router = kwargs.get("shard"), kwargs.get("router")
     if shard is None:
         shard, router = find_layer_shard(), find_layer_router()
     _layer_arguments.set(None if shard is None else _LayerArguments(shard, router))
 
 
+@outside_graphs
 def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """Forward hook of a router: record the routing of real rows; the outputs get the losses' gradient."""
     layer = _layer_arguments.get()
@@ -147,6 +156,7 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
     return (chosen, weights, logits) if experts_first else (logits, weights, chosen)
 
 
+@outside_graphs
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Stand in for transformers' experts function: rows (T, D), their experts and weights (T, k) to sums (T, D).
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
+from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, reads_other_modalities
 from longspan.model.seams.attention_record import Probe, RecordedCall, call_record, unknown_tensors
@@ -70,6 +71,7 @@ _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_lengt
 PARTS_OF_POSITIONS = (3, 4)  # time, height and width, or the place in the text before them
 
 
+@outside_graphs
 def sharded_attention(
     module: nn.Module,
     query: Tensor,

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from longspan.comm.shard import outside_graphs
+
 ROWWISE_LAYER_TYPES = ("mlp", "moe")  # types of layers in which rows do not meet, as Nemotron-H names them
 _SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
 _CONVOLUTION = "causal_conv1d_fn"
@@ -48,6 +50,17 @@ def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., An
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     mixer.forward = MethodType(copy, mixer)
+
+
+def run_outside_graphs(module: nn.Module) -> None:
+    """Have torch.compile end its graph before a call of this module and begin another one after it."""
+    vars(module)["forward_outside_graphs"] = module.forward
+    module.forward = MethodType(_forward_outside_graphs, module)
+
+
+@outside_graphs
+def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module.forward_outside_graphs(*args, **kwargs)
 
 
 def use_torch_operations(model: nn.Module) -> None:

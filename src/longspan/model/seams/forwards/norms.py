@@ -11,7 +11,7 @@ operations element by element, count in 64 bits; all of them are tried in `tests
 """
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from itertools import product
 
@@ -84,6 +84,13 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
     for norm, formula in fused:
         norm.forward = partial(_run_torch_kernel if formula == _PLAIN else _run_own_kernel, norm, formula)
     return len(fused)
+
+
+def use_class_norms(modules: Iterable[nn.Module]) -> None:
+    """Let norms among these modules run by their class's own code again, which a compiler fuses."""
+    for module in modules:
+        if getattr(vars(module).get("forward"), "func", None) in (_run_torch_kernel, _run_own_kernel, _norm_forward):
+            del module.forward
 
 
 def runs_in_one_pass(module: nn.Module) -> bool:

@@ -1,0 +1,123 @@
+"""What attention sees, and with which weights: rings, sinks, windows, odd lengths and positions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.attention import attend
+from longspan.comm import World, bind
+from longspan.doctor.zoo.dense import (
+    dense_attention,
+    draw_documents,
+    step_error,
+    tensor_error,
+    tiny_configuration,
+)
+from longspan.doctor.zoo.known_error import KnownError
+from longspan.plan.planners.fixed import plan_fixed
+
+
+def _attention_error(world: World, lengths: Sequence[int], *, cp_comm_type: str = "p2p", **mask: Any) -> float:
+    """Return the worst relative error of attention's output and of the gradients of queries, keys and values."""
+    shard = bind(plan_fixed(lengths, world.home, 2).micro_batches[0], world)
+    random = torch.Generator().manual_seed(0)
+    whole = [torch.randn(sum(lengths), n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2, 4)]
+    *leaves, slope = (x.requires_grad_() for x in whole)
+    out = dense_attention(*leaves, lengths, **mask)
+    exact = [out.detach(), *torch.autograd.grad(out, leaves, slope.detach())]
+    local = [shard.scatter(x.detach()).requires_grad_() for x in leaves]
+    out = attend(*_three(local), shard, cp_comm_type=cp_comm_type, **mask)
+    results = [out.detach(), *torch.autograd.grad(out, local, shard.scatter(slope.detach()))]
+    return max(tensor_error(result, shard.scatter(x)) for result, x in zip(results, exact, strict=True))
+
+
+def _three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = tensors
+    return q, k, v
+
+
+def _gradients_of_a_ring(world: World) -> float:
+    return _attention_error(world, (29, 12))
+
+
+def _odd_lengths(world: World) -> float:
+    """Take lengths that twice the degree does not divide, with and without a causal mask."""
+    masks = ({"causal": True}, {"causal": False})
+    return max(_attention_error(world, (7, 3, 1), **mask) for mask in masks)
+
+
+def _sinks_of_a_model(world: World) -> float:
+    config = tiny_configuration(
+        "GptOssConfig",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    return step_error(world, config, draw_documents())
+
+
+def _windows_of_a_model(world: World) -> float:
+    return step_error(world, tiny_configuration("MistralConfig", sliding_window=5), draw_documents())
+
+
+def _positions_of_packed_documents(world: World) -> float:
+    config = tiny_configuration("LlamaConfig")
+    return step_error(world, config, draw_documents((8, 16, 4, 12)))
+
+
+ERRORS = (
+    KnownError(
+        "gradients of ring attention",
+        "NVIDIA/Megatron-LM#1464",
+        happened="The thread measures relative errors of up to 1.2 in the gradients of queries, keys and values behind "
+        "attention that passes keys around a ring, where the forward pass agrees with one device.",
+        seen="The loss is right; only the gradients of a layer, compared with one device, are not.",
+        prevented="Backward walks the ring with the log-sum-exp of all rows, and tests compare every gradient with a "
+        "dense model in float64, for each type, degree and feature.",
+        check=_gradients_of_a_ring,
+    ),
+    KnownError(
+        "sinks swallowed",
+        "PrimeIntellect-ai/prime-rl#3397",
+        happened="The attention function for context parallelism ended in **kwargs, which took gpt-oss's sinks (s_aux) "
+        "and did nothing with them.",
+        seen="gpt-oss trains with context parallelism, with other attention weights than it was made with.",
+        prevented="Sinks are a named argument: they join the sum over all keys once, with their gradient. A tensor "
+        "that the attention function does not know is refused.",
+        check=_sinks_of_a_model,
+        pull=True,
+    ),
+    KnownError(
+        "windows dropped",
+        "huggingface/accelerate#4177",
+        happened="A hook on every attention module threw the layer's mask away and set is_causal: layers with a "
+        "sliding window or chunks were trained with full causal attention. Such models are refused since.",
+        seen="A plausible loss; beyond the window the model answers worse than before.",
+        prevented="The layer's own window reaches the kernel, and what a row sees follows from the shard and the "
+        "layer. A mask that would be lost is refused.",
+        check=_windows_of_a_model,
+        pull=True,
+    ),
+    KnownError(
+        "the last token of an odd length",
+        "NVIDIA/TransformerEngine#1930",
+        happened="Of a packed sequence of 7 tokens at cp 2, 7 // 2 · 2 = 6 were computed with; the last one was "
+        "ignored.",
+        seen="Outputs differ from those without context parallelism wherever a length is no multiple of the degree.",
+        prevented="Shares may be unequal: each row is in exactly one of them, and a document may have any length.",
+        check=_odd_lengths,
+    ),
+    KnownError(
+        "rotary positions of packed documents",
+        "NVIDIA/Megatron-LM#5243",
+        happened="With packed sequences and context parallelism, a rank's slices of later sequences took the rotary "
+        "angles of the first one: positions 0, 3, 0, 3 of a table where 0, 3, 4, 7 were meant.",
+        seen="A loss that is a little higher, growing with the number of documents in a pack.",
+        prevented="Each local row has its position inside its document, worked out with the rows themselves.",
+        check=_positions_of_packed_documents,
+        pull=True,
+    ),
+)

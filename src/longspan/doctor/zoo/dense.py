@@ -1,0 +1,141 @@
+"""What checks of the zoo compare with: tiny models and attention, dense and in float64, in one process.
+
+A model's answer is that of the unchanged transformers model to documents one by one; attention is written out with
+masks. Nothing here uses longspan's own layers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from longspan.comm import World
+from longspan.data.document import NO_TARGET, Document
+from longspan.doctor.stock import (
+    Answer,
+    collect_gradients,
+    gradient_errors,
+    loss_error,
+    make_stock_model,
+    missing_errors,
+    whole_float64,
+)
+from longspan.model import prepare
+from longspan.model.exactness.small_copies import make_tiny_model
+from longspan.plan import Plan
+from longspan.plan.planners.fixed import plan_fixed
+from longspan.train.step import StepResult, run_step
+
+VOCABULARY = 67
+LENGTHS = (13, 6, 22, 9)
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny_configuration(name: str = "Qwen3Config", **changes: Any) -> PreTrainedConfig:
+    """Return a configuration of a class of transformers at widths of tens, with changes."""
+    return getattr(transformers, name)(**(_SIZES | changes))
+
+
+def draw_documents(lengths: Sequence[int] = LENGTHS, mask: Callable[[int, int], bool] | None = None) -> list[Document]:
+    """Draw documents of random ids; `mask` says of a document's number and a position whether it is a target."""
+    random = np.random.default_rng(0)
+    documents = list[Document]()
+    for number, length in enumerate(lengths):
+        ids = random.integers(0, VOCABULARY, length)
+        flags = None if mask is None else [mask(number, position) for position in range(length)]
+        documents.append(Document(ids, loss_mask=flags))
+    return documents
+
+
+def plan_documents(documents: Sequence[Document], world: World, cp: int = 2, **options: Any) -> Plan:
+    """Plan documents at a degree, with the targets that they have."""
+    targets = sum(document.targets for document in documents)
+    return plan_fixed([len(d) for d in documents], world.home, cp, targets=targets, **options)
+
+
+def dense_log_probs(config: PreTrainedConfig, documents: Sequence[Document]) -> list[Tensor]:
+    """Compute the log-probability of each token (length,) of documents one by one; 0 for what is no target."""
+    with whole_float64(), torch.no_grad():
+        model = make_stock_model(config, torch.float64).eval()
+        return [_document_log_probs(model, document)[0] for document in documents]
+
+
+def dense_answer(config: PreTrainedConfig, documents: Sequence[Document]) -> Answer:
+    """Compute the mean cross entropy over all targets, and its gradients, of documents one by one."""
+    with whole_float64():
+        model: Any = make_stock_model(config, torch.float64)
+        targets = sum(document.targets for document in documents)
+        loss = torch.stack([-_document_log_probs(model, d)[0].sum() for d in documents]).sum() / targets
+        loss.backward()
+    return Answer(loss.item(), collect_gradients(model))
+
+
+def _document_log_probs(model: Any, document: Document) -> tuple[Tensor, Tensor]:
+    ids, labels = torch.from_numpy(document.ids), torch.from_numpy(document.labels())
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    predicted = labels[1:] != NO_TARGET
+    rows = -F.cross_entropy(logits, labels[1:].where(predicted, 0), reduction="none")
+    return F.pad(torch.where(predicted, rows, 0.0), (1, 0)), logits
+
+
+def make_model(config: PreTrainedConfig, world: World) -> Any:
+    """Make the same model as the dense one, prepared under the world's home."""
+    return prepare(make_tiny_model(config, torch.float64), world)
+
+
+def step_error(
+    world: World, config: PreTrainedConfig, documents: Sequence[Document], plan: Plan | None = None, **options: Any
+) -> float:
+    """Return the worst relative error of a step's loss and of every gradient from the dense model's."""
+    answer = dense_answer(config, documents)
+    with whole_float64():
+        model = make_model(config, world)
+        result = run_step(model, plan or plan_documents(documents, world), documents, world, **options)
+    return max(loss_error(result.loss, answer.loss), model_error(model, answer, world), _norm_error(result, answer))
+
+
+def model_error(model: Any, answer: Answer, world: World) -> float:
+    """Return the worst relative error of a model's gradients, over all ranks; infinite for one that is missing."""
+    errors = gradient_errors(collect_gradients(model), answer)
+    names = {name for of_rank in world.control.gather_objects([*errors], "names of gradients") for name in of_rank}
+    return max([*errors.values(), *missing_errors(names, answer).values()], default=float("inf"))
+
+
+def _norm_error(result: StepResult, answer: Answer) -> float:
+    return 0.0 if result.grad_norm is None else loss_error(result.grad_norm, answer.norm)
+
+
+def tensor_error(result: Tensor, exact: Tensor) -> float:
+    """Return the relative error of a tensor in its 2-norm; infinite for another shape and what is not finite."""
+    if result.shape != exact.shape:
+        return float("inf")
+    error = float((result - exact).norm() / exact.norm().clamp(min=1e-30))
+    return error if error == error else float("inf")
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, causal: bool = True) -> Tensor:
+    """Attend inside each document of packed rows by a mask: q (S, N, H), k, v (S, K, H) to (S, N, H)."""
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    rows = torch.arange(len(documents))
+    seen = documents[:, None] == documents
+    if causal:
+        seen &= rows <= rows[:, None]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qnh,knh->nqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("nqk,knh->qnh", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)

@@ -1,0 +1,238 @@
+"""Layers other than attention: state-space layers, routers, norms, depths of multi-token prediction, kernels' offsets."""
+
+import ast
+from collections.abc import Sequence
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan.comm import World, bind
+from longspan.doctor.stock import (
+    ROUTER,
+    collect_gradients,
+    compute_stock_answer,
+    loss_error,
+    whole_float64,
+)
+from longspan.doctor.zoo.dense import (
+    draw_documents,
+    make_model,
+    model_error,
+    plan_documents,
+    tensor_error,
+    tiny_configuration,
+)
+from longspan.doctor.zoo.known_error import KnownError
+from longspan.model import add_mtp, prepare
+from longspan.model.exactness.small_copies import make_tiny_model
+from longspan.model.seams.forwards.norms import fuse_norms
+from longspan.plan import Group, MicroBatch, Plan
+from longspan.plan.planners.fixed import plan_fixed
+from longspan.ssm import causal_conv, linear_scan
+from longspan.train.step import run_step
+from longspan.train.terms.mtp import MtpLoss
+
+_LENGTHS = (9, 14, 5)
+
+
+def _states_of_documents(world: World) -> float:
+    """Scan packed documents over two ranks, and each of them on its own, step by step."""
+    random, rows = torch.Generator().manual_seed(0), sum(_LENGTHS)
+    shapes = ((rows, 2, 4), (rows, 2, 4), (rows, 2, 3), (rows, 2, 1), (rows, 2))
+    q, k, v, g, beta = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in shapes)
+    inputs = (q, F.normalize(k, dim=-1), v, -g, beta)
+    borders = np.cumsum((0, *_LENGTHS)).tolist()
+    exact = torch.cat([_scan_document(*(x[a:b] for x in inputs)) for a, b in pairwise(borders)])
+    shard = bind(plan_fixed(_LENGTHS, world.home, 2).micro_batches[0], world)
+    out = linear_scan(*(shard.scatter(x) for x in inputs), shard)
+    return tensor_error(out, shard.scatter(exact))
+
+
+def _scan_document(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Run the gated delta rule over one document: (n, H, V)."""
+    state, outs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), list[Tensor]()
+    for t in range(len(q)):
+        state = state * g[t].exp().unsqueeze(-1)
+        change = beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+        state = state + torch.einsum("hk,hv->hkv", k[t], change)
+        outs.append(torch.einsum("hk,hkv->hv", q[t], state))
+    return torch.stack(outs)
+
+
+def _convolutions_of_documents(world: World) -> float:
+    """Convolve packed documents over two ranks, and each of them on its own."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in ((sum(_LENGTHS), 6), (6, 4)))
+    documents = x.split(_LENGTHS)
+    padded = [F.pad(document.T, (3, 0))[None] for document in documents]
+    exact = torch.cat([F.conv1d(columns, weight[:, None], groups=6)[0].T for columns in padded])
+    shard = bind(plan_fixed(_LENGTHS, world.home, 2).micro_batches[0], world)
+    return tensor_error(causal_conv(shard.scatter(x), weight, None, shard), shard.scatter(exact))
+
+
+def _losses_of_routers(world: World) -> float:
+    """Compare a step with balance and z losses of routers with transformers' own over all documents."""
+    config = tiny_configuration("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    documents = draw_documents()
+    with whole_float64():
+        answer = compute_stock_answer(config, [d.ids for d in documents], torch.float64, router=ROUTER)
+        model = make_model(config, world)
+        result = run_step(model, plan_documents(documents, world), documents, world, router=ROUTER)
+    losses = [loss_error(x, y) for x, y in zip(result.router or (), answer.routers, strict=True)]
+    return max(loss_error(result.loss, answer.loss), model_error(model, answer, world), *losses)
+
+
+def _depths_with(world: World, documents: Sequence[Any]) -> float:
+    """Compare gradients of a step with a depth of multi-token prediction at degree 2 with those of a single slot."""
+    numbers, lengths = tuple(range(len(documents))), tuple(map(len, documents))
+    one_slot = MicroBatch((Group((0,), numbers, lengths),))
+    plan = plan_documents(documents, world)
+    plans = (Plan(world.home.slots, lengths, (one_slot,), targets=plan.targets).check(), plan)
+    with whole_float64():
+        model = prepare(add_mtp(make_tiny_model(tiny_configuration(), torch.float64), 1), world)
+        gradients = list[dict[str, Tensor]]()
+        for each in plans:
+            run_step(model, each, documents, world, mtp=MtpLoss(0.3))
+            gradients.append(collect_gradients(model))
+            model.zero_grad()
+    return max(tensor_error(gradients[1][name], exact) for name, exact in gradients[0].items())
+
+
+def _depths_at_degree_two(world: World) -> float:
+    return _depths_with(world, draw_documents())
+
+
+def _depths_with_uneven_masks(world: World) -> float:
+    return _depths_with(world, draw_documents((24, 40), mask=lambda _, position: position < 11))
+
+
+def _formulas_of_norms(world: World) -> float:
+    """Compare the formulas that norms of two families run by with the norms' own code, weights far from 1."""
+    worst = 0.0
+    for name in ("GemmaConfig", "Qwen3Config"):
+        model = make_tiny_model(tiny_configuration(name), torch.float32)
+        fuse_norms(model)
+        fused = [x for x in model.modules() if isinstance(getattr(vars(x).get("forward"), "args", None), tuple)]
+        for norm in fused:
+            _, formula = vars(norm)["forward"].args
+            x = torch.linspace(-2, 3, norm.weight.numel(), dtype=torch.float64)  # pyright: ignore
+            weight: Any = norm.weight.detach().double()  # pyright: ignore[reportCallIssue]
+            eps = next(float(getattr(norm, key)) for key in ("variance_epsilon", "eps") if hasattr(norm, key))
+            exact = type(norm).forward(norm.double(), x)  # pyright: ignore[reportArgumentType]
+            worst = max(worst, _rounded_error(formula(x, weight, eps), exact))
+        worst = worst if fused else float("inf")
+    return worst
+
+
+def _rounded_error(result: Tensor, exact: Tensor) -> float:
+    """Return 0 where two results differ by rounding of float32 only, which norms compute in."""
+    error = tensor_error(result, exact.detach().to(result.dtype))
+    return 0.0 if error < 1e-6 else error
+
+
+def kernel_sources() -> dict[str, str]:
+    """Return the source of every Triton kernel of this package that asks which program it is, by file and name."""
+    root, sources = Path(str(files("longspan"))), dict[str, str]()
+    for path in sorted(root.rglob("*kernels.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                source = ast.unparse(node)
+                if "program_id" in source:
+                    sources[f"{path.name}: {node.name}"] = source
+    return sources
+
+
+def _offsets_of_kernels(world: World) -> float:
+    """Count the kernels that do not widen the number of a row, or of a head, before they multiply it by a stride."""
+    sources = kernel_sources()
+    return float(sum("tl.int64" not in source for source in sources.values())) if sources else float("inf")
+
+
+ERRORS = (
+    KnownError(
+        "states leak between packed documents",
+        "THUDM/slime#1686",
+        happened="In Qwen3-Next and Qwen3.5 the boundaries of packed samples reached the convolution, but not the "
+        "gated delta rule behind it: its state ran on from one sample into the next.",
+        seen="A sample's loss depends on what is packed before it, in linear-attention layers only.",
+        prevented="A chain of runs is one document's; the state before its first run is zero, on whichever rank that "
+        "run lies.",
+        check=_states_of_documents,
+        pull=True,
+    ),
+    KnownError(
+        "convolutions reach into the document before",
+        "NVIDIA-NeMo/Automodel#2147",
+        happened="The convolution of four taps in front of the delta rule did not know where samples begin: the last "
+        "three tokens of one bled into the first three of the next.",
+        seen="Outputs of packed samples differ from those of the same samples one by one (0.4 in the thread).",
+        prevented="A run fetches rows of its own document only, and zeros stand before its start.",
+        check=_convolutions_of_documents,
+        pull=True,
+    ),
+    KnownError(
+        "losses of routers without a gradient",
+        "NVIDIA-NeMo/Automodel#1412",
+        happened="The return value of the function that attaches the balance loss to the router's weights was "
+        "discarded; its gradient never reached the router.",
+        seen="The balance loss is logged, and experts stay unbalanced.",
+        prevented="The gradients of routers are compared with those of transformers' own loss over the same documents.",
+        check=_losses_of_routers,
+        pull=True,
+    ),
+    KnownError(
+        "losses of routers shrink with the ranks",
+        "NVIDIA/Megatron-LM#3769",
+        happened="The global balance loss divided by the tokens of all ranks twice, while its probabilities were those "
+        "of one rank: its gradient was too small by the data-parallel size.",
+        seen="The same coefficient balances less on more GPUs.",
+        prevented="Loads are summed over all slots before the first backward pass, and the divisor is the step's.",
+        check=_losses_of_routers,
+        pull=True,
+    ),
+    KnownError(
+        "weights of norms without their offset",
+        "linkedin/Liger-Kernel#74",
+        happened="A fused RMSNorm made for Llama was put into Gemma, whose norms multiply by 1 + weight.",
+        seen="A pretrained Gemma begins with a high loss, and learns its way out of it.",
+        prevented="What a norm computes is tried on a copy of it, and the kernel gets that formula; a norm of another "
+        "formula keeps its own code.",
+        check=_formulas_of_norms,
+    ),
+    KnownError(
+        "losses of later tokens divided by the degree",
+        "NVIDIA/Megatron-LM#3959",
+        happened="With context parallelism the count of micro-batches was inflated by its size; the balance loss made "
+        "up for that and the loss of multi-token prediction did not.",
+        seen="The depths learn less the higher the degree.",
+        prevented="A depth's loss is a sum over its targets in the step, divided once by their number.",
+        check=_depths_at_degree_two,
+        pull=True,
+    ),
+    KnownError(
+        "losses of later tokens divided by a rank's targets",
+        "NVIDIA/Megatron-LM#7452",
+        happened="Multi-token prediction divided by local token counts: with uneven counts a gradient was 14/3 where "
+        "4 is right (finding 3 of the thread, found by a checker of types).",
+        seen="The gradient of the depths depends on how documents lie on ranks.",
+        prevented="The targets of each depth are counted over all slots before the passes.",
+        check=_depths_with_uneven_masks,
+    ),
+    KnownError(
+        "offsets of 32 bits",
+        "linkedin/Liger-Kernel#1483",
+        happened="A Triton kernel multiplied a 32-bit program number by a stride: from 2^31 elements on the offset "
+        "wraps, and rows are read and written elsewhere. Mamba 2's scan had the same from 61K tokens "
+        "(state-spaces/mamba#1015).",
+        seen="Finite, plausible, wrong numbers in long sequences only.",
+        prevented="Kernels widen what they multiply by a stride to 64 bits. Without a GPU their source is read; with "
+        "one, tests run every kernel past 2^32 elements.",
+        check=_offsets_of_kernels,
+    ),
+)

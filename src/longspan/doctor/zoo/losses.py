@@ -1,0 +1,155 @@
+"""What a loss is divided by, and how gradients are summed: the commonest silent error of context parallelism.
+
+Each check compares a step over two ranks with the dense model in float64: the loss, its norm and every gradient.
+"""
+
+from longspan.comm import World
+from longspan.doctor.stock import collect_gradients, loss_error, whole_float64
+from longspan.doctor.zoo.dense import (
+    dense_answer,
+    dense_log_probs,
+    draw_documents,
+    make_model,
+    plan_documents,
+    step_error,
+    tiny_configuration,
+)
+from longspan.doctor.zoo.known_error import KnownError
+from longspan.layout import Layout
+from longspan.train.gradients import clip_grad_norm
+from longspan.train.step import run_step, token_log_probs
+
+TP = Layout(ranks=2, tp=2)
+
+
+def _step_at_degree_two(world: World) -> float:
+    return step_error(world, tiny_configuration(), draw_documents())
+
+
+def _same_norm_at_both_degrees(world: World) -> float:
+    """Return how far the gradient norms of degree 1 and 2 are from the dense one."""
+    config, documents = tiny_configuration(), draw_documents()
+    norm = dense_answer(config, documents).norm
+    with whole_float64():
+        model = make_model(config, world)
+        norms = list[float]()
+        for cp in (1, 2):
+            norms.append(run_step(model, plan_documents(documents, world, cp), documents, world).grad_norm or 0.0)
+            model.zero_grad()
+    return max(loss_error(value, norm) for value in norms)
+
+
+def _rank_without_targets(world: World) -> float:
+    """Mask all but the first tokens: at degree 2 in zigzag order the second rank has no target."""
+    documents = draw_documents((32, 40), mask=lambda _, position: position < 8)
+    return step_error(world, tiny_configuration(), documents)
+
+
+def _uneven_masks(world: World) -> float:
+    """Mask so that the ranks of a group have different numbers of targets."""
+    documents = draw_documents((24, 40), mask=lambda _, position: position < 9 or position % 5 == 0)
+    return step_error(world, tiny_configuration(), documents)
+
+
+def _several_micro_batches(world: World) -> float:
+    """Take micro-batches that hold very different numbers of targets."""
+    documents = draw_documents((30, 4, 3, 17))
+    plan = plan_documents(documents, world, max_tokens_per_slot=15)
+    return step_error(world, tiny_configuration(), documents, plan)
+
+
+def _sums_of_log_probs(world: World) -> float:
+    """Sum log-probabilities over ranks that hold the same rows, as those of tensor parallelism do."""
+    config, documents = tiny_configuration(), draw_documents()
+    sums = [float(x.sum()) for x in dense_log_probs(config, documents)]
+    with whole_float64():
+        model = make_model(config, world)
+        scores = token_log_probs(model, plan_documents(documents, world, 1), documents, world)
+    return max(loss_error(score, value) for score, value in zip(scores.sums.tolist(), sums, strict=True))
+
+
+def _clipped_gradients(world: World) -> float:
+    """Clip to half of the dense norm: the norm that is reported, and that of the gradients afterwards."""
+    config, documents = tiny_configuration(), draw_documents()
+    norm = dense_answer(config, documents).norm
+    with whole_float64():
+        model = make_model(config, world)
+        run_step(model, plan_documents(documents, world, 1), documents, world)
+        reported = clip_grad_norm(model, norm / 2, world)
+    clipped = sum(float(x.square().sum()) for x in collect_gradients(model).values()) ** 0.5
+    return max(loss_error(reported, norm), loss_error(clipped, norm / 2 * norm / (norm + 1e-6)))
+
+
+ERRORS = (
+    KnownError(
+        "loss times the degree",
+        "NVIDIA/Megatron-LM#673",
+        happened="The loss of a rank was multiplied by the size of its context-parallel group before gradients were "
+        "averaged over data and context parallel ranks; whether the two cancel was discussed for two years, with runs "
+        "in which they did not.",
+        seen="The gradient norm of tp 1, cp 4 is not that of tp 1, cp 1 on the same batch.",
+        prevented="A loss is a sum over targets, divided once by the plan's number of targets; gradients are a plain "
+        "sum over slots. The degree stands in neither.",
+        check=_step_at_degree_two,
+    ),
+    KnownError(
+        "gradients averaged over other ranks than the loss",
+        "NVIDIA/Megatron-LM#906",
+        happened="The loss was still scaled by the context-parallel size when gradients were already divided by the "
+        "size of the data-parallel group without context parallelism: dp 2 with cp 4 had other gradients than dp 8.",
+        seen="Gradients grow with the degree, and clipping hides it.",
+        prevented="FSDP2's divide factor is 1 and all slots are summed, whatever groups a plan has made of them.",
+        check=_same_norm_at_both_degrees,
+    ),
+    KnownError(
+        "nan on a rank without targets",
+        "NVIDIA/Megatron-LM#1764",
+        happened="Where all tokens of a rank's part of a sequence were masked, the rank divided its loss by a count of "
+        "0, and loss and gradients became nan.",
+        seen="A short answer behind a long prompt, or much padding, at a high degree: nan.",
+        prevented="No rank divides by what it holds itself. A rank without targets adds 0.",
+        check=_rank_without_targets,
+    ),
+    KnownError(
+        "loss divided by a rank's own targets",
+        "NVIDIA/Megatron-LM#7513",
+        happened="Each rank divided by its own count of valid tokens before gradients were averaged: with one valid "
+        "token, cp 2 halves the gradient and cp 4 takes a quarter (finding 9 of Megatron-LM#7452).",
+        seen="Training on masked chats depends on the degree and on where the answers lie.",
+        prevented="The divisor is the plan's; all ranks agree on the plan before the model runs, and the targets that "
+        "were counted are compared with it after each step.",
+        check=_uneven_masks,
+        pull=True,
+    ),
+    KnownError(
+        "mean of the means of micro-batches",
+        "PrimeIntellect-ai/prime-rl#583",
+        happened="Each micro-batch was divided by its own number of tokens instead of that of the whole batch.",
+        seen="Short micro-batches weigh as much as long ones, and the loss depends on how documents are packed.",
+        prevented="Every micro-batch of a step is divided by the same number, the targets of the step.",
+        check=_several_micro_batches,
+        pull=True,
+    ),
+    KnownError(
+        "metrics summed over ranks that hold the same",
+        "NovaSky-AI/SkyRL#1420",
+        happened="Every context-parallel rank had gathered the log-probabilities and computed the same policy loss; "
+        "summing it over these ranks doubled it, and the correction of gradients lacked the degree.",
+        seen="The policy loss is −57.36 where another backend has −28.43.",
+        prevented="Of ranks that hold the same rows one counts; all others add 0.",
+        check=_sums_of_log_probs,
+        pull=True,
+        home=TP,
+    ),
+    KnownError(
+        "gradient norm counts copies",
+        "NVIDIA-NeMo/RL#3788",
+        happened="The squared norm of every parameter was summed over tensor-parallel ranks; parameters that all of "
+        "them hold, such as norms of queries and keys, were counted as often as there are ranks.",
+        seen="The reported norm grows with tp, and gradients are clipped too much.",
+        prevented="The norm counts each element once, by the placement of its gradient.",
+        check=_clipped_gradients,
+        pull=True,
+        home=TP,
+    ),
+)

@@ -1,0 +1,50 @@
+"""The page docs/zoo.md, made from the records of the zoo: each error's thread, and its three sentences.
+
+python -m longspan.doctor.zoo.page docs/zoo.md
+"""
+
+import sys
+from pathlib import Path
+
+from longspan.doctor.zoo import GROUPS, KNOWN_ERRORS
+from longspan.doctor.zoo.known_error import KnownError
+
+_HEAD = """# Silent errors of others
+
+This page lists {count} errors that happened in other systems without a message, and why each of them cannot happen here. They are no blame: the
+threads are where people found, measured and mostly repaired them, and each of them could have been ours.
+
+```bash
+longspan doctor --zoo           # runs a check for each on this machine: two processes on the CPU, about a minute
+longspan doctor --zoo --json
+```
+
+A check computes in float64 and compares with a dense model or with integers: loss and every gradient within 1e-10. The exit code is 1 if one fails.
+The same checks are tests ([tests/zoo](../tests/zoo/test_zoo.py)), and each of them runs once more with the other system's error put into our source:
+it must fail then. What a thread says is as of September 2026; some of the errors are repaired. The text below is made from the records next to the checks
+([doctor/zoo](../src/longspan/doctor/zoo/__init__.py)).
+"""
+
+
+def zoo_page() -> str:
+    """Write the page."""
+    parts = [_HEAD.format(count=len(KNOWN_ERRORS))]
+    for title, errors in GROUPS.items():
+        parts.append(f"## {title}\n")
+        parts += [_entry_text(error) for error in errors]
+    return "\n".join(parts)
+
+
+def _entry_text(error: KnownError) -> str:
+    """Write one error: its name as a heading, and a line each for its thread, and for what is said of it."""
+    return (
+        f"### {error.name[0].upper()}{error.name[1:]}\n\n"
+        f"- Thread: [{error.thread}]({error.link})\n"
+        f"- What happened: {error.happened}\n"
+        f"- How it is seen: {error.seen}\n"
+        f"- Why not here: {error.prevented}\n"
+    )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(zoo_page(), encoding="utf-8")

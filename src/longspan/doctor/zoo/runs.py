@@ -1,0 +1,135 @@
+"""Whole runs: parameters that several ranks or stages share, the order of documents, and checkpoints."""
+
+import pickle
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from longspan.checkpoint.files import (
+    checkpoint_path,
+    complete_checkpoints,
+    create_partial,
+    partial_path,
+    publish_checkpoint,
+    remove_old_checkpoints,
+)
+from longspan.comm import World
+from longspan.data.step_order import StepOrder
+from longspan.doctor.zoo.dense import draw_documents, plan_documents, step_error, tiny_configuration
+from longspan.doctor.zoo.known_error import KnownError
+from longspan.layout import Layout
+from longspan.plan.planners.fixed import plan_fixed
+
+
+def _tied_embeddings(world: World) -> float:
+    documents = draw_documents()
+    config = tiny_configuration(tie_word_embeddings=True)
+    return step_error(world, config, documents, plan_documents(documents, world, 1))
+
+
+def _split_layers(world: World) -> float:
+    documents = draw_documents()
+    return step_error(world, tiny_configuration(), documents, plan_documents(documents, world, 1))
+
+
+def _make_order() -> StepOrder:
+    lengths = np.random.default_rng(0).integers(4, 40, size=60)
+    return StepOrder(lengths, tokens_per_step=96, seed=7, eval_documents=3)
+
+
+def _one_epoch(world: World) -> float:
+    """Count documents that one epoch leaves out or has twice before its last step, for homes of 1 to 8 slots."""
+    order = _make_order()
+    expected = set(range(60)) - set(order.evaluation)
+    wrong = 0
+    for slots, cp in ((1, 1), (8, 1), (8, 2), (8, 8)):
+        counts = Counter[int]()
+        last = order.steps_of_epochs(1.0) - 1
+        for step in range(last):
+            ids, plan = order.documents_of_step(step), plan_fixed(order.lengths_of_step(step), Layout(slots), cp)
+            counts.update(ids[d] for batch in plan.micro_batches for group in batch.groups for d in group.documents)
+        missing = expected - set(counts) - set(order.documents_of_step(last))
+        wrong += len(missing) + sum(count != 1 for count in counts.values())
+    return float(wrong)
+
+
+def _resumed_order(world: World) -> float:
+    """Count steps at which a resumed run would train on other documents, and epochs that repeat the first one's order."""
+    order = _make_order()
+    steps = order.steps_of_epochs(3.0)
+    whole = [order.documents_of_step(step) for step in range(steps)]
+    resumed = [pickle.loads(pickle.dumps(_make_order())).documents_of_step(step) for step in range(steps)]
+    epoch = 60 - len(order.evaluation)
+    stream = [document for step in whole for document in step]
+    repeated = sum(stream[:epoch] == stream[i * epoch : (i + 1) * epoch] for i in (1, 2))
+    return float(sum(a != b for a, b in zip(whole, resumed, strict=True)) + repeated)
+
+
+def _unfinished_save(world: World) -> float:
+    """Interrupt a save: the newest checkpoint is the one before it, and stays when old ones are removed."""
+    with tempfile.TemporaryDirectory(prefix="longspan-zoo-") as folder:
+        root = Path(folder)
+        first, second = (checkpoint_path(root, step) for step in (1, 2))
+        for path in (first, second):
+            create_partial(partial_path(path))
+        publish_checkpoint(partial_path(first), first, {"step": 1}, [])
+        newest = complete_checkpoints(root)[:1] == [first]
+        remove_old_checkpoints(root, keep=1)
+        return float(not newest or not first.is_dir())
+
+
+ERRORS = (
+    KnownError(
+        "tied embeddings over pipeline stages",
+        "NVIDIA/Megatron-LM#844",
+        happened="With a distributed optimizer gradients were reduced over data-parallel ranks before those of the "
+        "shared embedding were summed over the first and the last stage; partial sums were added up.",
+        seen="Copies of one embedding drift apart, or learn from a part of the batch.",
+        prevented="Copies of a shared parameter are summed over the stages that hold it, each element once; one of "
+        "them is trained.",
+        check=_tied_embeddings,
+        home=Layout(ranks=2, pp=2),
+    ),
+    KnownError(
+        "a sum over ranks without its gradient",
+        "modelscope/ms-swift#9947",
+        happened="The log-probability of a token was summed over tensor-parallel ranks by a plain all-reduce, which "
+        "autograd does not see: ranks without the token's part of the vocabulary got zero or wrong gradients.",
+        seen="Log-probabilities are right on all ranks, and the policy does not improve.",
+        prevented="Each collective over tensor-parallel ranks states its gradient, identical or partial, and has a "
+        "backward pass.",
+        check=_split_layers,
+        pull=True,
+        home=Layout(ranks=2, tp=2),
+    ),
+    KnownError(
+        "epochs times the degree",
+        "axolotl-ai-cloud/axolotl#3218",
+        happened="With context_parallel_size set, a run of the same configuration ended at epoch 5.42 instead of 0.84: "
+        "steps were counted as if each rank had data of its own.",
+        seen="Several times the epochs, and a schedule that does not fit the data.",
+        prevented="A step takes documents by the seed and its number; slots and degrees are no part of that.",
+        check=_one_epoch,
+    ),
+    KnownError(
+        "a resumed run repeats the first epoch's order",
+        "modelscope/ms-swift#10050",
+        happened="Resuming in a later epoch rebuilt the sampler with the seed of epoch 0: samples that were trained on "
+        "came again, and others never came.",
+        seen="Nothing, except a training loss that is a little too good after a restart.",
+        prevented="The documents of a step are computed from the seed and the step; there is no state to lose.",
+        check=_resumed_order,
+    ),
+    KnownError(
+        "the newest checkpoint is not there yet",
+        "KempnerInstitute/KempnerForge#102",
+        happened="An asynchronous save moved `latest` and removed older checkpoints as soon as it was dispatched; for "
+        "about a minute `latest` named a folder without its metadata.",
+        seen="Nothing, until the process dies in that minute: then no checkpoint can be loaded.",
+        prevented="A save is written under another name, and gets its own once every rank's files are durable; older "
+        "ones are removed only then.",
+        check=_unfinished_save,
+    ),
+)

@@ -1,0 +1,195 @@
+"""Decoder layers compiled by torch.compile: each as two halves around attention, or only its norms and MLPs.
+
+A layer's own forward is compiled, once for all layers of a kind and any number of rows from two on. What this package
+puts inside a layer (attention, mixers, experts, linears in float8, what crosses ranks) runs between the graphs, as it
+would without them: a dense layer is two graphs, one of experts four, and tensor parallelism adds one for each sum or
+gather. Elementwise passes, which are a sixth of a layer of Qwen3-8B's size over 16K rows, become few: norms and
+residuals, norms of heads and rotary angles, SwiGLU and its gradients.
+
+transformers runs the checkpoint of a recomputed layer around the layer's call (5.17) or inside its forward (5.23), and
+torch.compile around a checkpoint that has contexts compiles nothing, without a word. So graphs are always made within
+the checkpoint. Norms inside run by their class's own code, which the compiler fuses: in half precision it rounds once
+where that code rounds between operations.
+
+Not covered: layers whose forward was replaced on the instance; their norms and MLPs are compiled, and `CompiledParts`
+says so.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError, plural
+from longspan.model.experts.moe import expert_modules, note_layer_arguments
+from longspan.model.layers import decoder_layers
+from longspan.model.mtp.depths import MtpBlocks, model_depths
+from longspan.model.seams.forwards.norms import runs_in_one_pass, use_class_norms
+from longspan.model.seams.mixers import find_mixers, run_outside_graphs
+
+Compiled = Literal["auto", "layers", "modules", "none"]
+BACKEND = "inductor"
+RECOMPILES = 64  # kinds of layers that share a class, in training and in evaluation
+WIDE = 1024  # features of hidden states from which "auto" compiles: below, a layer's kernels take less than the host
+_IS_COMPILED = "is_compiled_layer"
+_FUNCTIONS = (FunctionType, MethodType)
+
+
+def read_compiled(word: bool | str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
+    """Return what `compiled` stands for: True is "modules", False "none", "auto" a choice for this model and device.
+
+    Raises ModelError for another word.
+
+    >>> read_compiled("auto", model, torch.device("cpu"))
+    'none'
+    """
+    word = ("modules" if word else "none") if isinstance(word, bool) else word
+    if word not in get_args(Compiled):
+        raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}, True or False")
+    if word == "auto":
+        chosen = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)  # others are refused
+        return "layers" if chosen and model.config.get_text_config().hidden_size >= WIDE else "none"
+    return cast(Compiled, word)
+
+
+@dataclass(frozen=True)
+class CompiledParts:
+    """How many layers are compiled around attention, how many only in norms and MLPs, and why these are not."""
+
+    layers: int = 0
+    in_modules: int = 0
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Say it in one line; "" where nothing is compiled."""
+        words = [f"{plural(self.layers, 'layer')} around attention"] if self.layers else []
+        if self.in_modules:
+            because = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+            words.append(f"norms and MLPs of {plural(self.in_modules, 'layer')}{because}")
+        return ", ".join(words)
+
+
+def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> CompiledParts:
+    """Compile the decoder layers of placed models, a rank's stages, in place; nothing is compiled before it is called.
+
+    >>> str(compile_layers([model], "layers"))
+    '36 layers around attention'
+    """
+    if word == "none":
+        return CompiledParts()
+    whole, in_modules, reasons = 0, 0, dict[str, None]()
+    for layer in _all_layers(models):
+        reason = "" if word == "modules" else _reason_against(layer)
+        if word == "layers" and not reason:
+            _compile_layer(layer)
+            whole += 1
+        else:
+            _compile_modules(layer)
+            in_modules += 1
+            reasons |= {reason: None} if reason else {}
+    return CompiledParts(whole, in_modules, tuple(reasons))
+
+
+def graphs_text() -> str:
+    """Return how many graphs this process has made, and in what time; "" if none. Its cache on disk takes some away."""
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    seconds = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
+    return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s" if graphs else ""
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether anything inside a model is compiled."""
+    return any(module._compiled_call_impl is not None or _IS_COMPILED in vars(module) for module in model.modules())
+
+
+def _all_layers(models: Iterable[PreTrainedModel]) -> Iterator[nn.Module]:
+    for model in models:
+        yield from decoder_layers(model).values()
+        for depth in model_depths(model):
+            yield from [*depth.mtp_block] if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]
+
+
+def _reason_against(layer: nn.Module) -> str:
+    """Return why a layer is not compiled around attention; "" if it is."""
+    if "forward" in vars(layer) or not inspect.isfunction(_own_forward(layer)):
+        return f"the forward of {type(layer).__name__.removeprefix('FSDP')} was replaced"
+    return ""
+
+
+def _compile_modules(layer: nn.Module) -> None:
+    """Compile the norms and MLPs inside a layer; norms that run by a kernel of our own are left as they are."""
+    for inner in layer.modules():
+        if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
+            inner.compile(dynamic=True, backend=BACKEND)
+
+
+def _compile_layer(layer: nn.Module) -> None:
+    """Compile the layer's own forward, around attention and whatever else runs outside of graphs."""
+    config: Any = torch._dynamo.config  # of the process, for what else is compiled in it too
+    config.nested_graph_breaks = True  # a call of attention ends one graph, not one for each function around it
+    config.recompile_limit = max(config.recompile_limit, RECOMPILES)
+    use_class_norms(_modules_in_graphs(layer))
+    # A forward that is an object, as that of a linear in float8, would be another graph in each layer.
+    replaced = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
+    for module in (*find_mixers(layer).values(), *replaced):
+        run_outside_graphs(module)
+    run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
+    pieces = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
+    setattr(layer, _IS_COMPILED, True)
+    layer.forward = partial(_run_within_checkpoint, pieces) if _checkpoints_in_forward(layer) else pieces
+
+
+def leave_norms(model: PreTrainedModel) -> None:
+    """Let norms in layers, but not in mixers, run by their class's own code: those that will be inside graphs."""
+    for layer in _all_layers([model]):
+        use_class_norms(_modules_in_graphs(layer))
+
+
+def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
+    """List the modules of a layer outside its mixers."""
+    outside = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
+    return [module for module in layer.modules() if module not in outside]
+
+
+def _own_forward(layer: nn.Module) -> Callable[..., Any]:
+    """Return the forward that the layer's class defines, without the checkpoints that transformers wraps around it."""
+    return inspect.unwrap(type(layer).forward)
+
+
+def _checkpoints_in_forward(layer: nn.Module) -> bool:
+    """Return whether the class's forward runs the checkpoint, as in transformers 5.23; in 5.17 the call does."""
+    return getattr(type(layer).forward, "__wrapped__", None) is not None
+
+
+class _LayerRun:
+    """A layer's forward, compiled: what `layer.forward` is called with, as the class has it."""
+
+    def __init__(self, layer: nn.Module, run: Callable[..., Any], *, has_experts: bool) -> None:
+        self.layer, self.run, self.has_experts = layer, run, has_experts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graphs, or for a single row, which would be a graph of its own, the class's code."""
+        if self.has_experts:
+            note_layer_arguments(kwargs)
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        if hidden.shape[1] == 1:
+            return _own_forward(self.layer)(self.layer, *args, **kwargs)
+        # FSDP2 gives a view in forward, and in recomputation by transformers 5.17 none: graphs are for one of them.
+        hidden = hidden.view_as(hidden)
+        if args:
+            return self.run(self.layer, hidden, *args[1:], **kwargs)
+        return self.run(self.layer, **kwargs | {"hidden_states": hidden})
+
+
+def _run_within_checkpoint(pieces: _LayerRun, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer, under its checkpoint where it has one, as its class's forward would."""
+    layer: Any = pieces.layer
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(partial(pieces, **kwargs), *args)
+    return pieces(*args, **kwargs)

@@ -1,0 +1,236 @@
+"""The parts of the page of a run that trains, each as markup that a browser puts in place of the one before."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from longspan.errors import plural
+from longspan.plain_text import bytes_text, number_text, seconds_text
+from longspan.plan.plan_rows import group_counts
+from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.evaluation_sections import HELD_OUT, chart_at_both_widths
+from longspan.report.follow.live_run import LiveRun
+from longspan.report.markup import page, room_text, section, tag, text
+from longspan.report.plan_section import plan_section
+from longspan.report.report_pages import plans_at_run_speed
+from longspan.report.run_page import LAST, configuration_parts, finite, loss_chart, resume_events
+from longspan.report.series import smooth
+
+EVALUATIONS = 12  # that are shown, the newest first
+RECENT = 20  # steps that an estimate is made of
+STALLED = 10  # times the median step, and half a minute at least, after which a step counts as late
+_WORDS = {"waiting": "waits", "running": "trains", "done": "done", "stopped": "stopped", "broken": "ended"}
+
+
+def live_page(live: LiveRun, *, nonce: str) -> str:
+    """The whole page, whose script asks for the parts that change."""
+    parts = (tag("div", markup, data_part=name) for name, markup in live_parts(live).items())
+    return page(live_title(live), [*parts], script=room_text("follow.js"), nonce=nonce)
+
+
+def live_title(live: LiveRun) -> str:
+    """What the browser shows on its tab."""
+    of = f"{live.step:,}/{live.steps:,}" if live.steps else f"{live.step:,}"
+    return f"{of} {_WORDS[live.state]} · {live.run.name} · longspan"
+
+
+def live_parts(live: LiveRun) -> dict[str, str]:
+    """The parts by name, in their order. A part that its records make impossible says so."""
+    parts: dict[str, Callable[[LiveRun], str]] = {
+        "status": _status,
+        "figures": _figure_cards,
+        "loss": _loss_section,
+        "plan": _plan_part,
+        "speed": _speed_section,
+        "evaluations": _evaluation_section,
+        "saves": _save_section,
+        "ranks": _rank_section,
+        "notes": _note_section,
+    }
+    with np.errstate(all="ignore"):
+        return {name: _markup_or_note(make, live, name) for name, make in parts.items()}
+
+
+def _markup_or_note(make: Callable[[LiveRun], str], live: LiveRun, name: str) -> str:
+    try:
+        return make(live)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        words = f"{name} cannot be shown: records hold values that no run writes ({type(error).__name__}: {error})"
+        return tag("p", text(words[:500]), class_="note")
+
+
+def _status(live: LiveRun) -> str:
+    """The name of the run, whether it is at work, and how far it is."""
+    title = tag("p", "longspan", class_="brand") + tag("h1", text(live.run.name))
+    state = tag("span", text(_WORDS[live.state]), class_=f"state {live.state}", role="status")
+    story = tag("p", state, text(" · ".join(_progress_words(live))), class_="story")
+    bar = tag("progress", max=live.steps, value=live.step, aria_label="steps") if live.steps else ""
+    parts = [*configuration_parts(live.run)]
+    return tag("header", title, story, bar, tag("p", text(" · ".join(parts)), class_="sub") if parts else "")
+
+
+def _progress_words(live: LiveRun) -> Iterator[str]:
+    if live.state != "running":
+        yield live.last_line()
+        if live.state == "waiting":
+            yield "this page shows one that begins"
+        elif live.state in ("done", "stopped"):
+            yield "its report is report.html in its folder"
+        return
+    of = f" of {live.steps:,}" if live.steps else ""
+    yield f"step {live.step:,}{of}" if live.step else f"sets up, before step 1{of}"
+    seconds = finite(live.run.train["seconds"])
+    usual = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
+    if usual > 0:
+        if live.steps > live.step:
+            yield f"about {seconds_text(usual * (live.steps - live.step))} of steps left"
+        if live.idle > max(30.0, STALLED * usual):
+            yield f"no step for {seconds_text(live.idle)}, where one takes {seconds_text(usual)}"
+
+
+def _figure_cards(live: LiveRun) -> str:
+    cards = [
+        tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
+        for name, value, detail in _figures(live)
+    ]
+    return tag("section", tag("dl", *cards, class_="cards live"), aria_label="key figures") if cards else ""
+
+
+def _figures(live: LiveRun) -> Iterator[tuple[str, str, str]]:
+    """Name, value and detail of the newest figures."""
+    train = live.run.train
+    loss, speed, seconds, peak = map(
+        finite, (train[n] for n in ("loss", "tokens_per_second", "seconds", "memory_bytes"))
+    )
+    if len(loss):
+        yield "training loss", f"{loss[-LAST:].mean():.4f}", f"mean of the last {plural(min(LAST, len(loss)), 'step')}"
+    if rows := live.run.held_out:
+        yield "evaluation loss", f"{rows[-1].loss:.4f}", f"after step {rows[-1].step:,}; degree {rows[-1].degree}"
+    if len(speed):
+        yield "tokens per second", number_text(float(np.median(speed[-RECENT:]))), _of_last(speed)
+    if len(seconds):
+        time = seconds_text(float(np.median(seconds[-RECENT:])))
+        yield "time of a step", time, f"{_of_last(seconds)}; {seconds_text(float(seconds.sum()))} in all"
+    if len(peak):
+        yield "peak memory", bytes_text(float(peak.max())), "of a process"
+
+
+def _of_last(values: np.ndarray) -> str:
+    return f"median of the last {plural(min(RECENT, len(values)), 'step')}"
+
+
+def _loss_section(live: LiveRun) -> str:
+    if not len(live.run.step) and not live.run.evaluations:
+        return ""
+    return section("Loss", *chart_at_both_widths(partial(loss_chart, live.run)))
+
+
+def _speed_section(live: LiveRun) -> str:
+    if not len(live.run.step):
+        return ""
+    charts = _column_chart(live, "Speed", "tokens_per_second", 0), _column_chart(live, "Time of a step", "seconds", 3)
+    figures = (chart_figure(chart, css_class="pair") for chart in charts if chart.series)
+    return section("Steps", tag("div", *figures, class_="grid-2"))
+
+
+def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
+    run, values = live.run, live.run.train[name]
+    window = max(5, len(values) // 60) if len(values) >= 100 else 1
+    faint = Series("each step", run.step, values, color, "faint" if window > 1 else "line")
+    lines = (faint, Series(f"averaged over {window} steps", run.step, smooth(values, window), color))
+    events = tuple((step, "") for step, _ in resume_events(run))
+    unit = "tokens per second" if name == "tokens_per_second" else "seconds"
+    return Chart(title, lines[: 2 if window > 1 else 1], unit, width=480, height=200, events=events, zero=True)
+
+
+def _plan_part(live: LiveRun) -> str:
+    """The plan of the newest step: its groups by degree and type as a table, and its picture."""
+    if live.plan is None:
+        return ""
+    step, plan = live.plan
+    name = f"step {step:,}"
+    took = live.run.train["seconds"][live.run.step == step]
+    seconds = float(took[0]) if len(took) and took[0] > 0 else None
+    shown = plans_at_run_speed(replace(live.run, plans=((name, plan),)))
+    rows = [
+        [str(row["degree"]), str(row["cp_comm_type"]) or "–", f"{row['count']:,}", f"{row['tokens']:,}"]
+        for row in group_counts(plan)
+    ]
+    table = _table(("degree", "type", "groups", "tokens"), rows)
+    picture = plan_section(shown, took={name: seconds}, title=f"Plan of {name}, the newest")
+    return section("Degrees and types", table) + picture
+
+
+def _evaluation_section(live: LiveRun) -> str:
+    rows = live.run.evaluations[::-1]
+    if not rows:
+        return ""
+    cells = [
+        [
+            f"{r.step:,}",
+            r.name or HELD_OUT,
+            r.degree,
+            f"{r.loss:.6f}",
+            r.perplexity,
+            f"{r.documents:,}",
+            f"{r.tokens:,}",
+        ]
+        for r in rows[:EVALUATIONS]
+    ]
+    note = f"The newest {EVALUATIONS} of {len(rows):,}." if len(rows) > EVALUATIONS else "The newest first."
+    names = ("step", "set", "degree", "loss", "perplexity", "documents", "tokens")
+    table = _table(names, cells, minor=("perplexity", "documents", "tokens"))
+    return section("Evaluations", tag("p", text(note), class_="note"), table)
+
+
+def _save_section(live: LiveRun) -> str:
+    """The checkpoints of the folder, and what the last saves took."""
+    lines = list[str]()
+    if live.checkpoints:
+        lines.append(f"in the folder: {', '.join(f'step {step:,}' for step in live.checkpoints)}")
+    if live.unfinished:
+        doing = "being written" if live.state == "running" else "not complete"
+        lines.append(f"{doing}: {', '.join(f'step {step:,}' for step in live.unfinished)}")
+    rows = [
+        [f"{save.step:,}", bytes_text(save.bytes), seconds_text(save.seconds), seconds_text(save.shown_seconds)]
+        for save in reversed(live.saves)
+    ]
+    table = _table(("known at step", "size", "written in", "training stood"), rows) if rows else ""
+    if not lines and not rows:
+        return ""
+    return section("Saves", *(tag("p", text(line), class_="note") for line in lines), table)
+
+
+def _rank_section(live: LiveRun) -> str:
+    """Who holds the folder, the ranks, and what the run said before its first step."""
+    facts = live.run.facts
+    items = [("at work", live.holder)] if live.holder else []
+    if facts is not None:
+        items += [("ranks", _rank_words(facts.home, facts.ranks))]
+        items += [(name, words) for name, words in facts.lines() if name not in ("report", "steps")]
+    if not items:
+        return ""
+    lines = (tag("dt", text(name)) + tag("dd", text(words)) for name, words in items)
+    return section("Ranks and run", tag("dl", *lines, class_="said"))
+
+
+def _rank_words(home: dict[str, int], ranks: int) -> str:
+    """How many ranks there are, in how many slots."""
+    of_slot = home.get("tp", 1) * home.get("pp", 1)
+    return f"{ranks:,} in {plural(home['slots'], 'slot')}" + (f" of {of_slot}" if of_slot > 1 else "")
+
+
+def _note_section(live: LiveRun) -> str:
+    if not live.notes:
+        return ""
+    return section("Notes", tag("ul", *(tag("li", text(note[:500])) for note in live.notes), class_="notes"))
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]], minor: Sequence[str] = ()) -> str:
+    """A table; narrow pages leave out its `minor` columns."""
+    classes = ["minor" if name in minor else None for name in names]
+    head = tag("tr", *(tag("th", text(name), class_=c) for name, c in zip(names, classes, strict=True)))
+    body = (tag("tr", *(tag("td", text(cell), class_=c) for cell, c in zip(row, classes, strict=True))) for row in rows)
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body), class_="plain"), class_="scroll")

@@ -1,0 +1,101 @@
+"""Lines that another process appends to a file, as they come; and whether a run is at work in a folder.
+
+A file may be missing, may be replaced by another one, as metrics.jsonl is by a run that is resumed, or be cut and
+written anew, as plans.jsonl is. Only whole lines count; a line that is too long is left out.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from longspan.run.facts import LOCK
+
+MOST_BYTES = 64 << 20  # of a line
+CHUNK = 1 << 20  # bytes that are read at once
+COMPARED = 4096  # bytes of the last line by which a file that was cut and written anew is noticed
+
+
+class Tail:
+    """The whole lines of a file that were added since they were read last.
+
+    >>> tail = Tail(Path("runs/first/metrics.jsonl"))
+    >>> for line in tail.lines():
+    ...     if tail.is_first:  # of a file that begins anew: what was read before does not count any more
+    ...         rows.clear()
+    ...     rows.append(line)
+    """
+
+    def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
+        self.is_first: bool = False
+        self._path, self._most = path, most
+        self._file: tuple[int, int] | None = None  # device and number of the file that was read
+        self._offset = 0  # behind the last whole line
+        self._last = 0, b""  # where the last line begins, and its first bytes
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines that are new, without those that are too long; none where there is no such file.
+
+        `is_first` is set while the first line of a file is yielded.
+        """
+        try:
+            if not self._path.is_file():  # a pipe of that name would wait for a writer
+                return
+            file = self._path.open("rb")
+        except OSError:
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            name = status.st_dev, status.st_ino
+            if name != self._file or status.st_size < self._offset or not self._stands(file):
+                self._file, self._offset, self._last = name, 0, (0, b"")
+                self.is_first = True
+            yield from self._new_lines(file)
+
+    def _stands(self, file: BinaryIO) -> bool:
+        """Whether the line that was read last is still where it was."""
+        start, words = self._last
+        file.seek(start)
+        return file.read(len(words)) == words
+
+    def _new_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        file.seek(self._offset)
+        while line := file.readline(self._most + 1):
+            length, is_long = len(line), len(line) > self._most and not line.endswith(b"\n")
+            words = line[:COMPARED]
+            while not line.endswith(b"\n") and is_long and (line := file.readline(CHUNK)):
+                length += len(line)
+            if not line.endswith(b"\n"):
+                return
+            self._last, self._offset = (self._offset, words), self._offset + length
+            if not is_long:
+                yield line
+                self.is_first = False
+
+
+def lock_holder(folder: Path) -> str:
+    """Which process is at work in a run's folder, as its lock names it; "" where none is.
+
+    The lock is only asked for and never taken, so that a run which begins meanwhile is not refused.
+    """
+    path = folder / LOCK
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            holder = file.read(COMPARED).decode("utf-8", "replace").strip()
+            return (holder or "another process") if _is_locked(file.fileno(), holder) else ""
+    except OSError:
+        return ""
+
+
+def _is_locked(descriptor: int, holder: str) -> bool:
+    """Whether another process holds the lock; where the system has none for files, whether one is named in it."""
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    try:
+        os.lockf(descriptor, os.F_TEST, 0)
+    except (PermissionError, BlockingIOError):
+        return True
+    except OSError:
+        return bool(holder)
+    return False

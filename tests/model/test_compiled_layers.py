@@ -1,0 +1,245 @@
+"""Decoder layers compiled around attention: how many graphs there are, and that the numbers stay those of the layer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from shutil import which
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager, eager
+from transformers import PreTrainedModel
+
+from longspan.comm import World
+from longspan.config.file import load_config
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import compiled_layers, load_model, prepare
+from longspan.model.compiled_layers import compile_layers, read_compiled
+from longspan.model.execution import model_execution
+from longspan.model.layers import decoder_layers
+from longspan.model.lora.new import NewAdapter, add_lora
+from longspan.model.presets import preset_config
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+from tests.model.float8.dense import float8_on_cpus, random_model
+from tests.model.stock import VOCABULARY, gradients_of, texts, tiny, worst
+
+LENGTHS = (13, 30, 7, 18)
+OTHERS = (40, 3, 9)
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns, and hides that, where warnings are no errors
+
+
+class Graphs:
+    """A backend that runs operators one by one, and counts the graphs that are made and those that are run."""
+
+    def __init__(self, compile_graph: Callable[..., Any] = aot_eager) -> None:
+        self.made, self.runs, self.compile_graph = list[int](), 0, compile_graph
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        run = self.compile_graph(graph, inputs)
+
+        def counted(*args: Any) -> Any:
+            self.runs += 1
+            return run(*args)
+
+        return counted
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Compile by this backend inside, and note how many graphs were made and stayed."""
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with patch.object(compiled_layers, "BACKEND", self):
+            yield
+        self.made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+
+
+def take_step(model: nn.Module, world: World, lengths: tuple[int, ...], *, backward: bool = True) -> dict[str, Tensor]:
+    """The loss and every gradient of a step over these documents, at the highest degree."""
+    cp = world.home.slots
+    plan = plan_fixed(lengths, world.home, cp=cp, max_tokens_per_slot=96, row_multiple=world.home.tp)
+    model.zero_grad(set_to_none=True)
+    result = run_step(model, plan, texts(lengths), world, backward=backward)
+    stages = getattr(model, "stages", None)
+    parts = [stage.model for stage in stages] if stages else [model]
+    gradients = {f"{i}.{name}": x for i, part in enumerate(parts) for name, x in gradients_of(part).items()}
+    return {"loss": torch.tensor(result.loss, dtype=torch.float64)} | gradients
+
+
+WITH_EVALUATION = ("full", "none", "selective+evaluation")
+
+
+@pytest.mark.parametrize("measures", [("selective",), pytest.param(WITH_EVALUATION, marks=pytest.mark.whole)])
+def test_layers_are_two_graphs_whatever_is_recomputed(measures: tuple[str, ...]) -> None:
+    """Of all layers and lengths; recomputation runs them again, and evaluation has two of its own."""
+    torch.compiler.reset()
+    graphs = Graphs(aot_eager if measures is WITH_EVALUATION else eager)
+    with World(Layout(ranks=1)) as world:
+        for words in measures:
+            measure, _, evaluation = words.partition("+")
+            how = {"activation_checkpointing": measure, "probe": False}
+            expected = take_step(prepare(tiny("qwen3", torch.float64), world, **how), world, LENGTHS)
+            with graphs.counted():
+                model = prepare(tiny("qwen3", torch.float64), world, compiled="layers", **how)
+                graphs.runs = 0
+                got = take_step(model, world, LENGTHS)
+                assert graphs.runs == (4 if measure == "none" else 8), measure
+                take_step(model, world, OTHERS)
+            assert worst(got, expected) == 0, measure
+            for lengths in (OTHERS, LENGTHS, (1,)) if evaluation else ():  # a single row runs by the class's code
+                with graphs.counted():
+                    take_step(model, world, lengths, backward=False)
+    assert graphs.made == ([2, 0, 0, 2, 0, 0] if measures is WITH_EVALUATION else [2])
+
+
+FAMILIES = {  # graphs of all layers of a step, and those of the model in float64
+    "qwen3-moe-tiny": 4,
+    "granite-hybrid-tiny": 6,
+    "qwen3-next-tiny": 6,
+    "gpt-oss-tiny": 4,
+}
+
+
+def preset_model(preset: str, dtype: str = "float64") -> PreTrainedModel:
+    return load_model(config=preset_config(preset, vocab_size=VOCABULARY), dtype=dtype, seed=0)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("preset", FAMILIES)
+def test_experts_and_mixers_run_between_graphs(preset: str) -> None:
+    torch.compiler.reset()
+    graphs = Graphs()
+    with World(Layout(ranks=1)) as world:
+        how = {"activation_checkpointing": "selective", "probe": False}
+        expected = take_step(prepare(preset_model(preset), world, **how), world, LENGTHS)
+        with graphs.counted():
+            model = prepare(preset_model(preset), world, compiled="layers", **how)
+            got = take_step(model, world, LENGTHS)
+            take_step(model, world, OTHERS)
+        assert worst(got, expected) <= 1e-12
+        assert graphs.made == [FAMILIES[preset]]
+        assert model_execution(model).compiled == f"{len(decoder_layers(model))} layers around attention"  # pyright: ignore
+
+
+@pytest.mark.whole
+def test_layers_with_adapters_and_depths() -> None:
+    """The first layer of a model whose embedding is frozen gets rows without a gradient: graphs of its own."""
+    torch.compiler.reset()
+    graphs, answers = Graphs(), []
+    with World(Layout(ranks=1)) as world:
+        for compiled in ("none", "layers"):
+            model = add_lora(tiny("qwen3", torch.float64), NewAdapter(rank=4, seed=0))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        parameter += torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).view_as(parameter)
+            with graphs.counted():
+                answers.append(take_step(prepare(model, world, compiled=compiled), world, LENGTHS))
+    assert worst(answers[1], answers[0]) <= 1e-12
+    assert graphs.made == [0, 4]
+
+
+@pytest.mark.whole
+def test_linears_in_float8_run_between_graphs() -> None:
+    torch.compiler.reset()
+    graphs, answers = Graphs(), []
+    with float8_on_cpus(), World(Layout(ranks=1)) as world:
+        for compiled in ("none", "layers"):
+            how = {"float8": "rows", "activation_checkpointing": "selective"}
+            with graphs.counted():
+                answers.append(take_step(prepare(random_model(), world, compiled=compiled, **how), world, LENGTHS))
+    assert worst(answers[1], answers[0]) == 0
+    assert 0 < graphs.made[1] <= 10
+
+
+HOMES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
+    "cp 2": (Layout(ranks=2), "qwen3-tiny", {"activation_checkpointing": "selective"}),
+    "tp 2": (Layout(ranks=2, tp=2), "qwen3-tiny", {}),
+    "tp 2, rows split": (Layout(ranks=2, tp=2), "qwen3-tiny", {"sequence_parallel": True}),
+    "pp 2": (Layout(ranks=2, pp=2), "qwen3-tiny", {"activation_checkpointing": "full"}),
+    "ep 2": (Layout(ranks=2, ep=2), "qwen3-moe-tiny", {}),
+}
+
+
+def layers_under_home(rank: int, home: str) -> tuple[float, int]:
+    layout, preset, how = HOMES[home]
+    graphs, answers = Graphs(), []
+    with World(layout, backend=backend()) as world:
+        for compiled in ("none", "layers"):
+            with graphs.counted():
+                model = prepare(preset_model(preset), world, compiled=compiled, probe=False, **how)
+                answers.append(take_step(model, world, LENGTHS))
+                take_step(model, world, OTHERS)
+    return worst(answers[1], answers[0]), graphs.made[1]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("home", HOMES)
+def test_layers_under_every_home(home: str) -> None:
+    """Layers share their graphs; under tensor parallelism these end at each sum."""
+    for error, graphs in run_ranks(layers_under_home, 2, home):
+        assert error <= 1e-12
+        assert 0 < graphs <= (12 if "tp" in home else 4), graphs
+
+
+def rounding_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """How far a step's gradients are from float64, of the model's own code and of compiled layers."""
+    errors = {}
+    with World(Layout(ranks=1)) as world:
+        expected = take_step(prepare(tiny("qwen3", torch.float64), world, probe=False), world, LENGTHS)
+        for compiled in ("none", "layers"):
+            how = {"fused_norms": "off", "activation_checkpointing": "selective", "probe": False}
+            got = take_step(prepare(tiny("qwen3", dtype), world, compiled=compiled, **how), world, LENGTHS)
+            errors[compiled] = worst({name: x.double() for name, x in got.items()}, expected)
+    return errors
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
+def test_generated_code_computes_the_formulas() -> None:
+    torch.compiler.reset()
+    errors = rounding_errors("cpu", torch.float32)
+    assert errors["layers"] <= max(2e-6, 1.2 * errors["none"]), errors
+
+
+@pytest.mark.gpu
+def test_generated_kernels_compute_the_formulas_and_round_no_more_often() -> None:
+    torch.compiler.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    errors = rounding_errors("cuda", torch.float32)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
+    assert errors["layers"] <= max(2e-6, 1.2 * errors["none"]), errors
+    in_half = rounding_errors("cuda", torch.bfloat16)
+    assert in_half["layers"] <= 1.2 * in_half["none"], in_half
+
+
+def test_words_of_the_option() -> None:
+    model, cpu, gpu = tiny("qwen3"), torch.device("cpu"), torch.device("cuda")
+    assert [read_compiled(w, model, cpu) for w in (True, False, "auto", "layers")] == [
+        "modules",
+        "none",
+        "none",
+        "layers",
+    ]
+    assert read_compiled("auto", model, gpu) == "none"
+    model.config.hidden_size = 1024
+    assert [read_compiled("auto", model, gpu, tp) for tp in (1, 2)] == ["layers", "none"]
+    with pytest.raises(ModelError, match="compiled is 'all'; use 'auto', 'layers', 'modules', 'none', True or False"):
+        read_compiled("all", model, cpu)
+    for value, word in ((True, "modules"), (False, "none"), ("layers", "layers"), ("auto", "auto")):
+        assert load_config(overrides={"train.compiled": value}).train.compiled == word
+
+
+def test_layers_that_are_not_cut_are_named() -> None:
+    model = tiny("qwen3")
+    layer: Any = model.model.layers[1]
+    layer.forward = partial(layer.forward)
+    assert str(compile_layers([model], "none")) == ""
+    assert str(compile_layers([model], "layers")) == (
+        "1 layer around attention, norms and MLPs of 1 layer (the forward of Qwen3DecoderLayer was replaced)"
+    )
+    assert layer.mlp._compiled_call_impl is not None and model.model.layers[0].mlp._compiled_call_impl is None
