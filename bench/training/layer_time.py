@@ -37,7 +37,12 @@ TITLES = ("case", "rows", "compiled", "ms", "host ms", "first s", "graphs", "apa
 
 def _gemma() -> PreTrainedConfig:
     """Gemma 3's shape of 12 B: norms before and after attention and MLP, a window in the first layers."""
-    sizes: dict[str, Any] = {"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    }
     return Gemma3TextConfig(**sizes, head_dim=256, sliding_window=1024, vocab_size=VOCABULARY, num_hidden_layers=1)
 
 

@@ -133,14 +133,22 @@ def test_experts_by_grouped_products_are_those_one_by_one(transposed: bool) -> N
     assert torch.equal(alone, grouped[0][130:137])
 
 
-@pytest.mark.parametrize("preset", ("qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "bamba-tiny"))
-def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str) -> None:
+KINDS = ("qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "bamba-tiny")
+
+
+@pytest.mark.parametrize(("preset", "compiled"), [*((preset, "none") for preset in KINDS), (KINDS[0], "layers")])
+def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str, compiled: str) -> None:
     lengths, losses = (300, 700, 24), list[float]()
     for float8 in ("", "rows"):
         with World(Layout(ranks=1)) as world:
             model = load_model(config=preset_config(preset, vocab_size=64), dtype="float32", seed=0)
             model = prepare(
-                model, world, float8=float8, compute_dtype=torch.bfloat16, activation_checkpointing="selective"
+                model,
+                world,
+                float8=float8,
+                compiled=compiled,
+                compute_dtype=torch.bfloat16,
+                activation_checkpointing="selective",
             )
             plan = plan_fixed(lengths, world.home, cp=1, max_tokens_per_slot=1024)
             losses.append(run_step(model, plan, texts(lengths), world).loss)
