@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
+from longspan.model.activations.tiled_layers import TiledForward
 from longspan.model.experts.moe import expert_modules, note_layer_arguments
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import MtpBlocks, model_depths
@@ -125,7 +126,9 @@ def _reason_against(layer: nn.Module) -> str:
 def _compile_modules(layer: nn.Module) -> None:
     """Compile the norms and MLPs inside a layer; norms that run by a kernel of our own are left as they are."""
     for inner in layer.modules():
-        if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
+        if isinstance(tiled := vars(inner).get("forward"), TiledForward):
+            tiled.compile_run(BACKEND)
+        elif type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
             inner.compile(dynamic=True, backend=BACKEND)
 
 
@@ -138,6 +141,8 @@ def _compile_layer(layer: nn.Module) -> None:
     # A forward that is an object would be another graph in each layer.
     replaced = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
     for module in (*find_mixers(layer).values(), *replaced):
+        if isinstance(tiled := vars(module).get("forward"), TiledForward):
+            tiled.compile_run(BACKEND)
         run_outside_graphs(module)
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
     pieces = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))

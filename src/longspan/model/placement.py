@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.model.activations.host_offload import HostOffload
 from longspan.model.activations.recompute import Recomputation
+from longspan.model.activations.tiled_layers import check_tiles, tile_layers
 from longspan.model.experts.expert_parallel import check_experts, shard_experts
 from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.mtp.depths import model_depths
@@ -64,6 +65,7 @@ class Placement:
     sharding: Sharding
     recomputation: Recomputation
     sequence_parallel: bool
+    mlp_tile_rows: int = 0
 
     def check(self, model: PreTrainedModel, stages: int) -> None:
         """Raise ModelError where a whole model that goes into so many stages cannot be placed so."""
@@ -74,6 +76,7 @@ class Placement:
         refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
         check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
         self.recomputation.check(model, stages)
+        check_tiles(model, self.mlp_tile_rows)
 
     def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
         """Return what the model computes in."""
@@ -94,6 +97,7 @@ class Placement:
         world, rows, copies = self.world, self.sequence_parallel, not self.sharding.parameters
         if world.home.tp > 1:
             split_over_ranks(model, world, sequence_parallel=rows, sum_expert_gradients=copies)
+        tile_layers(model, self.mlp_tile_rows)
         self.recomputation.apply_measures(model, offload)
         if copies:
             if not is_empty(root):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
+from longspan.model.activations.tiled_layers import TiledForward
 from longspan.model.adapters import (
     Adapter,
     base_module,
@@ -91,6 +92,8 @@ def prepare(
     `measures` says it of each decoder layer of the whole model, and after them of each depth of multi-token prediction,
     by a word of `longspan.plan.MEASURES`, or by one word for all: measures=("none", "selective+host", …).
     `host_bytes` is what a rank keeps on the host (0: measured in the first step): its memory is checked and taken here.
+    `mlp_tile_rows` runs MLPs and experts over tiles of at most so many rows (0: whole), in backward too, so that what
+    they make in between is of one tile at a time; each parameter still gets one gradient, summed in float32.
     `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
     `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
     `mixer_kernels` names kernels of state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or

@@ -58,6 +58,7 @@ class PrepareOptions:
     recompute_layers: int = 0
     measures: str | Sequence[str] | None = None
     host_bytes: int = 0
+    mlp_tile_rows: int = 0
     compute_dtype: torch.dtype | None = None
     attention_kernel: str | None = None
     mixer_kernels: tuple[str, ...] = ()
@@ -85,6 +86,7 @@ class PrepareOptions:
             ),
             self.recomputation(),
             sequence_parallel=self.sequence_parallel,
+            mlp_tile_rows=self.mlp_tile_rows,
         )
 
     def recomputation(self) -> Recomputation:

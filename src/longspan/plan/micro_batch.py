@@ -92,3 +92,16 @@ class MicroBatch:
     def groups_of(self, slot: int) -> tuple[tuple[int, Group], ...]:
         """Return the groups that a slot is in, with their index, in order."""
         return tuple((i, group) for i, group in enumerate(self.groups) if slot in group.slots)
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that one slot holds, over all its groups: the same on every rank.
+
+        >>> MicroBatch((Group((0, 1), (0,), (9,)), Group((1,), (1,), (4,)))).most_rows
+        9
+        """
+        rows = dict[int, int]()
+        for group in self.groups:
+            for slot in group.slots:
+                rows[slot] = rows.get(slot, 0) + group.rows_per_slot
+        return max(rows.values(), default=0)

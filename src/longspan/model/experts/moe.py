@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -29,6 +30,7 @@ from longspan.comm.moves.row_exchange import all_to_all_rows, exchange_counts
 from longspan.comm.shard import outside_graphs
 from longspan.comm.world import world_of
 from longspan.errors import ModelError
+from longspan.model.activations.tiles import count_tiles, run_in_tiles
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
 from longspan.model.experts.rows import Visits, spread_rows, sum_visits
@@ -39,6 +41,7 @@ from longspan.model.seams.layer_arguments import find_layer_router, find_layer_s
 from longspan.model.seams.mixers import is_mixer
 
 IMPLEMENTATION = "longspan"
+TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
 
 
 class _LayerArguments(NamedTuple):
@@ -175,10 +178,43 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     first = world.slot // world.home.ep * world.home.ep
     channel = world.channels.find_channel(range(first, first + world.home.ep)) if world.home.ep > 1 else None
     if len(rows) == len(hidden_states):
-        return _mix_experts(experts, hidden_states, chosen, weights, channel)
+        return _mix_tiles(experts, hidden_states, chosen, weights, layer.shard, channel)
     x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
-    mixed = _mix_experts(experts, x, chosen, weights, channel)
-    return torch.zeros_like(hidden_states).index_copy(0, rows, mixed)
+    mixed = _mix_tiles(experts, x, chosen, weights, layer.shard, channel)
+    return _PlaceRows.apply(mixed, rows, len(hidden_states))  # pyright: ignore[reportReturnType]
+
+
+class _PlaceRows(torch.autograd.Function):
+    """Rows (R, D) at their places among zeros.
+
+    Nothing is saved: a checkpoint would run experts once more for it, on the slots that have padding and on no others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        ctx.rows = rows
+        return x.new_zeros((count, *x.shape[1:])).index_copy_(0, rows, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0].index_select(0, ctx.rows), None, None
+
+
+def _mix_tiles(
+    experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, shard: SequenceShard, channel: Channel | None
+) -> Tensor:
+    """Mix experts over tiles of rows, where these are set: with a channel as many on every member."""
+    tile_rows = int(getattr(experts, TILE_ROWS, 0))
+    rows = len(x) if channel is None else shard.micro_batch.most_rows
+    count = count_tiles(rows, tile_rows)
+    if count == 1:
+        return _mix_experts(experts, x, chosen, weights, channel)
+
+    def mix_tile(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return _mix_experts(experts, x, chosen, weights, channel)
+
+    return run_in_tiles(mix_tile, (x, weights, chosen), tuple(experts.parameters()), count)
 
 
 def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:

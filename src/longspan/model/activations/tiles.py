@@ -1,0 +1,176 @@
+"""Functions of rows that run over tiles of rows, so that what they make in between is of one tile at a time.
+
+Two autograd functions. `_Keep` saves the rows, and nothing else is saved: inside a torch checkpoint they are the last
+that a layer saves unless something behind it saves more (a norm, or weighted sums), so that recomputation stops
+early, *before* the function runs. `_Tiles` takes these rows in backward and makes, tile by tile, the forward pass with
+a graph and all gradients. Those of parameters are summed over tiles in float32 (float64 for float64) and returned once,
+so that FSDP2, copies and hooks see one gradient a parameter.
+
+Which modules run so is in `tiled_layers.py`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.comm.shard import outside_graphs
+from longspan.errors import ModelError
+
+ROWS = -2  # the dim of rows (…, R, W)
+
+
+def count_tiles(rows: int, tile_rows: int) -> int:
+    """Return how many tiles of nearly equal size hold so many rows, none of them more than `tile_rows`.
+
+    >>> count_tiles(10, 4), count_tiles(10, 0)
+    (3, 1)
+    """
+    return max(1, -(-rows // tile_rows)) if tile_rows else 1
+
+
+@outside_graphs
+def run_in_tiles(
+    run: Callable[..., Tensor], rows: Sequence[Tensor], parameters: Sequence[Tensor], count: int, *, draws: bool = False
+) -> Tensor:
+    """Run a function of rows (…, R, W), of one tensor or several, in `count` tiles: (…, R, V), as `run(*rows)`.
+
+    It maps each row by itself, and depends on nothing else that needs a gradient but `parameters`. With `draws` it
+    draws at random, and gets the same numbers again in backward.
+
+    >>> out = run_in_tiles(mlp, (x,), tuple(mlp.parameters()), count=4)  # doctest: +SKIP
+    """
+    inputs = [x for x in (*rows, *parameters) if x.requires_grad]
+    if not (torch.is_grad_enabled() and inputs):
+        return _join_tiles(run, rows, count)
+    nodes: list[Any] = []
+    anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
+    kept = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
+    return _Tiles.apply(run, nodes, count, len(rows), _autocast_of(rows[0]), *kept, *parameters)  # pyright: ignore
+
+
+def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
+    """Run the tiles, each into its place."""
+    out: Tensor | None = None
+    start = 0
+    for tile in _split_rows(rows, count):
+        part = run(*tile)
+        if part.shape[ROWS] != tile[0].shape[ROWS]:
+            raise ModelError(f"a tile of {tile[0].shape[ROWS]} rows became {part.shape[ROWS]}; use mlp_tile_rows 0")
+        if out is None:
+            out = part.new_empty((*part.shape[:ROWS], rows[0].shape[ROWS], part.shape[-1]))
+        out.narrow(ROWS, start, part.shape[ROWS]).copy_(part)
+        start += part.shape[ROWS]
+    assert out is not None
+    return out
+
+
+def _split_rows(tensors: Sequence[Tensor], count: int) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(x.tensor_split(count, ROWS) for x in tensors), strict=True)
+
+
+class _Keep(torch.autograd.Function):
+    """The rows as they are; what is saved of them is for the node behind."""
+
+    @staticmethod
+    def forward(ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*rows)
+        ctx.random_states = _random_states(rows[0].device) if draws else None
+        ctx.set_materialize_grads(False)
+        nodes.append(ctx)
+        return tuple(x.view_as(x) for x in rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, None, *gradients
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[..., Tensor],
+        nodes: list[Any],
+        count: int,
+        of_rows: int,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.run, ctx.node, ctx.count, ctx.autocast = run, nodes[0], count, autocast
+        ctx.parameters = tensors[of_rows:]
+        return _join_tiles(run, tensors[:of_rows], count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows = ctx.node.saved_tensors
+        needs = ctx.node.needs_input_grad[3:]
+        trained = [p for p in ctx.parameters if p.requires_grad]
+        of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
+        sums: list[Tensor | None] = [None] * len(trained)
+        with _restored_states(ctx.node.random_states, rows[0].device), ctx.autocast():
+            _add_tiles(ctx, rows, gradients[0], trained, of_rows, sums)
+        made = iter([None if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True)])
+        of_parameters = [next(made) if p.requires_grad else None for p in ctx.parameters]
+        return None, None, None, None, None, *of_rows, *of_parameters
+
+
+def _add_tiles(
+    ctx: Any,
+    rows: Sequence[Tensor],
+    dout: Tensor,
+    trained: Sequence[Tensor],
+    of_rows: Sequence[Tensor | None],
+    sums: list[Tensor | None],
+) -> None:
+    """Run the tiles once more, write the gradients of their rows, and add those of parameters to `sums`."""
+    whole = [dout, *rows, *(x for x in of_rows if x is not None)]
+    for gradient, *parts in _split_rows(whole, ctx.count):
+        tile, into = parts[: len(rows)], parts[len(rows) :]
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(g is not None) for x, g in zip(tile, of_rows, strict=True)]
+            targets = [*(x for x in leaves if x.requires_grad), *trained]
+            found = torch.autograd.grad(ctx.run(*leaves), targets, gradient, allow_unused=True)
+        for place, of_part in zip(into, found[: len(into)], strict=True):
+            if of_part is not None:
+                place.copy_(of_part)
+        for i, of_part in enumerate(found[len(into) :]):
+            if of_part is not None:
+                sums[i] = _add_gradient(sums[i], of_part)
+
+
+def _add_gradient(total: Tensor | None, gradient: Tensor) -> Tensor:
+    if total is None:  # a copy: it may share memory with the gradient of the output
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+    return total.add_(gradient)
+
+
+def _autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context of autocast that is active now, for backward passes, which have none."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype, cache_enabled=False)
+
+
+def _random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _restored_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
+    """Draw the same numbers inside as after `states`; outside it is as if nothing had been drawn."""
+    if states is None:
+        yield
+        return
+    host, of_device = states
+    with torch.random.fork_rng(devices=[] if of_device is None else [device]):
+        torch.set_rng_state(host)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, device)
+        yield
