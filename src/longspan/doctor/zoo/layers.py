@@ -1,4 +1,4 @@
-"""Layers other than attention: state-space layers, routers, norms, depths of multi-token prediction, kernels' offsets."""
+"""Layers other than attention: state-space layers, routers, norms, multi-token prediction, offsets in kernels."""
 
 import ast
 from collections.abc import Sequence

@@ -85,9 +85,8 @@ ERRORS = (
         "loss times the degree",
         "NVIDIA/Megatron-LM#673",
         happened="The loss of a rank was multiplied by the size of its context-parallel group before gradients were "
-        "averaged over data and context parallel ranks; whether the two cancel was discussed for two years, with runs "
-        "in which they did not.",
-        seen="The gradient norm of tp 1, cp 4 is not that of tp 1, cp 1 on the same batch.",
+        "averaged over data and context parallel ranks; whether the two cancel, the thread discusses into 2025.",
+        seen="The gradient norm at degree 4 is not that at degree 1 on the same batch.",
         prevented="A loss is a sum over targets, divided once by the plan's number of targets; gradients are a plain "
         "sum over slots. The degree stands in neither.",
         check=_step_at_degree_two,

@@ -56,7 +56,7 @@ def _one_epoch(world: World) -> float:
 
 
 def _resumed_order(world: World) -> float:
-    """Count steps at which a resumed run would train on other documents, and epochs that repeat the first one's order."""
+    """Count steps that a resumed run takes with other documents, and epochs that repeat the first one's order."""
     order = _make_order()
     steps = order.steps_of_epochs(3.0)
     whole = [order.documents_of_step(step) for step in range(steps)]
