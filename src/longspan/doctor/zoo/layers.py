@@ -125,12 +125,12 @@ def _formulas_of_norms(world: World) -> float:
             weight: Any = norm.weight.detach().double()  # pyright: ignore[reportCallIssue]
             eps = next(float(getattr(norm, key)) for key in ("variance_epsilon", "eps") if hasattr(norm, key))
             exact = type(norm).forward(norm.double(), x)  # pyright: ignore[reportArgumentType]
-            worst = max(worst, _rounded_error(formula(x, weight, eps), exact))
+            worst = max(worst, _error_above_rounding(formula(x, weight, eps), exact))
         worst = worst if fused else float("inf")
     return worst
 
 
-def _rounded_error(result: Tensor, exact: Tensor) -> float:
+def _error_above_rounding(result: Tensor, exact: Tensor) -> float:
     """Return 0 where two results differ by rounding of float32 only, which norms compute in."""
     error = tensor_error(result, exact.detach().to(result.dtype))
     return 0.0 if error < 1e-6 else error

@@ -68,7 +68,7 @@ def _sums_of_log_probs(world: World) -> float:
     return max(loss_error(score, value) for score, value in zip(scores.sums.tolist(), sums, strict=True))
 
 
-def _clipped_gradients(world: World) -> float:
+def _norm_with_copies(world: World) -> float:
     """Clip to half of the dense norm: the norm that is reported, and that of the gradients afterwards."""
     config, documents = tiny_configuration(), draw_documents()
     norm = dense_answer(config, documents).norm
@@ -147,7 +147,7 @@ ERRORS = (
         "them hold, such as norms of queries and keys, were counted as often as there are ranks.",
         seen="The reported norm grows with tp, and gradients are clipped too much.",
         prevented="The norm counts each element once, by the placement of its gradient.",
-        check=_clipped_gradients,
+        check=_norm_with_copies,
         pull=True,
         home=TP,
     ),

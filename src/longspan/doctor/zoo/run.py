@@ -1,6 +1,6 @@
 """Runs the checks of the zoo over two fresh local processes on the CPU; an error of a check becomes its result.
 
->>> all(result.passed for result in run_zoo())
+>>> all(result.good for result in run_zoo())
 True
 """
 
@@ -30,7 +30,7 @@ class ZooResult:
     message: str = ""
 
     @property
-    def passed(self) -> bool:
+    def good(self) -> bool:
         """Whether the silent error does not happen here."""
         return self.error is not None and self.error <= LIMIT
 
