@@ -48,14 +48,15 @@ def _states_of_documents(world: World) -> float:
     q, k, v, g, beta = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in shapes)
     inputs = (q, F.normalize(k, dim=-1), v, -g, beta)
     borders = np.cumsum((0, *_LENGTHS)).tolist()
-    exact = torch.cat([_scan_document(*(x[a:b] for x in inputs)) for a, b in pairwise(borders)])
+    exact = torch.cat([_scan_document([x[a:b] for x in inputs]) for a, b in pairwise(borders)])
     shard = bind(plan_fixed(_LENGTHS, world.home, 2).micro_batches[0], world)
     out = linear_scan(*(shard.scatter(x) for x in inputs), shard)
     return tensor_error(out, shard.scatter(exact))
 
 
-def _scan_document(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Run the gated delta rule over one document: (n, H, V)."""
+def _scan_document(inputs: Sequence[Tensor]) -> Tensor:
+    """Run the gated delta rule over one document's q, k, v, g and beta: (n, H, V)."""
+    q, k, v, g, beta = inputs
     state, outs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), list[Tensor]()
     for t in range(len(q)):
         state = state * g[t].exp().unsqueeze(-1)

@@ -61,8 +61,9 @@ def run_zoo(
                 text = f"{type(failure).__name__}: {failure}" if failure else "a rank ended without a result"
                 finished.append(ZooResult(KNOWN_ERRORS[pending.pop(0)], None, 0.0, text))
             results += finished
-            for result in finished if show is not None else ():
-                show(result)
+            if show is not None:
+                for result in finished:
+                    show(result)
     return results
 
 
