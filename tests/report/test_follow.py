@@ -233,3 +233,9 @@ def test_the_median_step_and_resumes_are_in_the_report(tmp_path: Path) -> None:
     median = next(row["step"] for row in rows if row["seconds"] == 6.0)
     assert f"selected>step {median}, the median</option>" in html
     assert "resumed on 2 ranks" in html and html.count("resumed on") == 2  # in the wide and the narrow chart
+
+
+def test_following_needs_no_torch() -> None:
+    """It runs next to training, and should start at once."""
+    code = "import sys, longspan.cli.report, longspan.report.follow.server; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

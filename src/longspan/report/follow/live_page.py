@@ -27,7 +27,8 @@ _WORDS = {"waiting": "waits", "running": "trains", "done": "done", "stopped": "s
 def live_page(live: LiveRun, *, nonce: str) -> str:
     """The whole page, whose script asks for the parts that change."""
     parts = (tag("div", markup, data_part=name) for name, markup in live_parts(live).items())
-    return page(live_title(live), [*parts], script=room_text("follow.js"), nonce=nonce)
+    style, script = room_text("follow.css"), room_text("follow.js")
+    return page(live_title(live), [*parts], style=style, script=script, nonce=nonce)
 
 
 def live_title(live: LiveRun) -> str:
