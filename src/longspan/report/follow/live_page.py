@@ -110,15 +110,15 @@ def _figures(live: LiveRun) -> Iterator[tuple[str, str, str]]:
     if rows := live.run.held_out:
         yield "evaluation loss", f"{rows[-1].loss:.4f}", f"after step {rows[-1].step:,}; degree {rows[-1].degree}"
     if len(speed):
-        yield "tokens per second", number_text(float(np.median(speed[-RECENT:]))), _of_last(speed)
+        yield "tokens per second", number_text(float(np.median(speed[-RECENT:]))), _median_words(speed)
     if len(seconds):
         time = seconds_text(float(np.median(seconds[-RECENT:])))
-        yield "time of a step", time, f"{_of_last(seconds)}; {seconds_text(float(seconds.sum()))} in all"
+        yield "time of a step", time, f"{_median_words(seconds)}; {seconds_text(float(seconds.sum()))} in all"
     if len(peak):
         yield "peak memory", bytes_text(float(peak.max())), "of a process"
 
 
-def _of_last(values: np.ndarray) -> str:
+def _median_words(values: np.ndarray) -> str:
     return f"median of the last {plural(min(RECENT, len(values)), 'step')}"
 
 
