@@ -22,7 +22,7 @@ VERBS = {
     "plan": "what a step of these documents would do, or (--compare) what planners and degrees would cost",
     "simulate": "the former name of plan --compare",
     "bench": "measure communication patterns on this machine",
-    "report": "write the HTML report of a run or a plan",
+    "report": "write the HTML report of a run or a plan, or show a run while it trains (--follow)",
     "examples": "list the examples that come with longspan, or copy them",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }

@@ -25,7 +25,6 @@ from longspan.report.evaluation_sections import (
 from longspan.report.markup import section, tag, text
 from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
 from longspan.report.passkey import passkey_section
-from longspan.report.profile_section import profile_section
 from longspan.report.run_folder import CORRECTION, MTP_LOSS, EvalRow, RunFolder, last_evaluations, number
 from longspan.report.series import smooth
 from longspan.run.facts import RunFacts
@@ -168,12 +167,21 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     if run.samples:
         yield samples_section(run.samples)
     yield memory_section(run)
-    yield profile_section(run.path)
+    yield _profile_part(run)
     yield section("Steps", tag("div", *_small_figures(run), class_="grid-3"))
     if run.notes:
         yield section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
     if run.config_text:
         yield tag("section", tag("details", tag("summary", "Configuration"), tag("pre", text(run.config_text))))
+
+
+def _profile_part(run: RunFolder) -> str:
+    """The section of profiled steps, whose module imports torch; "" where there is no such folder."""
+    if not (run.path / "profiles").is_dir():
+        return ""
+    from longspan.report.profile_section import profile_section
+
+    return profile_section(run.path)
 
 
 def _run_header(run: RunFolder) -> str:
