@@ -104,7 +104,7 @@ def export_checkpoint(
     checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
     is a model's and `overwrite` is true: then its weights, configuration and tokenizer are replaced.
     """
-    check_target(folder, overwrite=overwrite)
+    check_export_folder(folder, overwrite=overwrite)
     config, run = _stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
@@ -132,8 +132,11 @@ def export_checkpoint(
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
 
 
-def check_target(folder: Path, *, overwrite: bool) -> None:
-    """Raise ModelError for a folder that cannot be written to: no folder, or one that holds something."""
+def check_export_folder(folder: Path, *, overwrite: bool) -> None:
+    """Raise ModelError where a model cannot be written to `folder`: a file, or a folder with files in it.
+
+    With `overwrite` a folder may hold a model, which is replaced.
+    """
     if folder.exists() and not folder.is_dir():
         raise ModelError(f"{folder} is a file; name a folder to write the model to")
     if not folder.is_dir() or not any(folder.iterdir()):

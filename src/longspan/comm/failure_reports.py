@@ -83,7 +83,7 @@ class FailureReports:
         following = self._answered + 1
         return following if self._store.check([f"{following}/requested"]) else 0
 
-    def answer(self, number: int, activity: Activity) -> None:
+    def post_answer(self, number: int, activity: Activity) -> None:
         """Post what this rank is doing, once for each report."""
         with self._answering:
             if number > self._answered:
@@ -98,7 +98,7 @@ class FailureReports:
         """
         number, me = self._answered + (since > self._answered_at), str(self._rank)
         first = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
-        self.answer(number, activity)  # and with it the news
+        self.post_answer(number, activity)  # and with it the news
         if first:
             report = self._collect_report(number, activity.operation)
             self._store.set(f"{number}/report", json.dumps(asdict(report)))

@@ -34,7 +34,7 @@ class GivenArguments:
     def args(self) -> TrainingArguments:
         """The TrainingArguments, or those that the stock class makes for itself."""
         values = (self.values.get("args"), *self._rest_of(self._positional, ()))
-        return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default()
+        return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the call, with these TrainingArguments.
@@ -60,7 +60,7 @@ class GivenArguments:
     def _rest_of(self, name: str, nothing: Any) -> Any:
         return self._bound.arguments.get(name, nothing)
 
-    def _default(self) -> TrainingArguments:
+    def _default_arguments(self) -> TrainingArguments:
         """The arguments that a trainer makes for itself where none are given."""
         hints = _signature(self._stock).parameters["args"].annotation
         config = next((c for c in _classes(hints, self._stock) if c is not TrainingArguments), TrainingArguments)

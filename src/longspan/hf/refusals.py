@@ -5,14 +5,14 @@ Arguments are read as they stand then: `args.fsdp` set after they were made coun
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import SaveStrategy
 
-from longspan.errors import ConfigError, LongspanError, ModelError
+from longspan.errors import ConfigError, ModelError
 from longspan.hf.arguments import LongspanArguments
 from longspan.model.adapters import unwrap_model
 
@@ -144,8 +144,11 @@ def is_cross_entropy(trainer: Any) -> bool:
     return owner is Trainer or getattr(trainer.args, "loss_type", None) == "nll"
 
 
-def refuse_search(*_: Any, **__: Any) -> LongspanError:
-    """Raise ConfigError: a trial would make models and optimizers anew on ranks that are in the middle of a plan."""
+def refuse_search(*_: Any, **__: Any) -> NoReturn:
+    """Raise ConfigError in place of `Trainer.hyperparameter_search`.
+
+    A trial would make models and optimizers anew on ranks that are in the middle of a plan.
+    """
     raise ConfigError(
         "hyperparameter_search is not run by a longspan trainer: start one process group for each trial, such as one "
         "torchrun with its own arguments"

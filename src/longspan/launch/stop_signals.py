@@ -40,13 +40,14 @@ def interruptible() -> Iterator[None]:
     In another thread than the main one, which does not receive signals, nothing is done; a signal that is ignored stays
     so.
     """
-    last = [-SAME_PRESS]
+    raised_at = [-SAME_PRESS]  # the time of the last Interrupted
 
     def interrupt(number: int, _: FrameType | None) -> None:
+        """Raise Interrupted, but once for the signals of one press: a terminal may send more than one."""
         now = time.monotonic()
         leave_closed_output()
-        if now - last[0] > SAME_PRESS:
-            last[0] = now
+        if now - raised_at[0] > SAME_PRESS:
+            raised_at[0] = now
             raise Interrupted(number)
 
     old_handlers = _set_handler(interrupt, [number for number in SIGNALS if not _is_ignored(number)])

@@ -168,7 +168,7 @@ def check_finite(
     reports = dict(
         zip(
             world.home.ranks,
-            world.control.gather_objects(_make_report(model, not_finite()), "what is not finite"),
+            world.control.gather_objects(_report_not_finite(model, not_finite()), "what is not finite"),
             strict=True,
         )
     )
@@ -181,7 +181,7 @@ def check_finite(
 
 
 @torch.no_grad()
-def _make_report(model: nn.Module, items: Sequence[str]) -> _Report:
+def _report_not_finite(model: nn.Module, items: Sequence[str]) -> _Report:
     """Report which weights and gradients of this rank are not finite, and its largest weight."""
     weights = {name: local_tensor(p) for name, p in model.named_parameters()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}

@@ -182,24 +182,27 @@ class _Sums(NamedTuple):
 
 
 def _sum_over_ranks(model: nn.Module, passes: Passes, batches: Sequence[LocalBatch], loss_sum: float) -> _Sums:
-    """Sum a step over all ranks, in one message. Raises PlanError where targets are missing."""
-    part, plan, world = passes.model, passes.plan, passes.world
+    """Sum the loss, the terms and the squares of gradients over all ranks, in one message.
+
+    Raises PlanError where the slots have other targets than the plan.
+    """
+    model_part, plan, world = passes.model, passes.plan, passes.world
     squares = model_square_sum(model, world) if passes.backward else 0.0
-    makes_loss = not isinstance(part, PipelineModel) or any(stage.last for stage in part.stages)
+    makes_loss = not isinstance(model_part, PipelineModel) or any(stage.last for stage in model_part.stages)
     targets = sum((batch.labels != NO_TARGET).sum() for batch in batches) if makes_loss else 0
-    of_terms = [term.sums() for term in passes.terms]
-    of_slot = [loss_sum, float(targets), *chain.from_iterable(of_terms)]
+    term_values = [term.sums() for term in passes.terms]
+    slot_sums = [loss_sum, float(targets), *chain.from_iterable(term_values)]
     counts_here = world.coordinates.tp == 0  # the tensor-parallel ranks of a slot have the same sums
-    own_sums = of_slot if counts_here else [0.0] * len(of_slot)
+    sums_here = slot_sums if counts_here else [0.0] * len(slot_sums)
     squares, loss_sum, counted, *term_sums = world.control.sum_over_ranks(
-        [squares, *own_sums], "loss and gradient norm"
+        [squares, *sums_here], "loss and gradient norm"
     )
     if counted != plan.targets:
         raise PlanError(
             f"the slots counted {counted:.0f} targets, the plan has {plan.targets}; is a document left out?"
         )
     numbers = iter(term_sums)
-    return _Sums(loss_sum, math.sqrt(squares), [list(islice(numbers, len(values))) for values in of_terms])
+    return _Sums(loss_sum, math.sqrt(squares), [list(islice(numbers, len(values))) for values in term_values])
 
 
 def token_log_probs(

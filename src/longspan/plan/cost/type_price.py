@@ -178,24 +178,27 @@ def bytes_by_level(
     rings = [nodes[i::inner] for i in range(inner)]
     heads = [nodes[i : i + inner] for i in range(0, degree, inner)]
     if kind == "all_gather":
-        parts = ((turns - gradients, _ring_crossing([nodes])), (gradients, _pair_crossing([nodes])))
+        parts = (
+            (turns - gradients, _cross_host_share_of_rings([nodes])),
+            (gradients, _cross_host_share_of_pairs([nodes])),
+        )
     else:
-        parts = ((turns, _ring_crossing(rings)), (swapped, _pair_crossing(heads)))
+        parts = ((turns, _cross_host_share_of_rings(rings)), (swapped, _cross_host_share_of_pairs(heads)))
     across = math.fsum(sent * share for sent, share in parts)
     return {"inside": math.fsum(sent for sent, _ in parts) - across, "across": across}
 
 
-def _ring_crossing(rings: Sequence[Sequence[int]]) -> float:
+def _cross_host_share_of_rings(rings: Sequence[Sequence[int]]) -> float:
     """Return the share of the steps around rings of members on these hosts that lead to another host."""
     steps = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     return sum(a != b for a, b in steps) / len(steps)
 
 
-def _pair_crossing(sets: Sequence[Sequence[int]]) -> float:
+def _cross_host_share_of_pairs(sets: Sequence[Sequence[int]]) -> float:
     """Return the share of the pairs of members in these sets that are on two hosts."""
     pairs = sum(len(members) * (len(members) - 1) for members in sets)
-    together = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
-    return (sum(len(members) ** 2 for members in sets) - together) / pairs if pairs else 0.0
+    same_host = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
+    return (sum(len(members) ** 2 for members in sets) - same_host) / pairs if pairs else 0.0
 
 
 def _busiest_ratio(group: Group, call: AttentionCall, around: int) -> float:

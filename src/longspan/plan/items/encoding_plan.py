@@ -174,7 +174,7 @@ def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict
     home, multiple = needed_by.home, needed_by.row_multiple
     needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
     for micro_batch in needed_by.micro_batches:
-        by_slot = _slot_rows(rows, micro_batch, home.slots, depth)
+        by_slot = _item_rows_of_slots(rows, micro_batch, home.slots, depth)
         for slot, (of_slot, count) in enumerate(by_slot):
             size = -(-max(count, 1) // multiple) * multiple // home.tp
             for tp in range(home.tp):
@@ -198,8 +198,13 @@ def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int
     return encoded
 
 
-def _slot_rows(rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int) -> list[tuple[ItemRows, int]]:
-    """Return for every slot its rows of items, by local row, and the number of its local rows."""
+def _item_rows_of_slots(
+    rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int
+) -> list[tuple[ItemRows, int]]:
+    """Return for every slot its rows of items, by local row, and the number of its local rows.
+
+    A local row gets the row of the token that is `depth` further on in its document.
+    """
     parts: list[list[ItemRows]] = [[] for _ in range(slots)]
     counts = [0] * slots
     for group in micro_batch.groups:

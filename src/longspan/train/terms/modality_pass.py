@@ -215,7 +215,11 @@ class ModalityPass:
             return rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
 
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
-        """Collect the rows of one micro-batch from those of all waves; each wave's begin at its place in `starts`."""
+        """Collect the rows of one micro-batch from those that arrived in each wave, as a leaf of autograd.
+
+        A wave's rows of it begin at `starts`, which is moved past them; the wave keeps the leaf and their places in it
+        (None: all of it), to read their gradients from.
+        """
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
             (index,) = waves
