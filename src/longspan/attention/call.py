@@ -169,7 +169,7 @@ class AttendCall:
 
     @property
     def sizes(self) -> AttentionCall:
-        """What of it decides its time, for `Machine`, as a step with a backward pass."""
+        """Return what of the call decides its time, for `Machine`, as a step with a backward pass."""
         return AttentionCall(
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -183,7 +183,7 @@ class AttendCall:
 
     @property
     def features(self) -> frozenset[str]:
-        """What it asks for that some kernels lack: of "window", "softcap" and "dropout"."""
+        """Return which of "window", "softcap" and "dropout" the call has; some kernels lack them."""
         window = self.mask.window or self.spans or None  # a span is a limit on the left of keys to the right
         asked_for = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
         return frozenset(name for name, value in asked_for.items() if value is not None)

@@ -184,7 +184,7 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
 def deltas(dout: Tensor, out: Tensor) -> Tensor:
     """Return dout · out of each row and head (T, N), in the accumulation dtype, for dout and out (T, N, Hv).
 
-    On CPUs some rows after others: products of all rows at once would take several times the memory of the queries.
+    On CPUs some rows are multiplied after others: all at once would take several times the memory of the queries.
     """
     dtype = accumulation_dtype(dout.dtype)
     if dtype == torch.float32 and runs_fused(dout):
@@ -287,7 +287,7 @@ class RowSum:
         return self._total
 
     def result(self) -> Tensor:
-        """Return the sum, in the accumulation dtype; one addend that covers all rows, in its own."""
+        """Return the sum in the accumulation dtype; a single addend that covers all rows keeps its own dtype."""
         if self._total is None:
             self._total = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
         return self._total

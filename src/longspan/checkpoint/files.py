@@ -80,10 +80,9 @@ def publish_checkpoint(
 
 
 def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
-    """Remove unfinished checkpoints, and what is older than the newest `keep` good ones (0: nothing).
+    """Remove unfinished checkpoints, and those older than the newest `keep` good ones (0: no good one).
 
-    Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good. That of step `best`
-    stays.
+    A checkpoint whose sizes are wrong, or that `note_damage` marked, is no good one. That of step `best` stays.
     """
     remove_unfinished_saves(root)
     good = [path for path in complete_checkpoints(root) if _looks_good(path)]
@@ -94,7 +93,7 @@ def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
 
 
 def remove_unfinished_saves(root: Path, log: LogLine = lambda _: None) -> None:
-    """Remove what interrupted saves left, and log each. Not while another process may be saving there."""
+    """Remove what interrupted saves left, and log each; no other process may be saving there meanwhile."""
     for path in _steps(root):
         if is_unfinished(path):
             log(f"removing {path}: its save was interrupted")
@@ -111,9 +110,9 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
 
 
 def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
-    """The first of `paths` that passes `check` (None if there are none), and what is wrong with those before it.
+    """Return the first of `paths` that passes `check`, and what is wrong with those before it.
 
-    Raises CheckpointError if there are some and none passes.
+    It is None if there are no paths. Raises CheckpointError if there are some and none passes.
     """
     damage: dict[Path, str] = {}
     for path in paths:

@@ -120,11 +120,11 @@ class FailureReports:
             answers = {entry.pop("rank"): Activity(**entry) for entry in self._entries(f"{number}/answers")}
             departures = {entry["rank"]: entry for entry in self._entries("left")}
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
-            deaths = self._deaths(missing)
+            deaths = self._death_texts(missing)
             if len(deaths) == len(missing) or time.monotonic() > deadline:
                 here = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}
                 own_error = any(not entry["echo"] for entry in departures.values())
-                causes = self._causes(departures, missing, deaths) or _outliers(here, operation)
+                causes = self._cause_lines(departures, missing, deaths) or _outlier_lines(here, operation)
                 return FailureReport(tuple(causes), tuple(_activity_lines(here, operation)), own_error, self._rank)
             time.sleep(0.05)
 
@@ -134,7 +134,7 @@ class FailureReports:
             return ""
         return f"; it was served on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])}"
 
-    def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
+    def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
         """How missing ranks died, where a launcher has posted it, or where torchrun started them next to this one."""
         ended = {rank: self._processes[rank] for rank in missing if rank in self._processes}
         deaths = {rank: f"ended, or was killed: process {pid} is gone" for rank, pid in ended.items() if has_ended(pid)}
@@ -159,7 +159,7 @@ class FailureReports:
             time.sleep(0.05)
         return self._store.get(key).decode()
 
-    def _causes(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
+    def _cause_lines(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
         """Say which ranks left with an error, died or do not answer."""
         causes = [entry for entry in departures.values() if not entry["echo"]]
         lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
@@ -171,7 +171,7 @@ class FailureReports:
         return lines
 
 
-def _outliers(activities: Mapping[int, Activity], operation: str) -> list[str]:
+def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
     """Say which ranks are not in the collective that failed, where all answer."""
     others = [f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation]
     more = [f"{len(others) - NAMED} more ranks are not in it either"] if len(others) > NAMED else []

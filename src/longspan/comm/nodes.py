@@ -33,7 +33,7 @@ class Nodes:
 
 
 def read_nodes(store: Store, prefix: str, size: int) -> Nodes | None:
-    """The nodes that the ranks of a world wrote into its store when they came; None if there is one node only."""
+    """Return the nodes that the ranks of a world wrote into its store when they came; None if there is only one."""
     keys = [f"rank/{rank}" for rank in range(size)]
     names: list[bytes] = PrefixStore(prefix, store).multi_get(keys)  # pyright: ignore[reportAttributeAccessIssue]
     ranks = dict[str, list[int]]()

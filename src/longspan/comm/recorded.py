@@ -40,7 +40,7 @@ def write_traces(folder: Path, rank: int) -> None:
 
 
 def ras_lines() -> list[str]:
-    """What NCCL's own report says is wrong: a line of errors, and one of warnings; none where nothing answers."""
+    """Return what NCCL's own report finds wrong: a line of errors, one of warnings; none where nothing answers."""
     lines = [line.strip() for line in _ras_text().splitlines()]
     lines = [line for line in lines if line and not line.startswith("==")]
     starts = [*(n for n, line in enumerate(lines) if line in RAS_SECTIONS), len(lines)]

@@ -142,7 +142,7 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
     first = chunk.first
     for batch in pyarrow.ipc.open_stream(chunk.data):
         deep = str(batch.schema).count("<") > MOST_LEVELS
-        for number, record in enumerate(_records(batch, chunk.most), first):
+        for number, record in enumerate(_iterate_records(batch, chunk.most), first):
             where = f"{chunk.name}, row {number + 1}"
             row: Row | BadRow
             if isinstance(record, int):
@@ -155,7 +155,7 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
         first += len(batch)
 
 
-def _records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
+def _iterate_records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
     """Yield the records of a batch; for one of more than `most` bytes, or with a text that is not UTF-8, its bytes."""
     types = str(batch.schema)
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows

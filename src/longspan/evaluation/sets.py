@@ -28,7 +28,7 @@ from longspan.data.step_order import sample_documents
 from longspan.errors import DataError, plural
 from longspan.evaluation.metrics import Metric
 from longspan.evaluation.passkey import PasskeyDocuments, passkey_documents
-from longspan.files import naming_file
+from longspan.files import name_file_in_errors
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
         folder = directory / settings.folder
         folder.parent.mkdir(exist_ok=True)
         log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
-        with naming_file(folder):
+        with name_file_in_errors(folder):
             tokenizer = configured_tokenizer(config) or load_tokenizer(directory)
             ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
 

@@ -61,9 +61,11 @@ class GivenArguments:
         return self._bound.arguments.get(name, nothing)
 
     def _default_arguments(self) -> TrainingArguments:
-        """The arguments that a trainer makes for itself where none are given."""
+        """Return the arguments that the stock trainer makes for itself where none are given."""
         hints = _signature(self._stock).parameters["args"].annotation
-        config = next((c for c in _classes(hints, self._stock) if c is not TrainingArguments), TrainingArguments)
+        config = next(
+            (c for c in _argument_classes(hints, self._stock) if c is not TrainingArguments), TrainingArguments
+        )
         if config is TrainingArguments:
             return TrainingArguments(output_dir="tmp_trainer")
         model = self.values.get("model")
@@ -83,7 +85,7 @@ def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
     return named, left.get(_VARIADIC[0], ""), left.get(_VARIADIC[1], "")
 
 
-def _classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
+def _argument_classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
     """The argument classes that an annotation names, by the module of the class that has it."""
     if isinstance(annotation, str):
         annotation = eval(annotation, vars(inspect.getmodule(owner)))

@@ -79,7 +79,7 @@ class FilesPart(StockTrainer):
         """Give a whole checkpoint its name, in place of an older one of its step, and remove those over the limit."""
         unfinished, folder = root / UNFINISHED, root / f"checkpoint-{self.state.global_step}"
         self.state.save_to_json(str(unfinished / folder.name / STATE))
-        _sync(unfinished / folder.name)
+        _sync_folder_tree(unfinished / folder.name)
         if folder.exists():
             folder.rename(unfinished / "replaced")
         (unfinished / folder.name).rename(folder)
@@ -202,7 +202,7 @@ class FilesPart(StockTrainer):
 
 @contextmanager
 def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
-    """Inside, an optimizer has no groups without parameters, which torch (2.11 to 2.13) cannot load.
+    """Take groups without parameters out of an optimizer inside: torch (2.11 to 2.13) cannot load them.
 
     Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.
     """
@@ -244,7 +244,7 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder_tree(folder: Path) -> None:
     """Return once the disk has all files under a folder."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():

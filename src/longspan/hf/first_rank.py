@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 from longspan.comm import World
-from longspan.comm.all_ranks import is_first_rank, waiting_for_all
+from longspan.comm.all_ranks import is_first_rank, leave_together
 from longspan.comm.watch import one_line
 from longspan.errors import CommError, LongspanError
 
@@ -47,7 +47,7 @@ class FirstRank:
         if self.works:
             return work()
         if not is_first_rank(self._world):
-            return self._follow()
+            return self._answer_calls_of_first()
         self._let_wait()
         try:
             result = work()
@@ -78,7 +78,7 @@ class FirstRank:
 
     def _let_wait(self) -> None:
         self._others = ExitStack()
-        self._others.enter_context(waiting_for_all(self._world))
+        self._others.enter_context(leave_together(self._world))
 
     def _send(self, message: bytes) -> None:
         """End the waiting, and send all ranks what comes next."""
@@ -87,9 +87,9 @@ class FirstRank:
         others.close()
         self._world.control.broadcast_object(message, what=_MESSAGE)
 
-    def _follow(self) -> Any:
+    def _answer_calls_of_first(self) -> Any:
         while True:
-            with waiting_for_all(self._world):
+            with leave_together(self._world):
                 pass
             name, value = pickle.loads(self._world.control.broadcast_object(b"", what=_MESSAGE))
             if name == _RESULT:

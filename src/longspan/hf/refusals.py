@@ -46,11 +46,11 @@ _OF_LAUNCHER: dict[str, str] = {
 
 def refuse_arguments(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting of a trainer's constructor that longspan does not run."""
-    for reason in _reasons(args, arguments, given):
+    for reason in _argument_reasons(args, arguments, given):
         raise ConfigError(reason)
 
 
-def _reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> Iterator[str]:
+def _argument_reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> Iterator[str]:
     for name, why in _SETTINGS.items():
         if value := getattr(args, name, None):
             yield f"args.{name} is {value!r}, which a longspan trainer does not run: {why}"
@@ -127,7 +127,7 @@ def refuse_model(trainer: Any) -> None:
             "time; a longspan trainer does not: set it to False in the configuration, or for TRL "
             "args.router_aux_loss_coef to 0.0; or use longspan train"
         )
-    if not is_cross_entropy(trainer) and (dropped := _dropout(trainer.model)):
+    if not is_cross_entropy(trainer) and (dropped := _dropout_text(trainer.model)):
         way = ", or args.disable_dropout to True" if hasattr(trainer.args, "disable_dropout") else ""
         raise ModelError(
             f"{dropped} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "
@@ -160,7 +160,7 @@ def _has_head(model: Any) -> bool:
     return head is not None and head() is not None
 
 
-def _dropout(model: nn.Module) -> str:
+def _dropout_text(model: nn.Module) -> str:
     """What drops values at random in training, as words; "" if nothing does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:

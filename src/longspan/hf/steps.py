@@ -48,7 +48,7 @@ class StepsPart(StockTrainer):
 
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
-        """Who plans training (True) and evaluation (False), by the cost of the model."""
+        """Return how training (True) and evaluation (False) are planned, by the cost of the model."""
         config, model = self._config, unwrap_model(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
@@ -92,7 +92,10 @@ class StepsPart(StockTrainer):
     # ---- a step
 
     def _prepare_for_training(self, *args: Any) -> Any:
-        """Begin without what a training left that was stopped in the middle of a step, as gradients begin at zero."""
+        """Prepare for training as the Trainer does, and drop what a step that was stopped in the middle left.
+
+        Gradients begin at zero then, and so do the documents of the step.
+        """
         self._coming, self._guessed, self._cut = (), (), False
         self._facade.called, self._facade.ahead = [], []
         return super()._prepare_for_training(*args)

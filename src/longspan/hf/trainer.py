@@ -52,7 +52,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             positional, named = construction.call_with(mine)
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
-            with self._making_generation():
+            with self._replace_generation():
                 super().__init__(*positional, **named)
             refuse_model(self)
             self._refuse_reference()
@@ -117,22 +117,22 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     def train(self, *args: Any, **keywords: Any) -> Any:
         """Train as the Trainer does; entered by all ranks."""
-        with self._telling_others():
+        with self._report_errors_to_others():
             return super().train(*args, **keywords)
 
     def evaluate(self, *args: Any, **keywords: Any) -> Any:
         """Evaluate as the Trainer does; entered by all ranks."""
-        with self._telling_others():
+        with self._report_errors_to_others():
             return super().evaluate(*args, **keywords)
 
     def predict(self, *args: Any, **keywords: Any) -> Any:
         """Predict as the Trainer does; entered by all ranks."""
-        with self._telling_others():
+        with self._report_errors_to_others():
             return super().predict(*args, **keywords)
 
     @contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """Inside, an error of this rank, as of a collator or a metric, is in the failure report of ranks that wait.
+    def _report_errors_to_others(self) -> Iterator[None]:
+        """Put an error of this rank inside, as of a collator or a metric, into the failure report of ranks that wait.
 
         All ranks wait at the end, so that none goes on without one whose metric failed.
         """

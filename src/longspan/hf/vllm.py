@@ -80,8 +80,8 @@ class RankAccelerator:
 
 
 @contextmanager
-def making_vllm(trainer: Any) -> Iterator[None]:
-    """A context in which the modules of a trainer's classes make LongspanVLLM where they make VLLMGeneration."""
+def replace_vllm(trainer: Any) -> Iterator[None]:
+    """Let the modules of a trainer's classes make LongspanVLLM inside where they make VLLMGeneration."""
     modules = [
         module
         for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)

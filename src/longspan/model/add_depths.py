@@ -32,7 +32,7 @@ from longspan.plan.shape.layers import depth_types
 
 def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
     """Draw random weights as transformers initialises them, the same on every rank and under every home."""
-    _fill_depths(model, mtp, _Drawn(model, mtp, seed))
+    _fill_depths(model, mtp, _DrawnWeights(model, mtp, seed))
 
 
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
@@ -52,7 +52,7 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
     _fill_depths(model, mtp, source)
 
 
-class _Drawn:
+class _DrawnWeights:
     """Each depth is drawn at once, for modules may draw those inside them, from a seed of its own: `seed` and its name.
 
     Only names, shapes and buffers of depths are kept here, no memory of parameters.

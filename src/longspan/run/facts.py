@@ -71,7 +71,7 @@ class RunFacts:
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Name and text of each line, for the console and the report."""
+        """Yield the name and the text of each line, for the console and the report."""
         experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
         sizes = f"{_size_text(self.parameters)} parameters, {_size_text(self.parameters_of_rank)} on a rank"
         sizes += f", {_size_text(self.trained)} trained" if self.trained else ""

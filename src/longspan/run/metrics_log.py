@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longspan.files import as_json, json_values, naming_file, parse_json, read_lines, write_atomically
+from longspan.files import as_json, json_values, name_file_in_errors, parse_json, read_lines, write_atomically
 from longspan.run.loggers import RunLoggers
 
 _MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
@@ -62,7 +62,7 @@ class MetricsLog:
         """Append a row. Raises OSError, with the file's name, for what the disk refuses."""
         self.evaluated |= find_evaluations([row])
         if self._file is not None:
-            with naming_file(Path(self._file.name)):
+            with name_file_in_errors(Path(self._file.name)):
                 self._file.write(as_json(row) + "\n")
                 self._file.flush()
         if self._loggers is not None:
@@ -82,11 +82,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_json_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a file like metrics.jsonl that can be read, and how many lines cannot."""
     lines = [line for line in read_lines(path, _MOST_BYTES) if line is None or line.strip()]
-    rows = [row for line in lines if line is not None and (row := _row(line)) is not None]
+    rows = [row for line in lines if line is not None and (row := _parse_row(line)) is not None]
     return rows, len(lines) - len(rows)
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         row = parse_json(line.decode("utf-8", "replace"))
         step = row.get("step") if isinstance(row, dict) else None

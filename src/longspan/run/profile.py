@@ -171,7 +171,7 @@ def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16)
 
 
 def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same points of time in intervals that do not touch, in order."""
+    """Return the union of intervals as intervals that do not touch, in order."""
     disjoint: list[Interval] = []
     for start, end in sorted(intervals):
         if disjoint and start <= disjoint[-1][1]:

@@ -130,10 +130,7 @@ def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequen
 
 
 def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
-    """Write how the dynamic plan changes with each constant, the most harmful first; nothing if it was not computed.
-
-    Nothing if that was not computed.
-    """
+    """Write how the dynamic plan changes with each constant, the most harmful first; nothing if it was not computed."""
     if not changes:
         return []
     worst_first = sorted(changes, key=lambda change: -change.regret)

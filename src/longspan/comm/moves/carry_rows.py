@@ -103,7 +103,10 @@ def _pool_places(places: Integers, moves: RowMoves, arriving: int) -> Integers:
 
 
 def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]:
-    """`local` and `arrived`, both empty where the result is made from the pool."""
+    """Return `local` and `arrived` of DeviceMoves, by which rows go to their places without the pool.
+
+    Both are empty where the result is made from the pool: where rows arrive in another order than the target's.
+    """
     arrived = np.flatnonzero((moves.places >= 0) & (moves.places < arriving))
     in_order = arrived[np.argsort(moves.places[arrived], kind="stable")]
     none = moves.places[:0]
@@ -121,7 +124,7 @@ def _copy_to_device(arrays: Sequence[Integers], device: torch.device) -> list[Te
 
 
 def _as_slice(rows: Integers) -> slice | None:
-    """Rows that follow each other, or none, as a slice."""
+    """Return rows that follow each other, or none, as a slice; None for other rows."""
     if not len(rows):
         return slice(0, 0)
     run = slice(int(rows[0]), int(rows[0]) + len(rows))

@@ -148,7 +148,7 @@ def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
 
 
 def ring_share(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
-    """Return what of a ring's rows is sent: all, or under a narrow window or chunk those that are seen."""
+    """Return the share of its rows that a ring sends: 1, or under a narrow window or chunk what of them is seen."""
     (kind, inner), lengths = way, group.lengths
     around = group.degree // inner
     if kind == "all_gather" or not is_narrow(lengths, around, call.window, call.chunk):
@@ -202,10 +202,7 @@ def _cross_host_share_of_pairs(sets: Sequence[Sequence[int]]) -> float:
 
 
 def _busiest_ratio(group: Group, call: AttentionCall, around: int) -> float:
-    """Return what the busiest member of a ring computes, over the mean of its members.
-
-    1 where their rows are zigzag.
-    """
+    """Return what the busiest member of a ring computes, over the mean of its members; 1 where rows are in zigzag."""
     if around == 1 or group.partition == "zigzag":
         return 1.0
     shares, lengths = Partition.contiguous(group.laid_out, around), np.array(group.lengths, dtype=np.int64)

@@ -38,7 +38,7 @@ class EncoderBytes:
 
     @cached_property
     def _mlp_width(self) -> float:
-        """Numbers of a patch inside a block's MLP, all of its products together."""
+        """Return how many numbers a patch has inside a block's MLP, in all of its products together."""
         shape = self._shape
         assert shape is not None
         layers = shape.full_layers + shape.window_layers

@@ -65,10 +65,7 @@ def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | 
 
 
 def plan_type_text(plan: Plan) -> str:
-    """Write the communication types of a plan's groups of several slots; "" if no group has several slots.
-
-    "" if no group has several slots.
-    """
+    """Write the communication types of a plan's groups of several slots; "" if no group has several slots."""
     groups = [g for g in chain.from_iterable(batch.groups for batch in plan.micro_batches) if g.degree > 1]
     kinds = (g.cp_comm_type if isinstance(g.cp_comm_type, str) else "/".join(g.cp_comm_type) for g in groups)
     names = list(dict.fromkeys(chain.from_iterable(kind.split("/") for kind in kinds)))

@@ -47,10 +47,7 @@ def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: 
 
 
 def describe_kernels(dtype: torch.dtype, device: torch.device, kernel_names: Sequence[str] = ()) -> str:
-    """Name the kernels of recurrences in this dtype on this device, and what a GPU needs for faster ones.
-
-    And what a GPU needs for faster ones.
-    """
+    """Name the kernels of recurrences in this dtype on this device, and what a GPU needs for faster ones."""
     if TORCH_ONLY in kernel_names:
         return "torch's operations, as asked for"
     named = " and ".join(f"{name} ({tried})" for name, tried in PACKAGES.items() if name in kernel_names)

@@ -67,13 +67,13 @@ class StochasticRounding(Optimizer):
         state = {name: _widen_value(value) for name, value in self.state[parameter].items()}
         self._wide.state = defaultdict(dict, {wide_parameter: state} if state else {})
         self._wide.step()
-        bits = self._generator(parameter)
+        bits = self._random_generator(parameter)
         self.state[parameter] = {
             name: _round_value(value, parameter.dtype, bits) for name, value in self._wide.state[wide_parameter].items()
         }
         parameter.copy_(_round_value(wide_parameter.detach(), parameter.dtype, bits))
 
-    def _generator(self, parameter: nn.Parameter) -> torch.Generator:
+    def _random_generator(self, parameter: nn.Parameter) -> torch.Generator:
         draws = self._draws[parameter]  # of this step: the caller may not count steps
         self._draws[parameter] += 1
         counted = self._world.seed, self._last_step, draws, self._parameter_blocks.get(parameter)
