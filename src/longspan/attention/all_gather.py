@@ -64,10 +64,10 @@ def all_gather_forward(
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
     parts: list[_Pair] = []
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather forward"):
-        q_part, of_heads = q[:, heads.q], call.for_heads(heads.q.start, heads.q.stop)
+        q_part, slice_call = q[:, heads.q], call.for_heads(heads.q.start, heads.q.stop)
         total = Partial(q_part.shape[0], q_part.shape[1], v.shape[2], like=q)
-        add_block(total, q_part, all_k, all_v, members.launches(None), of_heads)
-        parts.append(total.result_with_sinks(of_heads.sinks))
+        add_block(total, q_part, all_k, all_v, members.launches(None), slice_call)
+        parts.append(total.result_with_sinks(slice_call.sinks))
         del all_k, all_v
     out, lse = (concat_heads(x) for x in zip(*parts, strict=True))
     return out, [Saved(q, k, v, out, lse)]
@@ -81,8 +81,10 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
     dq_parts, sums = list[Tensor](), _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         part = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
-        dq, of_heads = RowSum(tuple(part.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
-        sums.send_gradients(block_gradients(dq, dout[:, heads.q], part, members.launches(None), of_heads), all_k, all_v)
+        dq, slice_call = RowSum(tuple(part.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
+        sums.send_gradients(
+            block_gradients(dq, dout[:, heads.q], part, members.launches(None), slice_call), all_k, all_v
+        )
         dq_parts.append(dq.result())
         del all_k, all_v, part
     dk, dv = sums.own_sums()
@@ -122,7 +124,10 @@ class _GradientSums:
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
     def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
-        """Start sending gradients of all rows, k and v (S, heads, H), to their members, after those of the last slice."""
+        """Start sending gradients of all rows, k and v (S, heads, H), to their members.
+
+        Those of the slice before are collected first.
+        """
         self._collect_slice()
         self._row_shapes = [x.shape[1:] for x in (k, v)]
         packed = self._sum_by_member(addends, k, v)

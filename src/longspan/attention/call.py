@@ -217,8 +217,8 @@ def cache_of(shard: SequenceShard) -> AttentionCache:
     """Return what attention derives from a shard, made on first use."""
     cache = _caches.get(shard)
     if cache is None:
-        listed = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)
-        cache = _caches[shard] = AttentionCache(listed_by_layer=listed)
+        has_lists = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)
+        cache = _caches[shard] = AttentionCache(listed_by_layer=has_lists)
     return cache
 
 
@@ -251,21 +251,21 @@ def block_gradients(
     addends, (q, k, v, out, lse) = list[Addend](), saved
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        of_launch = Saved(
+        launch_saved = Saved(
             take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), take_rows(out, rows), take_rows(lse, rows)
         )
-        gradient, *of_keys = call.kernel.backward(take_rows(dout, rows), of_launch, launch, call)
+        gradient, *key_gradients = call.kernel.backward(take_rows(dout, rows), launch_saved, launch, call)
         dq.add(rows, gradient)
-        addends.append(Addend(keys, of_keys))
+        addends.append(Addend(keys, key_gradients))
     return addends
 
 
 def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the parts of a block: dk (Tk, K, H) and dv (Tk, K, Hv)."""
     dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
-    for rows, (of_k, of_v) in addends:
-        dk.add(rows, of_k)
-        dv.add(rows, of_v)
+    for rows, (k_addend, v_addend) in addends:
+        dk.add(rows, k_addend)
+        dv.add(rows, v_addend)
     return dk.result(), dv.result()
 
 

@@ -96,9 +96,9 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         for x in tensors
     ]
-    changed = [(x, into) for x, into in zip(tensors, converted, strict=True) if into is not x]
-    if changed:
-        _copy_whole_rows(changed)
+    conversions = [(x, into) for x, into in zip(tensors, converted, strict=True) if into is not x]
+    if conversions:
+        _copy_whole_rows(conversions)
     return converted
 
 

@@ -187,7 +187,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
     for name, tensor in table["tensors"].items():
         dtype, shape = _read_dtype(tensor["dtype"], name), [_check_count(size) for size in tensor["shape"]]
         chunks: list[ChunkStorageMetadata] = []
-        covered = 0
+        elements = 0
         for offsets, sizes, *location in tensor["chunks"]:
             if not len(offsets) == len(sizes) == len(shape) or any(
                 _check_count(first) + _check_count(size) > whole
@@ -195,12 +195,12 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
             ):
                 raise CheckpointError(f"has a chunk of {name} at {offsets} of {sizes}, outside of {shape}; {_AGAIN}")
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            covered += prod(sizes)
+            elements += prod(sizes)
             chunks.append(chunk)
             places[MetadataIndex(name, chunk.offsets)] = place(name, location, prod(sizes) * dtype.itemsize)
-        if covered != prod(shape):
+        if elements != prod(shape):
             raise CheckpointError(
-                f"has {plural(covered, 'number')} in the chunks of {name}, whose shape {shape} takes {prod(shape)}; "
+                f"has {plural(elements, 'number')} in the chunks of {name}, whose shape {shape} takes {prod(shape)}; "
                 f"{_AGAIN}"
             )
         entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)

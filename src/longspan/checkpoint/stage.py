@@ -136,9 +136,9 @@ class Stage:
         with torch.cuda.stream(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(stream)
-        return copied
+        end_of_copies = torch.cuda.Event()
+        end_of_copies.record(stream)
+        return end_of_copies
 
 
 def _cut_into_pieces(items: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

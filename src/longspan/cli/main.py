@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LongspanError as error:
         return _print_error(error, debug=debug)
     except KeyboardInterrupt as error:
-        if (lost := _rank_loss_before(error)) is not None:
-            return _print_error(lost, debug=debug)
+        if (lost_rank := _rank_loss_before(error)) is not None:
+            return _print_error(lost_rank, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
             print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)

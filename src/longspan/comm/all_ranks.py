@@ -60,12 +60,12 @@ def leave_together(world: World) -> Iterator[None]:
     Another thread meanwhile signals that this rank still works: so the time-out bounds how long a rank may be silent,
     and not how long it works. Raises CommError for a rank that is lost.
     """
-    ended, failures = Event(), list[BaseException]()
+    end, failures = Event(), list[BaseException]()
 
     def beat() -> None:
         """Tell the other ranks, again and again, that this one still works."""
         try:
-            while world.control.any_rank(not ended.wait(min(_BEAT, world.watch.timeout / 4))):
+            while world.control.any_rank(not end.wait(min(_BEAT, world.watch.timeout / 4))):
                 pass
         except BaseException as error:  # raised where the others are waited for
             failures.append(error)
@@ -75,7 +75,7 @@ def leave_together(world: World) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        end.set()
         thread.join()
     if failures:
         raise failures[0]
@@ -109,8 +109,8 @@ def raise_first_error(world: World, error: LongspanError | None) -> None:
     first = world.control.first_object(error, "gather of errors")
     if first is not None:
         rank, first_error = first
-        named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(first_error))
-        rank_note = "" if named else f" (on rank {rank})"
+        names_rank = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(first_error))
+        rank_note = "" if names_rank else f" (on rank {rank})"
         raise on_all_ranks(type(first_error)(f"{first_error}{rank_note}")) from error
 
 

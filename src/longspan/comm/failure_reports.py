@@ -136,8 +136,10 @@ class FailureReports:
 
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
         """How missing ranks died, where a launcher has posted it, or where torchrun started them next to this one."""
-        ended = {rank: self._processes[rank] for rank in missing if rank in self._processes}
-        deaths = {rank: f"ended, or was killed: process {pid} is gone" for rank, pid in ended.items() if has_ended(pid)}
+        processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
+        deaths = {
+            rank: f"ended, or was killed: process {pid} is gone" for rank, pid in processes.items() if has_ended(pid)
+        }
         posted = [rank for rank in missing[:64] if self.has_died(rank)]
         return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
@@ -166,8 +168,8 @@ class FailureReports:
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
         silent = [rank for rank in missing if rank not in deaths]
         if silent:
-            who = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe(silent)
-            lines.append(f"{who} do not answer: killed, cut off or stopped")
+            ranks_text = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe(silent)
+            lines.append(f"{ranks_text} do not answer: killed, cut off or stopped")
         return lines
 
 

@@ -72,18 +72,18 @@ def choose_device(backend: str | None, device: torch.device | str | None, local_
     if device is None:
         gpu = torch.cuda.is_available() if backend is None else backend != "gloo"
         device = f"cuda:{local_rank}" if gpu else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cuda":
+    result = torch.device(device)
+    if result.type == "cuda":
         count = torch.cuda.device_count()
-        index = local_rank if chosen.index is None else chosen.index
+        index = local_rank if result.index is None else result.index
         if index >= count:
             raise CommError(
                 f"local rank {local_rank} needs cuda:{index}, but this host shows {plural(count, 'CUDA device')}; "
                 f"start at most {plural(count, 'rank')} per host, or use backend='gloo' (--device cpu)"
             )
-        chosen = torch.device("cuda", index)
-        torch.cuda.set_device(chosen)
-    return chosen
+        result = torch.device("cuda", index)
+        torch.cuda.set_device(result)
+    return result
 
 
 _stores: dict[str, Store] = {}  # by address: a process keeps its store, so that it can open worlds in turn
@@ -149,24 +149,24 @@ def _open_world(store: Store, place: Place, timeout: float) -> str:
 
 def _join_world(store: Store, place: Place, timeout: float) -> str:
     """Join the newest world of rank 0 that no process of this rank has joined before, and wait until it is opened."""
-    joined, seen = "", {""}
+    prefix, seen = "", {""}
     try:
         for _ in _iterate_pauses(place.size, timeout):
             newest = store.get(_NEWEST).decode() if store.check([_NEWEST]) else ""
-            if joined and _is_open(PrefixStore(joined, store), place.size):  # rank 0 may already be at the next
-                return joined
+            if prefix and _is_open(PrefixStore(prefix, store), place.size):  # rank 0 may already be at the next
+                return prefix
             if newest not in seen:
                 seen.add(newest)
-                joined = newest if _register_rank(PrefixStore(newest, store), place) else ""
+                prefix = newest if _register_rank(PrefixStore(newest, store), place) else ""
     except BaseException:
-        if joined:
-            _leave_unopened(PrefixStore(joined, store), place)
+        if prefix:
+            _leave_unopened(PrefixStore(prefix, store), place)
         raise
-    if not joined:
+    if not prefix:
         raise _incomplete_world_error(place, timeout, "rank(s) (0) did not come")
-    if _leave_unopened(PrefixStore(joined, store), place):
-        raise _absence_error(PrefixStore(joined, store), place, timeout)
-    return joined
+    if _leave_unopened(PrefixStore(prefix, store), place):
+        raise _absence_error(PrefixStore(prefix, store), place, timeout)
+    return prefix
 
 
 def _register_rank(here: Store, place: Place) -> bool:

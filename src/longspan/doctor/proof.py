@@ -235,8 +235,8 @@ def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, O
     with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
         while pending:
             record = Path(folder) / f"{len(pending)}.jsonl"
-            finished, failure = _run_world(replace(task, cases=tuple(pending), record=str(record)), ranks, worlds)
-            outcomes |= finished
+            new_outcomes, failure = _run_world(replace(task, cases=tuple(pending), record=str(record)), ranks, worlds)
+            outcomes |= new_outcomes
             pending = [(number, case) for number, case in pending if number not in outcomes]
             if pending and failure is not None:
                 number, case = pending.pop(0)

@@ -33,12 +33,12 @@ def find_configuration(name: str) -> PreTrainedConfig:
         return _check_model(read_configuration(path), name)
     if name in CONFIG_MAPPING:
         return _check_model(CONFIG_MAPPING[name](), name)
-    named: Any = _import_dotted(name) if "." in name else getattr(transformers, name, None)
-    if isinstance(named, type) and issubclass(named, PreTrainedConfig):
-        return _check_model(named(), name)
-    if not isinstance(named, type) or getattr(named, "config_class", None) is None:
+    named_class: Any = _import_dotted(name) if "." in name else getattr(transformers, name, None)
+    if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
+        return _check_model(named_class(), name)
+    if not isinstance(named_class, type) or getattr(named_class, "config_class", None) is None:
         raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_similar_names(name)}")
-    return _class_configuration(named, name)
+    return _class_configuration(named_class, name)
 
 
 def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:

@@ -124,11 +124,11 @@ class RowSums:
         """
         counts_here = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
-        metrics, of_documents = self._metrics.cpu().numpy(), self._document_metrics
-        parts = [self._losses, self._positions.ravel(), metrics.ravel(), of_documents.ravel(), np.array(numbers)]
+        metrics, document_metrics = self._metrics.cpu().numpy(), self._document_metrics
+        parts = [self._losses, self._positions.ravel(), metrics.ravel(), document_metrics.ravel(), np.array(numbers)]
         flat = np.concatenate([*(part * counts_here for part in parts), [float(failed)]])
         flat = world.control.sum_of_arrays(flat, "sums of an evaluation")
-        documents, positions, metrics, of_documents, numbers, failures = np.split(
+        documents, positions, metrics, document_metrics, numbers, failures = np.split(
             flat, np.cumsum([part.size for part in parts])
         )
         return Totals(
@@ -136,7 +136,7 @@ class RowSums:
             positions=positions.reshape(2, -1),
             edges=self._edges,
             metrics=metrics.reshape(-1, 2),
-            document_metrics=of_documents.reshape(self._document_metrics.shape),
+            document_metrics=document_metrics.reshape(self._document_metrics.shape),
             rows=int(numbers[0]),
             hits=int(numbers[1]),
             bytes=int(numbers[2]),

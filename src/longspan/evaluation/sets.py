@@ -64,9 +64,9 @@ class EvaluationSet:
         """Describe its documents and targets in a line, for the console."""
         lengths, every = self.documents.lengths, self.config.every
         targets = getattr(self.documents, "targets", None)
-        of_them = "" if targets is None else f" ({targets:,} of them targets)"
+        detail = "" if targets is None else f" ({targets:,} of them targets)"
         size = (
-            f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{of_them}, longest {max(lengths):,}"
+            f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{detail}, longest {max(lengths):,}"
         )
         when = f"every {plural(every, 'step')} and after the last" if every else "after the last step"
         return f"evaluation set {self.name}: {size}; evaluated {when}"

@@ -27,8 +27,8 @@ class GivenArguments:
         self.takes: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
         with suppress(TypeError):  # positions of another constructor: names alone are known
-            passed = stock.bind_partial(None, *self._rest_of(positional, ()), **self._rest_of(rest, {}))
-            self.values |= {name: value for name, value in passed.arguments.items() if name != "self"}
+            stock_call = stock.bind_partial(None, *self._rest_of(positional, ()), **self._rest_of(rest, {}))
+            self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
 
     @property
     def args(self) -> TrainingArguments:
@@ -81,8 +81,8 @@ def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
     """The named parameters, and the names of those that take what is left by position and by keyword ("": none)."""
     parameters = signature.parameters.values()
     left = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
-    named = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
-    return named, left.get(_VARIADIC[0], ""), left.get(_VARIADIC[1], "")
+    names = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
+    return names, left.get(_VARIADIC[0], ""), left.get(_VARIADIC[1], "")
 
 
 def _argument_classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:

@@ -76,13 +76,13 @@ class OneProcess:
         home = make_home(ranks)
         if cls.now is None:
             device: Any = PartialState().device
-            opened = cls(home, World(home, device="cpu" if device.type == "cpu" else None).open())
+            one_process = cls(home, World(home, device="cpu" if device.type == "cpu" else None).open())
             try:
-                opened._tell_accelerate()
+                one_process._tell_accelerate()
             except BaseException:
-                opened._close()
+                one_process._close()
                 raise
-            cls.now = opened
+            cls.now = one_process
         if cls.now.home != home:
             raise ConfigError(
                 f"a longspan trainer is open under {cls.now.home}, and another asks for {home}; call end() of the "
@@ -114,11 +114,11 @@ class OneProcess:
 
     def arguments(self, args: TrainingArguments) -> TrainingArguments:
         """A copy of arguments whose batches are those of all ranks."""
-        mine = copy.copy(args)
-        setattr(mine, OURS, self.ranks)
-        mine.per_device_train_batch_size *= self.ranks
-        mine.per_device_eval_batch_size *= self.ranks
-        return mine
+        copied = copy.copy(args)
+        setattr(copied, OURS, self.ranks)
+        copied.per_device_train_batch_size *= self.ranks
+        copied.per_device_eval_batch_size *= self.ranks
+        return copied
 
     # ---- accelerate
 

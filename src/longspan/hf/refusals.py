@@ -127,10 +127,10 @@ def refuse_model(trainer: Any) -> None:
             "time; a longspan trainer does not: set it to False in the configuration, or for TRL "
             "args.router_aux_loss_coef to 0.0; or use longspan train"
         )
-    if not is_cross_entropy(trainer) and (dropped := _dropout_text(trainer.model)):
+    if not is_cross_entropy(trainer) and (dropout := _dropout_text(trainer.model)):
         way = ", or args.disable_dropout to True" if hasattr(trainer.args, "disable_dropout") else ""
         raise ModelError(
-            f"{dropped} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "
+            f"{dropout} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "
             f"different values; set it to 0{way}"
         )
 

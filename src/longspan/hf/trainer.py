@@ -46,14 +46,14 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._open = True
         try:
             self._stock_arguments = arguments
-            mine = _turn_off_checkpointing(self._one.arguments(arguments))
+            arguments_here = _turn_off_checkpointing(self._one.arguments(arguments))
             if isinstance(model, str):
-                load_on_one_device(mine)
-            positional, named = construction.call_with(mine)
+                load_on_one_device(arguments_here)
+            positional, keyword_arguments = construction.call_with(arguments_here)
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
             with self._replace_generation():
-                super().__init__(*positional, **named)
+                super().__init__(*positional, **keyword_arguments)
             refuse_model(self)
             self._refuse_reference()
         except BaseException:
@@ -83,12 +83,12 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             return
         inside = unwrap_model(self.model)
         self._facade.head = take_fused_head(inside)
-        copied = take_reference_adapter(self.model)
+        reference_config = take_reference_adapter(self.model)
         self.memory_plan: MemoryPlan | None
         self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)
-        if copied is not None:
-            ReferenceAdapter(self.model, self._facade.inner_model, copied)
+        if reference_config is not None:
+            ReferenceAdapter(self.model, self._facade.inner_model, reference_config)
         self.model_wrapped: Facade = self._facade
         self._prepared_model = self.model
         reference = getattr(self, "ref_model", None)

@@ -277,9 +277,9 @@ def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
 def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
     """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'."""
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
-    named = [f"{count} x cp {degree}" for degree, count in counts]
+    texts = [f"{count} x cp {degree}" for degree, count in counts]
     others = sum(count for _, count in counts[most:])
-    return ", ".join(named[:most]) + (f", {others} more" if others else "") or "dummy"
+    return ", ".join(texts[:most]) + (f", {others} more" if others else "") or "dummy"
 
 
 def _seconds_text(value: float) -> str:

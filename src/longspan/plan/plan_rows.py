@@ -109,8 +109,8 @@ def _list_as_tuple(value: Any) -> Any:
 def _read_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
     """Yield the groups of a micro-batch from their lists, as `_group_row` writes them."""
     for number, first, *rest in rows:
-        listed = isinstance(first, list)
-        slots: tuple[int, ...] = _list_as_tuple(first) if listed else tuple(range(first, first + rest[0]))
-        documents: tuple[int, ...] = tuple(rest if listed else rest[1:])
+        is_list = isinstance(first, list)
+        slots: tuple[int, ...] = _list_as_tuple(first) if is_list else tuple(range(first, first + rest[0]))
+        documents: tuple[int, ...] = tuple(rest if is_list else rest[1:])
         kind, sizes, partition, pad_to = kinds[number]
         yield Group(slots, documents, tuple(lengths[d] for d in documents), kind, sizes, partition, pad_to)

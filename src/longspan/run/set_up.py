@@ -204,8 +204,10 @@ def _open_documents(
     use_machine(config, world, log)
     if config.model.path and checkpoint is None:
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
-    named = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
-    data = open_data(config, named, checkpoint, world, log)
+    named_configuration = run_on_every_rank(
+        world, lambda: model_configuration(config, config.data.vocab_size), ModelError
+    )
+    data = open_data(config, named_configuration, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
     as_written = replace(config, context=replace(config.context, node_size=node_size))
     config = set_epoch_steps(config, data.order, log)

@@ -62,10 +62,10 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
     What several ranks of a pipeline stage hold alike is counted by one of them.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    counted = _Counted(world)
+    counts_here = _Counted(world)
     parts = [
-        torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_accumulation_dtype(dtype))).double().square().sum()
-        for dtype, of_dtype in _group_by_dtype(gradient for gradient in gradients if counted(gradient)).items()
+        torch.stack(torch._foreach_norm(tensors, 2, dtype=_accumulation_dtype(dtype))).double().square().sum()
+        for dtype, tensors in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
     ]
     return torch.stack(parts).sum().item() if parts else 0.0
 
@@ -94,9 +94,9 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
     """
     factor = max_norm / (norm + 1e-6)
     if factor < 1:
-        for dtype, of_dtype in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
+        for dtype, tensors in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
-            torch._foreach_mul_(of_dtype, torch.tensor(factor, dtype=_accumulation_dtype(dtype)))
+            torch._foreach_mul_(tensors, torch.tensor(factor, dtype=_accumulation_dtype(dtype)))
 
 
 class _Counted:

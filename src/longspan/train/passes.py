@@ -190,8 +190,8 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> float:
     """Run all passes in the model's mode for the step, and sum gradients over the slots; returns the loss."""
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
-    named = world.watch.naming("forward and backward passes", world.home.ranks)
-    with named, preserve_modes(model), torch.set_grad_enabled(backward):
+    error_context = world.watch.naming("forward and backward passes", world.home.ranks)
+    with error_context, preserve_modes(model), torch.set_grad_enabled(backward):
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:

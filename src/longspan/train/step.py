@@ -148,7 +148,7 @@ def run_step(
             if max_grad_norm is not None:
                 clip_gradients(model.parameters(), max_grad_norm, sums.norm)
             optimizer.step()
-        of_terms = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
+        term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
     return StepResult(
         loss=loss_of_step,
         loss_sum=sums.loss,
@@ -159,7 +159,7 @@ def run_step(
         rows=sum(batch.shard.local_rows for batch in batches),
         micro_batches=len(plan.micro_batches),
         divisor=passes.divisor,
-        **{name: value for results in of_terms for name, value in results.items()},
+        **{name: value for results in term_results for name, value in results.items()},
     )
 
 

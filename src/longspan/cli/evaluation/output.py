@@ -92,8 +92,8 @@ def _result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str
     for result in results:
         yield f"{_result_title(result)} on {plural(ranks, 'rank')}\n{_evaluation_table(result)}"
         yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in retrieval_grids([result]))
-    for name in dict.fromkeys(of_set.evaluation.name for of_set in first.sets):
-        at_degrees = [of_set.evaluation for of_set in first.sets if of_set.evaluation.name == name]
+    for name in dict.fromkeys(set_result.evaluation.name for set_result in first.sets):
+        at_degrees = [set_result.evaluation for set_result in first.sets if set_result.evaluation.name == name]
         if len(at_degrees) > 1:
             yield f"{name or HELD_OUT}: {comparison_table(at_degrees)}"
         if len(results) == 1:
@@ -112,11 +112,11 @@ def _result_title(result: SubjectResult) -> str:
 
 def _evaluation_table(result: SubjectResult) -> str:
     """Write a row for each set and degree, and a column for each metric."""
-    metrics = list(dict.fromkeys(name for of_set in result.sets for name in of_set.evaluation.metrics))
+    metrics = list(dict.fromkeys(name for set_result in result.sets for name in set_result.evaluation.metrics))
     names = ["set", "type", "cp", "loss", "perplexity", *(name.replace("_", " ") for name in metrics)]
     return text_table(
         [*names, "documents", "tokens", "targets", "seconds"],
-        [_evaluation_row(of_set, metrics) for of_set in result.sets],
+        [_evaluation_row(set_result, metrics) for set_result in result.sets],
         left=2,
     )
 

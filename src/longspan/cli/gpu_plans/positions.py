@@ -66,8 +66,10 @@ def _has_no_positions(model: Any) -> bool:
     read = ConfigReader.of(model)
     if not has_mixers(model):
         return False
-    named = (read.value("position_embedding_type") or "rope") != "rope"
-    return named or read.family in WITHOUT_ROTARY or (read.family == "zamba2" and not read.value("use_mem_rope"))
+    has_other_type = (read.value("position_embedding_type") or "rope") != "rope"
+    return (
+        has_other_type or read.family in WITHOUT_ROTARY or (read.family == "zamba2" and not read.value("use_mem_rope"))
+    )
 
 
 def scale_positions(run: RunOnGpus, longest: int) -> RunOnGpus:

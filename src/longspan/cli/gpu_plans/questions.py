@@ -107,8 +107,8 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
         return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
     most = config.encoder.max_rows or None
     loads = [
-        EncoderLoad.of(plan, of_step, cost, max_rows=most).seconds if any(of_step) else 0.0
-        for plan, of_step in zip(plans, images, strict=True)
+        EncoderLoad.of(plan, step_images, cost, max_rows=most).seconds if any(step_images) else 0.0
+        for plan, step_images in zip(plans, images, strict=True)
     ]
     seconds = sum(loads) / len(loads)
     return seconds, (f"{rows}, encoded in {seconds:.3g} s of these on H200s",)

@@ -60,8 +60,8 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     if flags.distribution not in DISTRIBUTIONS:
         raise ConfigError(f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
     total = flags.tokens or 32768 * slots
-    drawn = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest_document)
-    return tuple(drawn.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
+    sample = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest_document)
+    return tuple(sample.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
 
 
 def read_json_lengths(path: str) -> tuple[int, ...]:

@@ -173,9 +173,9 @@ def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
 
 def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: Any) -> list[Mapping[str, Any]]:
     """Return the messages with another value of a field."""
-    changed = list(messages)
-    changed[field.message] = _put_value(messages[field.message], field.path, value)
-    return changed
+    copies = list(messages)
+    copies[field.message] = _put_value(messages[field.message], field.path, value)
+    return copies
 
 
 def _put_value(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:

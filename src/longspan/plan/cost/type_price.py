@@ -172,9 +172,9 @@ def bytes_by_level(
     if network:
         copies = float(kv_copies(network.heads, network.kv_heads, inner))
         turns, widened = turns * copies, network.gradient_share / network.block_share if copies > 1 else 1.0
-        both = cost.passes != "forward"
-        gradients = network.gradient_share * turns if both else 0.0
-        swapped *= 1 - network.key_share + network.key_share * copies * ((1 + widened) / 2 if both else 1.0)
+        has_backward = cost.passes != "forward"
+        gradients = network.gradient_share * turns if has_backward else 0.0
+        swapped *= 1 - network.key_share + network.key_share * copies * ((1 + widened) / 2 if has_backward else 1.0)
     rings = [nodes[i::inner] for i in range(inner)]
     heads = [nodes[i : i + inner] for i in range(0, degree, inner)]
     if kind == "all_gather":

@@ -73,9 +73,9 @@ class StepPeak:
             tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).make_tape(
                 key[0], load, lean=measure.startswith("selective")
             )
-            of_layer = _tape_bytes(tape, measure)
+            bytes_of_layer = _tape_bytes(tape, measure)
             around = _OF_A_DEPTH * load.rows * self.row_bytes * is_depth
-            self.layers_so_far[key] = replace(of_layer, kept=of_layer.kept + around)
+            self.layers_so_far[key] = replace(bytes_of_layer, kept=bytes_of_layer.kept + around)
         return self.layers_so_far[key]
 
     @cached_property

@@ -61,10 +61,10 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 
 def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
     """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does."""
-    named: Sequence[str] = read.value("mtp_layers_block_type") or [
+    type_names: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
-    kinds = [_OLDER_NAMES.get(kind, kind) for kind in named]
+    kinds = [_OLDER_NAMES.get(kind, kind) for kind in type_names]
     return [kind if kind in types else _INSTEAD.get(kind, kind) for kind in kinds]
 
 
@@ -81,9 +81,9 @@ def sliding_window(read: ConfigReader) -> int:
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
     """Return what one layer consists of: its attention, whether it has a mixer, and its MLP or experts."""
-    both = kind == "hybrid"  # attention and a mixer side by side
-    attention = ATTENTION[0] if both else kind if kind in ATTENTION else ""
-    mixes = both or kind in MIXING
+    is_hybrid = kind == "hybrid"  # attention and a mixer side by side
+    attention = ATTENTION[0] if is_hybrid else kind if kind in ATTENTION else ""
+    mixes = is_hybrid or kind in MIXING
     if separate:
         return LayerKind(attention, mixes, {"mlp": "dense", "moe": "experts"}.get(kind, ""))
     if _is_mamba2(read) or has_shared_blocks(read):
@@ -134,10 +134,10 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     """Return whether a layer has experts, by any of the keys with which configurations say so."""
     if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
         return False
-    if isinstance(listed := read.value("moe_layers"), list):
-        return layer in cast(list[int], listed)
-    if isinstance(listed := read.value("mlp_layer_types"), list):
-        return cast(list[str], listed)[layer] == "sparse"
+    if isinstance(moe_layers := read.value("moe_layers"), list):
+        return layer in cast(list[int], moe_layers)
+    if isinstance(moe_layers := read.value("mlp_layer_types"), list):
+        return cast(list[str], moe_layers)[layer] == "sparse"
     dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
     every = read.count("decoder_sparse_step") or 1
     first = read.count("first_k_dense_replace", "num_dense_layers")

@@ -202,16 +202,16 @@ def which_degree(
         accumulation=accumulation or home.pp,
         vpp=vpp,
     )
-    tried = list(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
-    refused = {cp: reason for cp in tried if (reason := _refusal_text(evaluation, cp))}
-    if len(refused) == len(tried):
+    degrees_to_try = list(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
+    refused = {cp: reason for cp in degrees_to_try if (reason := _refusal_text(evaluation, cp))}
+    if len(refused) == len(degrees_to_try):
         least = evaluation.least_cap(home.slots)
         raise PlanError(
-            f"no degree of {tuple(tried)} is possible for an evaluation whose longest document has "
+            f"no degree of {tuple(degrees_to_try)} is possible for an evaluation whose longest document has "
             f"{max(evaluation.lengths)} rows, at max_tokens_per_slot {evaluation.cap}: {'; '.join(refused.values())}; "
             f"raise max_tokens_per_slot to {least} or more, or use another cp_comm_type"
         )
-    choices = tuple(_price_degree(evaluation, cp) for cp in tried if cp not in refused)
+    choices = tuple(_price_degree(evaluation, cp) for cp in degrees_to_try if cp not in refused)
     comparison = DegreeComparison(choices, None, tuple(refused.values()))
     dynamic, why_not = _dynamic_plan(evaluation, comparison.best.options, *dynamic_degrees)
     return replace(comparison, dynamic=dynamic, left_out=(*comparison.left_out, *why_not))
@@ -233,9 +233,9 @@ def _price_degree(evaluation: _Evaluation, cp: int) -> DegreeChoice:
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
     batches = _fill_passes(evaluation.lengths, slots, cp, accumulation, options)
     seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
-    filled = run_pipeline(seconds, None, evaluation.home.pp).seconds
+    filled_seconds = run_pipeline(seconds, None, evaluation.home.pp).seconds
     steps = sum(len(batch.groups) for batch in batches)
-    return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled, planned, options)
+    return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled_seconds, planned, options)
 
 
 def _fill_passes(

@@ -48,9 +48,9 @@ def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer,
     states = 0 if optimizer.state or on_host else measure_state_bytes(OptimizerChoice.of(train), model)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        taken = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
-        most = train.memory_fraction * (torch.cuda.mem_get_info(device)[0] + taken)
-        return (train.memory_bytes or most) - taken - states
+        taken_bytes = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
+        most = train.memory_fraction * (torch.cuda.mem_get_info(device)[0] + taken_bytes)
+        return (train.memory_bytes or most) - taken_bytes - states
     if not train.memory_bytes:
         return float(CPU_BUDGET)
     moments = [] if on_host else tree_leaves(list(optimizer.state.values()))

@@ -153,9 +153,9 @@ class _Local:
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return all rows, (n, columns); weights are 1 in documents that give none."""
-        one = np.float64(1).view(np.int64)
+        weight_bits = np.float64(1).view(np.int64)
         rows = [
-            np.stack([read.get(name, np.broadcast_to(one, len(read[IDS]))) for name in columns], axis=1)
+            np.stack([read.get(name, np.broadcast_to(weight_bits, len(read[IDS]))) for name in columns], axis=1)
             for read in self._read
         ]
         return np.concatenate([np.empty((0, len(columns)), dtype=np.int64), *rows])

@@ -128,8 +128,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
                     segments = group.shares.segments(member)
                     runs = segments.start, segments.stop, numbers[segments.document]
                     by_slot[slot].append(self._rows_to_read(*runs, ahead=depths + 1))
-        merged = [_merge_runs(np.concatenate(runs)) for runs in by_slot]
-        return [merged[home.coordinates(rank).slot] for rank in home.ranks]
+        merged_runs = [_merge_runs(np.concatenate(runs)) for runs in by_slot]
+        return [merged_runs[home.coordinates(rank).slot] for rank in home.ranks]
 
     def _rows_to_read(self, start: Integers, stop: Integers, document: Integers, *, ahead: int) -> Integers:
         """Return the runs that are read for these positions of documents, and their last labels: (runs, 2)."""

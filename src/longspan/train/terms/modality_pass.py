@@ -130,12 +130,14 @@ class ModalityPass:
                 module.train(self.training)
             if self.trains:
                 stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))
-            finished = False
+            has_ended = False
             try:
                 yield
-                finished = True
+                has_ended = True
             finally:
-                if not (self.trains and finished):  # a pass that was broken off: later ones would take stale parameters
+                if not (
+                    self.trains and has_ended
+                ):  # a pass that was broken off: later ones would take stale parameters
                     reshard(module)
                 for wave in self.waves:
                     wave.output, wave.deliveries = None, []
@@ -201,9 +203,9 @@ class ModalityPass:
             with torch.set_grad_enabled(self.trains):
                 parts = leaf.split([len(part.row) for part in needed_rows])
             spliced, added = dict[int, RowsAt](), dict[int, RowsAt]()
-            for ahead, (part, of_part) in enumerate(zip(needed_rows, parts, strict=True)):
+            for ahead, (part, part_rows) in enumerate(zip(needed_rows, parts, strict=True)):
                 places = to_device(part.local, shard.device)
-                first, *deeper = self._rows_by_layer(of_part)
+                first, *deeper = self._rows_by_layer(part_rows)
                 spliced[ahead] = ((places, first),)
                 if not ahead:
                     added = {layer: ((places, rows_of_layer),) for layer, rows_of_layer in enumerate(deeper)}
