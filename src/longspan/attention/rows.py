@@ -80,7 +80,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
 def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
     """Add parts of a block's gradient to its sum in place, or, where the sum is `fresh`, fill it with them."""
     if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
-        _copy_whole_rows(list(zip(addends[0].tensors, total, strict=True)))
+        _copy_pairs(list(zip(addends[0].tensors, total, strict=True)))
         return
     for into in total if fresh else ():
         into.zero_()
@@ -98,11 +98,11 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     ]
     conversions = [(x, into) for x, into in zip(tensors, converted, strict=True) if into is not x]
     if conversions:
-        _copy_whole_rows(conversions)
+        _copy_pairs(conversions)
     return converted
 
 
-def _copy_whole_rows(moves: Sequence[Move]) -> None:
+def _copy_pairs(moves: Sequence[Move]) -> None:
     """Copy into ← source, for pairs (source, into) of (rows, …)."""
     if runs_fused(moves[0][1]):
         fused.copy_whole_rows([(_contiguous_rows(source), into) for source, into in moves])

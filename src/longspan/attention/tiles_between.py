@@ -65,7 +65,7 @@ def tiles_between(
     on how many documents there are.
     """
     if chunk is not None:
-        q, k = _cut_into_chunks(q, k, chunk)
+        q, k = _cut_at_chunks(q, k, chunk)
     if window is not None:
         band = _band_tiles(q, k, window)
         without_idle = _drop_idle_limits(band)
@@ -74,7 +74,7 @@ def tiles_between(
     return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _whole_tiles(q, k))
 
 
-def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
+def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
     """Cut the rows at chunks, each of which is then a document."""
     longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
     return _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)

@@ -161,7 +161,7 @@ def load_checkpoint(
     local_names = set[str](tensors["model"])
     names = world.control.reduce_object(local_names, set[str].union, "gather of host values") or set[str]()
     if weights:
-        _check_names(path, _names_under("model.", stored), names)
+        _check_weight_names(path, _names_under("model.", stored), names)
     else:
         tensors["model"] = {}
     if optimizer is not None:
@@ -289,7 +289,7 @@ def _names_under(prefix: str, names: Iterable[str]) -> set[str]:
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
-def _check_names(path: Path, saved: set[str], weights: set[str]) -> None:
+def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
     """Raise CheckpointError unless a checkpoint has the weights of the model, no fewer and no more.
 
     torch refuses weights that the checkpoint lacks, and passes over those that the model lacks.

@@ -105,7 +105,7 @@ def export_checkpoint(
     is a model's and `overwrite` is true: then its weights, configuration and tokenizer are replaced.
     """
     check_export_folder(folder, overwrite=overwrite)
-    config, run = _stock_configuration(run_dir), load_config(run_dir / "config.toml")
+    config, run = _run_stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
     checkpoint = _good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
@@ -158,7 +158,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _stock_configuration(run_dir: Path) -> PreTrainedConfig:
+def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
     """The stock configuration of a run's model. Raises CheckpointError if the run has none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(

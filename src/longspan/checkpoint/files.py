@@ -181,12 +181,12 @@ def read_state(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     check_format(path)
-    return _read_json(path / STATE, path)
+    return _read_checkpoint_json(path / STATE, path)
 
 
 def check_format(path: Path) -> None:
     """Raise CheckpointError for a checkpoint that another version of longspan wrote in another format."""
-    version = _read_json(path / MANIFEST, path).get("format")
+    version = _read_checkpoint_json(path / MANIFEST, path).get("format")
     if version is None:
         raise CheckpointError(
             f"checkpoint {path}: it was written before longspan 0.1 ({MANIFEST} names no format); export it with the "
@@ -217,7 +217,7 @@ def _looks_good(path: Path) -> bool:
 def _read_manifest(path: Path) -> dict[str, Digest]:
     """The files that the manifest of a checkpoint names. Raises CheckpointError for one that is damaged or too old."""
     check_format(path)
-    files = _read_json(path / MANIFEST, path).get("files")
+    files = _read_checkpoint_json(path / MANIFEST, path).get("files")
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")
     if not all(isinstance(digest, list) and len(digest) == 2 for digest in files.values()):
@@ -230,7 +230,7 @@ def _read_manifest(path: Path) -> dict[str, Digest]:
     return files
 
 
-def _read_json(file: Path, path: Path) -> dict[str, Any]:
+def _read_checkpoint_json(file: Path, path: Path) -> dict[str, Any]:
     """Read the JSON object in a file of a checkpoint. Raises CheckpointError if it cannot be read or is damaged."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

@@ -172,7 +172,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
 
     def place(name: str, location: list[Any], least: int) -> _StorageInfo:
         """Where a chunk of at least so many bytes lies."""
-        number, first, length = map(_check_count, location)
+        number, first, length = map(_read_count, location)
         file, size = files[number]
         if length < least or first + length > size:
             raise CheckpointError(
@@ -185,12 +185,12 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
         entries[name] = BytesStorageMetadata()
         places[MetadataIndex(name)] = place(name, location, 0)
     for name, tensor in table["tensors"].items():
-        dtype, shape = _read_dtype(tensor["dtype"], name), [_check_count(size) for size in tensor["shape"]]
+        dtype, shape = _read_dtype(tensor["dtype"], name), [_read_count(size) for size in tensor["shape"]]
         chunks: list[ChunkStorageMetadata] = []
         elements = 0
         for offsets, sizes, *location in tensor["chunks"]:
             if not len(offsets) == len(sizes) == len(shape) or any(
-                _check_count(first) + _check_count(size) > whole
+                _read_count(first) + _read_count(size) > whole
                 for first, size, whole in zip(offsets, sizes, shape, strict=True)
             ):
                 raise CheckpointError(f"has a chunk of {name} at {offsets} of {sizes}, outside of {shape}; {_AGAIN}")
@@ -207,7 +207,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
     return Metadata(entries, storage_data=places)
 
 
-def _check_count(number: Any) -> int:
+def _read_count(number: Any) -> int:
     """Return a number that is an integer of at least 0. Raises CheckpointError for anything else."""
     if type(number) is not int or not 0 <= number < 2**63:
         raise CheckpointError(f"has {number!r:.40} where a whole number of at least 0 belongs; {_AGAIN}")

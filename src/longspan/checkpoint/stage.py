@@ -75,7 +75,7 @@ class Stage:
 
     def reserve(self, tensors: Tensors) -> None:
         """Take memory for these tensors; what is there already stays. Raises ModelError where the host lacks it."""
-        for piece in _cut_into_pieces(self._tensors_to_place(tensors)):
+        for piece in _group_by_bytes(self._tensors_to_place(tensors)):
             place = self._arena.take(sum(_bytes_with_alignment(local) for _, local in piece))
             self._ranges.append(place)
             numbers, first = place.memory.numpy(), 0
@@ -141,7 +141,7 @@ class Stage:
         return end_of_copies
 
 
-def _cut_into_pieces(items: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def _group_by_bytes(items: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield lists of neighbouring items of at most PIECE bytes together; a larger item has a list of its own."""
     piece, size = list[tuple[str, Tensor]](), 0
     for name, local in items:

@@ -90,7 +90,10 @@ class FilesPart(StockTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, root = self._torch_optimizer(), Path(output_dir)
-        groups = [{key: _plain(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+        groups = [
+            {key: _as_plain_values(value) for key, value in g.items() if key != "params"}
+            for g in optimizer.param_groups
+        ]
         state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
         step, prepared = self.state.global_step, self._facade.inner_model
         save_checkpoint(root / OPTIMIZER, prepared, optimizer, self.world, step=step, state=state, weights=False)
@@ -215,7 +218,7 @@ def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
             optimizer.param_groups.insert(place, group)
 
 
-def _plain(value: Any) -> Any:
+def _as_plain_values(value: Any) -> Any:
     """A setting of an optimizer as JSON has it, which keeps every float."""
     return value.item() if isinstance(value, Tensor) else value
 

@@ -54,7 +54,7 @@ class FirstRank:
             message = pickle.dumps((_RESULT, result))
         except BaseException as error:
             with suppress(CommError):  # another rank is gone, which is what failed here
-                self._send(pickle.dumps((_ERROR, _as_shared(error, what))))
+                self._send(pickle.dumps((_ERROR, _make_shared_error(error, what))))
             self._others = None
             raise
         self._send(message)
@@ -99,7 +99,7 @@ class FirstRank:
             self._calls[name](*value)
 
 
-def _as_shared(error: BaseException, what: str) -> LongspanError:
+def _make_shared_error(error: BaseException, what: str) -> LongspanError:
     """The error that the other ranks raise for one of the first."""
     if isinstance(error, LongspanError):
         with suppress(Exception):

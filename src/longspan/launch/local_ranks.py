@@ -192,7 +192,7 @@ class LocalRanks:
             process.start()
             self._all.append(LocalRank(index, process, own_end))
         except BaseException:
-            own_end.close()  # a process that comes to be all the same learns from it that nobody waits for it
+            own_end.close()  # a process that started in spite of the error reads the end of its pipe, and ends
             raise
         finally:
             rank_end.close()

@@ -86,16 +86,16 @@ def leave_closed_output(descriptors: Collection[int] = (1, 2)) -> None:
 
 def block_signals() -> AbstractContextManager[None]:
     """While open, signals wait; a process that is started inside gets none until it opens `unblock_signals`."""
-    return _signals_masked(signal.SIG_BLOCK)
+    return _mask_signals(signal.SIG_BLOCK)
 
 
 def unblock_signals() -> AbstractContextManager[None]:
     """While open, signals reach this thread; those that came before do so now."""
-    return _signals_masked(signal.SIG_UNBLOCK)
+    return _mask_signals(signal.SIG_UNBLOCK)
 
 
 @contextmanager
-def _signals_masked(how: int) -> Iterator[None]:
+def _mask_signals(how: int) -> Iterator[None]:
     """Block or unblock the stop signals inside the `with` block."""
     old_mask = signal.pthread_sigmask(how, SIGNALS)
     try:

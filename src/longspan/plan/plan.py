@@ -108,7 +108,7 @@ class Plan:
 
         Raises PlanError naming the document, slot or micro-batch, and the numbers.
         """
-        _check_numbers(self)
+        _check_plan_numbers(self)
         for m, batch in enumerate(self.micro_batches):
             for g, group in enumerate(batch.groups):
                 _check_group(f"micro-batch {m}, group {g}", group, self)
@@ -128,7 +128,7 @@ class Plan:
         return plan
 
 
-def _check_numbers(plan: Plan) -> None:
+def _check_plan_numbers(plan: Plan) -> None:
     """Raise PlanError for a field that is no possible number, and for a plan without micro-batches."""
     check_count("slots", plan.slots)
     check_count("targets", plan.targets, least=0)

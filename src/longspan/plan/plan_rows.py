@@ -68,7 +68,7 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     """
     counts = dict[tuple[int, str], tuple[int, int]]()
     for group in (group for batch in plan.micro_batches for group in batch.groups):
-        key = group.degree, _type_name(group) if group.degree > 1 else ""
+        key = group.degree, _group_type_name(group) if group.degree > 1 else ""
         count, tokens = counts.get(key, (0, 0))
         counts[key] = count + 1, tokens + group.tokens
     return [
@@ -77,7 +77,7 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _type_name(group: Group) -> str:
+def _group_type_name(group: Group) -> str:
     kind, sizes = group.cp_comm_type, group.hierarchical_context_parallel_sizes
     name = kind if isinstance(kind, str) else "/".join(dict.fromkeys(kind))
     return f"{name} {sizes}" if sizes is not None and "a2a+p2p" in name else name

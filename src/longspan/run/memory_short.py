@@ -25,10 +25,10 @@ NAMES = ("part", "planned", "measured")
 
 
 @contextmanager
-def memory_explained(run: TrainingRun, step: int) -> Iterator[None]:
+def explain_memory(run: TrainingRun, step: int) -> Iterator[None]:
     """A context of a step, counted from 1: an error of short memory gets a note with what the plan says, and a file.
 
-    >>> with memory_explained(run, 7):
+    >>> with explain_memory(run, 7):
     ...     run.take_step(plan, documents, 6)
     """
     try:

@@ -166,10 +166,10 @@ def open_data(
     sets = run_on_every_rank(
         world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError
     )
-    return RunData(model, corpus, order, sets, _longest_document(config, corpus, order))
+    return RunData(model, corpus, order, sets, _longest_of_run(config, corpus, order))
 
 
-def _longest_document(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
+def _longest_of_run(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
     """Tokens and origin of the longest document that a planner receives."""
     lengths, data = corpus.lengths, config.data
     if not data.pack_to:

@@ -194,7 +194,7 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     training.world.control.barrier("end of the warm-up")
-    log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {_memory_text(device)}")
+    log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {_peak_memory_text(device)}")
 
 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
@@ -235,7 +235,7 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router, mtp=mtp)
 
 
-def _memory_text(device: torch.device) -> str:
+def _peak_memory_text(device: torch.device) -> str:
     """Peak memory of the first rank, and the memory that its allocator has reserved."""
     line = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
     if device.type == "cuda":

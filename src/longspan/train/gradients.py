@@ -64,7 +64,7 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> float:
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _Counted(world)
     parts = [
-        torch.stack(torch._foreach_norm(tensors, 2, dtype=_accumulation_dtype(dtype))).double().square().sum()
+        torch.stack(torch._foreach_norm(tensors, 2, dtype=_sum_dtype(dtype))).double().square().sum()
         for dtype, tensors in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
     ]
     return torch.stack(parts).sum().item() if parts else 0.0
@@ -96,7 +96,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
     if factor < 1:
         for dtype, tensors in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
-            torch._foreach_mul_(tensors, torch.tensor(factor, dtype=_accumulation_dtype(dtype)))
+            torch._foreach_mul_(tensors, torch.tensor(factor, dtype=_sum_dtype(dtype)))
 
 
 class _Counted:
@@ -130,7 +130,7 @@ def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]
     return by_dtype
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -189,7 +189,7 @@ def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
 def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> float:
     """Run all passes in the model's mode for the step, and sum gradients over the slots; returns the loss."""
     model, world, backward = passes.model, passes.world, passes.backward
-    run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
+    run = _run_stages if isinstance(model, PipelineModel) else _run_model
     error_context = world.watch.naming("forward and backward passes", world.home.ranks)
     with error_context, preserve_modes(model), torch.set_grad_enabled(backward):
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
@@ -267,7 +267,7 @@ def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}
 
 
-def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+def _run_stages(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Run the passes of a model in stages; returns the sum of the loss on ranks of the last stage, 0 elsewhere.
 
     Micro-batches of padding are added where the schedule needs more of them. Schedules are torch's.

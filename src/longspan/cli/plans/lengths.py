@@ -66,7 +66,7 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
 
 def read_json_lengths(path: str) -> tuple[int, ...]:
     """Read lengths from a JSON list, or from the "lengths" of a JSON object such as a plan."""
-    value = _read_json(path)
+    value = _read_lengths_json(path)
     if isinstance(value, dict):
         value = value.get("lengths")
     if not isinstance(value, list):
@@ -83,7 +83,7 @@ def _equal_lengths(text: str) -> tuple[int, ...]:
     return check_lengths([int(length)] * int(count))
 
 
-def _read_json(path: str) -> Any:
+def _read_lengths_json(path: str) -> Any:
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
         return parse_json(text)

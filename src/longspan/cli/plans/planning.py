@@ -108,7 +108,7 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     _check_depths(flags, machine)
     depths = flags.mtp_depths if training else 0
     if flags.tflops:
-        return _price_model(flags, depths)
+        return _price_model_on_tflops(flags, depths)
     if isinstance(machine, Cost):
         print_note(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
         return machine
@@ -129,7 +129,7 @@ def _check_depths(flags: PlanningFlags, machine: Machine | Cost | None) -> None:
         )
 
 
-def _price_model(flags: PlanningFlags, depths: int) -> Cost:
+def _price_model_on_tflops(flags: PlanningFlags, depths: int) -> Cost:
     """Price a model on devices of so many TFLOP/s."""
     if flags.machine or not 0 < flags.tflops < math.inf:
         reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed must be above 0"

@@ -125,13 +125,13 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     _check_largest(table, rows, planning)
     plan = _plan_encoding(rows.counts, planning)
     micro_batches = plan.micro_batches
-    needed = rows_needed(rows, needed_by)
+    needed = find_needed_rows(rows, needed_by)
     wave_of_row = _wave_of_row(rows, micro_batches)
-    ahead = tuple(rows_needed(rows, needed_by, depth) for depth in range(1, needed_by.depths + 1))
+    ahead = tuple(find_needed_rows(rows, needed_by, depth) for depth in range(1, needed_by.depths + 1))
     ids = {rank: _order_rows([needed[rank], *(deeper[rank] for deeper in ahead)]) for rank in home.ranks}
     waves: list[Wave] = []
     for index, micro_batch in enumerate(micro_batches):
-        rows_by_rank = rows_encoded(rows, micro_batch, planning.home)
+        rows_by_rank = find_encoded_rows(rows, micro_batch, planning.home)
         needed_rows = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
         encoded_rows = Partition.from_rows([rows_by_rank[rank] for rank in home.ranks])
         waves.append(Wave(micro_batch, encoded_rows, Partition.from_rows(needed_rows)))
@@ -163,7 +163,7 @@ def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Int
     return np.repeat(wave_of_item, np.diff(rows.base))
 
 
-def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
+def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
     """Return for every rank the rows that it needs in each micro-batch of the language model's plan, in its row order.
 
     Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or where
@@ -185,7 +185,7 @@ def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict
     return needed
 
 
-def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
+def find_encoded_rows(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
     """Return for every rank the rows that it has once a wave is encoded; documents of a wave are items."""
     rows_by_rank: dict[int, Integers] = {}
     for slot in range(home.slots):

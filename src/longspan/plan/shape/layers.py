@@ -217,7 +217,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate
     if kind == "dense":
-        width = _dense_width(read)
+        width = _dense_mlp_width(read)
         return Weights(products * hidden * width, hidden * width)
     if not kind:
         return Weights(0, 0)
@@ -243,7 +243,7 @@ def _shared_width(read: ConfigReader, expert_width: int) -> int:
     ) * expert_width
 
 
-def _dense_width(read: ConfigReader) -> int:
+def _dense_mlp_width(read: ConfigReader) -> int:
     """Return the width of an MLP without experts."""
     if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):
         return _lfm2_width(read)

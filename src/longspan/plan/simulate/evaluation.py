@@ -241,19 +241,20 @@ def _price_degree(evaluation: _Evaluation, cp: int) -> DegreeChoice:
 def _fill_passes(
     lengths: tuple[int, ...], slots: int, cp: int, accumulation: int, options: PlanOptions
 ) -> list[MicroBatch]:
-    """Fill whole passes of `accumulation` micro-batches, a document a group; the first follows the last."""
-    groups, kind = (
-        slots // cp,
-        options.cp_comm_type if isinstance(options.cp_comm_type, str) else tuple(options.cp_comm_type),
-    )
+    """Fill whole passes of `accumulation` micro-batches, each group with one document.
+
+    After the last document they go on with the first, until the last pass is full.
+    """
+    groups, types = slots // cp, options.cp_comm_type
+    kind = types if isinstance(types, str) else tuple(types)
     sizes = options.hierarchical_context_parallel_sizes
     levels = {} if sizes is None else {"hierarchical_context_parallel_sizes": level_sizes(sizes, cp)}
     passes = -(-len(lengths) // (groups * accumulation))
     batches: list[MicroBatch] = []
     for start in range(0, passes * accumulation * groups, groups):
         documents = [d % len(lengths) for d in range(start, start + groups)]
-        made = (Group(tuple(range(g * cp, (g + 1) * cp)), (d,), (lengths[d],)) for g, d in enumerate(documents))
-        batches.append(MicroBatch(tuple(replace(group, cp_comm_type=kind, **levels) for group in made)))
+        plain_groups = (Group(tuple(range(g * cp, (g + 1) * cp)), (d,), (lengths[d],)) for g, d in enumerate(documents))
+        batches.append(MicroBatch(tuple(replace(group, cp_comm_type=kind, **levels) for group in plain_groups)))
     return batches
 
 

@@ -222,7 +222,7 @@ _WIDTHS = range(2, 5)
 _CHANNELS = 8  # their number is a multiple of it
 
 
-def _package_lack(x: Tensor, weight: Tensor) -> str:
+def _conv1d_lack(x: Tensor, weight: Tensor) -> str:
     """Return what causal_conv1d needs that is not there; "" if nothing."""
     channels, width = weight.shape
     if x.dtype not in _DTYPES:
@@ -290,7 +290,7 @@ def _conv_package() -> Any:
 
 
 PACKAGE_CONVOLUTION = ConvolutionKernel(
-    "causal_conv1d", _package_lack, _package_forward, _package_backward, write_first, arrived_gradients
+    "causal_conv1d", _conv1d_lack, _package_forward, _package_backward, write_first, arrived_gradients
 )
 
 
