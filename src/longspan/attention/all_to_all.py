@@ -189,7 +189,7 @@ class _Backward:
             own_pairs += [ring.own_gradients(queries[-1])] if slice_index in early else []
         for _ in range(1, self._swap.members.degree):
             yield
-            ring.add_block(queries)
+            ring.compute_next_block(queries)
         self._send_queries(early, queries[: len(early)])
         yield
         own_pairs += [ring.own_gradients(later) for later in queries[len(early) :]]

@@ -116,8 +116,8 @@ class RingGradients:
         self._blocks = iter(RingBlocks(channel, keys, members.counts, "attention ring backward"))
         next(self._blocks)  # the own block: the first of another member is on its way
 
-    def add_block(self, queries: Sequence[Queries]) -> None:
-        """Wait for the next block, add what the queries get from it, and send its gradient on."""
+    def compute_next_block(self, queries: Sequence[Queries]) -> None:
+        """Wait for the next block, compute its gradients and add its part to the queries', and send its sum on."""
         owner, (k, v) = next(self._blocks)
         launches, addends = self._members.launches(owner), list[Addend]()
         for dout, saved, call, dq in queries:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World, to_device
-from longspan.evaluation.metrics import Bucket, EvaluationOptions, Mean, TargetRows, check_columns, check_pair
+from longspan.evaluation.metrics import Bucket, EvaluationOptions, Mean, TargetRows, check_columns, check_sum_and_count
 from longspan.layout import Floats, Integers
 from longspan.train.loss import cut_into_chunks, row_log_probs, rows_per_chunk
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
@@ -95,7 +95,7 @@ class RowSums:
             return columns.flatten(0, 1)
         try:
             for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
-                for i, value in enumerate(check_pair(name, metric(rows))):
+                for i, value in enumerate(check_sum_and_count(name, metric(rows))):
                     sums[i] += value
             for column, (name, metric) in zip(columns, metrics.items(), strict=True):
                 column.copy_(check_columns(name, metric(rows), count))

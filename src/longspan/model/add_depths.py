@@ -187,8 +187,8 @@ def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
     """Make a depth with copies of these layers and of the model's last norm, whose weights are overwritten.
 
-    Where the model has no norm after its layers, as where each ends with one, its hidden states are those of a layer,
-    and so are a depth's: it has norms of the layer's last one's kind, and none at its end.
+    Where each layer ends with a norm, the model has none after its layers, and a depth has none at its end. The norms
+    of its inputs are then copies of the last norm in the layer.
     """
     last_norm, size = final_norm(model), model.config.get_text_config().hidden_size
     weight, norm = next(layers[-1].parameters()), last_norm or _find_last_norm(model, layers[-1], size)

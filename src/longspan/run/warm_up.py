@@ -91,11 +91,14 @@ def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
-    """Micro-batches in which every slot is in a copy of this group, with its own copy of the documents."""
-    degree, whole = group.degree, slots // group.degree * group.degree
-    blocks = [tuple(range(first, first + degree)) for first in range(0, whole, degree)]
+    """Return micro-batches in which every slot is in a copy of this group, with its own copy of the documents.
+
+    Where the group's degree does not divide the slots, the last slots have a second micro-batch.
+    """
+    degree, filled_slots = group.degree, slots // group.degree * group.degree
+    blocks = [tuple(range(first, first + degree)) for first in range(0, filled_slots, degree)]
     batches = [MicroBatch(tuple(replace(group, slots=block) for block in blocks))]
-    if whole < slots:
+    if filled_slots < slots:
         batches.append(MicroBatch((replace(group, slots=tuple(range(slots - degree, slots))),)))
     return batches
 

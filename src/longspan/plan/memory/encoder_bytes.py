@@ -18,7 +18,7 @@ _ROTARY = 4  # bytes of a number of queries and keys while they are turned
 class EncoderBytes:
     """Images of one slot: `rows` of the language model in a step, or in a wave where they are recomputed.
 
-    >>> EncoderBytes(peak).kept_bytes  # doctest: +SKIP
+    >>> EncoderBytes(peak).bytes_kept  # doctest: +SKIP
     """
 
     def __init__(self, peak: StepPeak) -> None:
@@ -58,7 +58,7 @@ class EncoderBytes:
         return self.rows * self._peak.row_bytes
 
     @property
-    def kept_bytes(self) -> float:
+    def bytes_kept(self) -> float:
         """Bytes that are kept while the language model runs."""
         return self._output_bytes + (0.0 if self._settings.encoder_recomputed else self._block_bytes)
 

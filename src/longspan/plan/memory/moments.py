@@ -88,7 +88,7 @@ class MicroBatchMoments:
         if not self.peak.settings.backward:
             return 0.0
         images = EncoderBytes(self.peak)
-        return (self.peak.in_flight - 1) * sum(layer.kept for layer in self._layer_bytes) + images.kept_bytes
+        return (self.peak.in_flight - 1) * sum(layer.kept for layer in self._layer_bytes) + images.bytes_kept
 
     def _make_moment(
         self, *, gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0
