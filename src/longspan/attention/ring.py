@@ -93,7 +93,7 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
         ring, (first_heads, *later_heads) = RingGradients(saved.k, saved.v, members), _own_head_slices(saved)
         own_pairs = [_own_gradients(queries, members, first_heads)]
         for _ in range(1, members.degree):
-            ring.add_block([queries])
+            ring.compute_next_block([queries])
         own_pairs += [_own_gradients(queries, members, heads) for heads in later_heads]
         own_dk, own_dv = zip(*own_pairs, strict=True)
         dk, dv = ring.finish([(concat_heads(own_dk), concat_heads(own_dv))])
