@@ -14,10 +14,10 @@ def tag(element: str, *content: str, **attributes: object) -> str:
     Underscores in names become hyphens, a trailing one is dropped; floats are written with one decimal; None leaves an
     attribute out and True writes it without a value.
     """
-    return f"<{element}{''.join(_attribute(*item) for item in attributes.items())}>{''.join(content)}</{element}>"
+    return f"<{element}{''.join(_attribute_text(*item) for item in attributes.items())}>{''.join(content)}</{element}>"
 
 
-def _attribute(name: str, value: object) -> str:
+def _attribute_text(name: str, value: object) -> str:
     name = name.rstrip("_").replace("_", "-") if name != "viewBox" else name
     if value is None or value is False:
         return ""

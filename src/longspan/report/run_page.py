@@ -120,7 +120,7 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
     if len(finite(run.train["bound_share"])):
         share = _column_curves(run, "bound_share", 2)
         yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
-    columns = [(part, f"{CORRECTION}{part}") for part in PARTS if part in (_ratios(run) or PARTS)]
+    columns = [(part, f"{CORRECTION}{part}") for part in PARTS if part in (_price_ratios(run) or PARTS)]
     if columns and any(len(finite(run.train[column])) for _, column in columns):
         lines = tuple(Series(part, run.step, run.train[column], i) for i, (part, column) in enumerate(columns))
         yield Chart("Correction of plans' prices", lines, "measured / predicted seconds")
@@ -307,7 +307,7 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(bound) and run.facts is not None:
         detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
         yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
-    if "whole" in (ratios := _ratios(run)):
+    if "whole" in (ratios := _price_ratios(run)):
         of_parts = ", ".join(f"{part} {ratio:.2f}" for part, ratio in ratios.items() if part != "whole")
         yield "measured / predicted", f"{ratios['whole']:.2f}", f"seconds of the last steps; {of_parts}"
     measured, predicted = (finite(run.train[f"{name}encoder_share"]) for name in ("", "predicted_"))
@@ -318,7 +318,7 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         yield "encoder", f"{100 * np.median(measured):.0f}%", detail + f"mean, {as_planned:.2f} predicted"
 
 
-def _ratios(run: RunFolder) -> dict[str, float]:
+def _price_ratios(run: RunFolder) -> dict[str, float]:
     """Measured over predicted seconds at the end of a run whose prices were refined: of steps, and by part."""
     ratios = run.summary.get("measured_over_predicted")
     numbers = {str(name): number(value) for name, value in ratios.items()} if isinstance(ratios, dict) else {}
