@@ -29,8 +29,8 @@ def grad_norm(model: nn.Module, world: World) -> float:
     Every element of a gradient is counted once, on whatever meshes the parameters lie, in stages of a pipeline and in
     the homes of a MultimodalModel's encoders too. Parameters without a gradient are skipped: other ranks may have some.
     """
-    own = model_square_sum(model, world).item()
-    (squares,) = world.control.sum_over_ranks([own], "gradient norm")
+    squares = model_square_sum(model, world).item()
+    (squares,) = world.control.sum_over_ranks([squares], "gradient norm")
     return math.sqrt(squares)
 
 

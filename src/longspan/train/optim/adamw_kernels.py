@@ -89,9 +89,9 @@ def update_block(
     p = p * tl.load(factors + 0) - tl.div_rn(m, size) * tl.load(factors + 6)
     if BY_CHANCE:
         word = random_words(row, first, lane, FLAT)
-        p = rounded(p, word, parameter.dtype.element_ty)
-        m = rounded(m, word >> 16, mean.dtype.element_ty)
-        v = rounded(v, word >> 32, square.dtype.element_ty)
+        p = round_by_word(p, word, parameter.dtype.element_ty)
+        m = round_by_word(m, word >> 16, mean.dtype.element_ty)
+        v = round_by_word(v, word >> 32, square.dtype.element_ty)
     if MASKED:
         tl.store(parameter + lane, p.to(parameter.dtype.element_ty), mask=inside)
         tl.store(mean + lane, m.to(mean.dtype.element_ty), mask=inside)
@@ -126,7 +126,7 @@ def random_words(row, first, lane, FLAT: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, word, DTYPE: tl.constexpr):
+def round_by_word(x, word, DTYPE: tl.constexpr):
     """Round finite numbers to bfloat16, up or down, by sixteen random bits; others and other types stay."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         noise = (word & 0xFFFF).to(tl.int32)

@@ -1,20 +1,19 @@
-"""Launches of the kernel of AdamW: a table of many tensors for each, and which tensors go together."""
+"""Updates of AdamW as values, and launches of its kernel: a table of many tensors for each, and which go together."""
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longspan.comm import to_device
-
-if TYPE_CHECKING:
-    from longspan.train.optim.one_pass_adamw import Update
+from longspan.train.optim.rounding_bits import Key, Places
 
 BLOCK, WARPS = 1024, 4  # numbers that a program updates at a time, by so many warps
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
@@ -23,7 +22,47 @@ COLUMNS, PLACES, FACTORS = 20, 5, 16  # words of eight bytes in a row of the tab
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def takes_update(update: "Update") -> bool:
+class Factors(NamedTuple):
+    """What the numbers of a parameter are multiplied with in one update, in the order of the kernel's table."""
+
+    decay: float  # 1 − lr · weight decay
+    mean: float  # 1 − β₁
+    keep_square: float  # β₂
+    square: float  # 1 − β₂
+    root: float  # 1 / √(1 − β₂ᵗ)
+    eps: float
+    rate: float  # lr / (1 − β₁ᵗ)
+    sign: float  # of gradients: −1 to maximize
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: float) -> "Factors":
+        """Return the factors of a group's parameters at their step, counted from 1."""
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        return cls(
+            decay=1 - lr * group["weight_decay"],
+            mean=1 - beta1,
+            keep_square=beta2,
+            square=1 - beta2,
+            root=1 / math.sqrt(1 - beta2**step),
+            eps=group["eps"],
+            rate=lr / (1 - beta1**step),
+            sign=-1.0 if group["maximize"] else 1.0,
+        )
+
+
+class Update(NamedTuple):
+    """One parameter's update: local tensors of one shape, and the key and places by which it is rounded, if it is."""
+
+    parameter: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
+    factors: Factors
+    key: Key | None = None
+    places: Places | None = None
+
+
+def takes_update(update: Update) -> bool:
     """Return whether the kernel updates these tensors: contiguous ones of a GPU, in float32 or bfloat16."""
     parameter, gradient, mean, square = tensors = update[:4]
     return (
@@ -41,9 +80,9 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def launch_updates(updates: Sequence["Update"], scale: Tensor | None) -> int:
+def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
     """Update all these tensors of one GPU; returns the number of launches: one for each mix of types, at most a few."""
-    kinds = defaultdict[Any, list["Update"]](list)
+    kinds = defaultdict[Any, list[Update]](list)
     for update in updates:
         aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in update[:4])
         dtypes = tuple(tensor.dtype for tensor in update[:3])
@@ -67,7 +106,7 @@ def launch_updates(updates: Sequence["Update"], scale: Tensor | None) -> int:
     return len(kinds)
 
 
-def make_table(updates: Sequence["Update"]) -> Any:
+def make_table(updates: Sequence[Update]) -> Any:
     """Return the kernel's table (tensors, COLUMNS) of int64, whose last columns are pairs of factors in float32."""
     table = np.zeros((len(updates), COLUMNS), np.int64)
     factors = table.view(np.float32)[:, 2 * FACTORS :]

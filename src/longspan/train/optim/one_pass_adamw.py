@@ -8,7 +8,6 @@ know the norm before it launches an update.
 amsgrad and optimizers other than AdamW are torch's.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,56 +18,14 @@ from torch.optim import AdamW
 
 from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.train.optim.adamw_launch import launch_updates, takes_update
+from longspan.train.optim.adamw_launch import Factors, Update, launch_updates, takes_update
 from longspan.train.optim.rounding_bits import (
-    Key,
-    Places,
     RoundingBits,
     chunk_numbers,
     noise_of,
     random_words,
     round_stochastically,
 )
-
-
-class Factors(NamedTuple):
-    """What the numbers of a parameter are multiplied with in one update, in the order of the kernel's table."""
-
-    decay: float  # 1 − lr · weight decay
-    mean: float  # 1 − β₁
-    keep_square: float  # β₂
-    square: float  # 1 − β₂
-    root: float  # 1 / √(1 − β₂ᵗ)
-    eps: float
-    rate: float  # lr / (1 − β₁ᵗ)
-    sign: float  # of gradients: −1 to maximize
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any], step: float) -> "Factors":
-        """Return the factors of a group's parameters at their step, counted from 1."""
-        (beta1, beta2), lr = group["betas"], float(group["lr"])
-        return cls(
-            decay=1 - lr * group["weight_decay"],
-            mean=1 - beta1,
-            keep_square=beta2,
-            square=1 - beta2,
-            root=1 / math.sqrt(1 - beta2**step),
-            eps=group["eps"],
-            rate=lr / (1 - beta1**step),
-            sign=-1.0 if group["maximize"] else 1.0,
-        )
-
-
-class Update(NamedTuple):
-    """One parameter's update: local tensors of one shape, and the key and places by which it is rounded, if it is."""
-
-    parameter: Tensor
-    gradient: Tensor
-    mean: Tensor
-    square: Tensor
-    factors: Factors
-    key: Key | None = None
-    places: Places | None = None
 
 
 class _Part(NamedTuple):
@@ -120,7 +77,7 @@ class OnePassAdamW(AdamW):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                count = self._counted_step(parameter)
+                count = self._count_step(parameter)
                 if (index, count) not in factors:
                     factors[index, count] = Factors.of(group, count)
                 updates.append(self._make_update(parameter, factors[index, count]))
@@ -152,7 +109,7 @@ class OnePassAdamW(AdamW):
                     if self._rounding is not None:
                         self._rounding.count_update(parameter, -1)
 
-    def _counted_step(self, parameter: nn.Parameter) -> float:
+    def _count_step(self, parameter: nn.Parameter) -> float:
         """Count one more step of a parameter, with moments of zeros if it is the first; returns the count."""
         assert parameter.grad is not None
         if parameter.grad.is_sparse or not parameter.is_floating_point():
@@ -209,7 +166,7 @@ def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
     for start in range(0, len(flat[0]), chunk):
         stop = min(start + chunk, len(flat[0]))
         targets = [flat[0][start:stop], flat[2][start:stop], flat[3][start:stop]]
-        results = _updated([tensor[start:stop].to(wide) for tensor in flat], update.factors, scale)
+        results = _compute_update([tensor[start:stop].to(wide) for tensor in flat], update.factors, scale)
         if update.key is not None and update.places is not None:
             words = random_words(update.key, update.places.indices(start, stop, flat[0].device))
             results = [
@@ -223,7 +180,7 @@ def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
             tensor.copy_(result.view(tensor.shape))
 
 
-def _updated(tensors: Sequence[Tensor], factors: Factors, scale: Tensor | None) -> list[Tensor]:
+def _compute_update(tensors: Sequence[Tensor], factors: Factors, scale: Tensor | None) -> list[Tensor]:
     """Compute a parameter and its moments after an update; every operation rounds once, as the kernel's do."""
     parameter, gradient, mean, square = tensors
     if scale is not None:

@@ -118,10 +118,10 @@ def chunk_numbers(device: torch.device) -> int:
 
 def random_words(key: Key, places: Tensor) -> Tensor:
     """Return a word of 64 random bits for each place, as int64 of the same shape."""
-    word = places * _signed(GOLDEN) + key.first
-    word = (word ^ _shift_right(word, 30)) * _signed(FIRST)
+    word = places * _as_signed(GOLDEN) + key.first
+    word = (word ^ _shift_right(word, 30)) * _as_signed(FIRST)
     word = word ^ key.second
-    word = (word ^ _shift_right(word, 27)) * _signed(SECOND)
+    word = (word ^ _shift_right(word, 27)) * _as_signed(SECOND)
     return word ^ _shift_right(word, 31)
 
 
@@ -160,5 +160,5 @@ def _shift_right(words: Tensor, bits: int) -> Tensor:
     return (words >> bits) & ((1 << (64 - bits)) - 1) if bits else words
 
 
-def _signed(word: int) -> int:
+def _as_signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word

@@ -78,19 +78,19 @@ class StochasticRounding(Optimizer):
         self._wide.state = defaultdict(dict, {wide_parameter: state} if state else {})
         self._wide.step()
         key = self._bits.key(parameter)
-        parameter.copy_(self._rounded(wide_parameter.detach(), parameter, key, 0))
-        self.state[parameter] = self._rounded_state(parameter, self._wide.state[wide_parameter], key)
+        parameter.copy_(self._round_value(wide_parameter.detach(), parameter, key, 0))
+        self.state[parameter] = self._round_state(parameter, self._wide.state[wide_parameter], key)
         self._bits.count_update(parameter)
 
-    def _rounded_state(self, parameter: nn.Parameter, wide_state: Mapping[str, Any], key: Key) -> dict[str, Any]:
+    def _round_state(self, parameter: nn.Parameter, wide_state: Mapping[str, Any], key: Key) -> dict[str, Any]:
         """Return the updated state of a parameter, each of its moments rounded by other bits."""
         state, stream = dict[str, Any](), 0
         for name, value in wide_state.items():
             stream += _is_wide(value)
-            state[name] = self._rounded(value, parameter, key, stream)
+            state[name] = self._round_value(value, parameter, key, stream)
         return state
 
-    def _rounded(self, value: Any, parameter: nn.Parameter, key: Key, stream: int) -> Any:
+    def _round_value(self, value: Any, parameter: nn.Parameter, key: Key, stream: int) -> Any:
         """Return an updated float32 value in its parameter's type; counters of steps and the like stay as they are."""
         if not _is_wide(value) or parameter.dtype != torch.bfloat16:
             return value
