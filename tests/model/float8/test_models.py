@@ -44,6 +44,10 @@ HOMES = [
     pytest.param(Home(Layout(ranks=4), 4, options={"reshard_after_forward": False}), marks=pytest.mark.whole),
     pytest.param(Home(Layout(ranks=2, pp=2), options={"pipeline_schedule": "zero_bubble"}), marks=pytest.mark.whole),
     pytest.param(Home(Layout(ranks=4, pp=2), 2, options={"measures": "selective"}), marks=pytest.mark.whole),
+    pytest.param(
+        Home(Layout(ranks=2), 2, options={"mlp_tile_rows": 7, "activation_checkpointing": "selective"}),
+        marks=pytest.mark.whole,
+    ),
 ]
 MIXTURES = [
     Home(Layout(ranks=2, ep=2), 2, experts=4),
