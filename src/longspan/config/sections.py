@@ -92,6 +92,9 @@ class TrainConfig:
     given win. none: the keys as they are (docs/memory.md)."""
     recompute_layers: NonNegativeInt = 0
     """Recompute this many of a stage's layers, the first ones, and keep the others' activations; 0: each."""
+    mlp_tile_rows: NonNegativeInt = 0
+    """Run MLPs and experts over tiles of at most this many rows, backward too, so that what they make in between is of
+    one tile; some percent slower. 0: whole, or as train.memory chooses."""
     memory_fraction: float = 0.92
     """Of a GPU's free memory, what a run may fill, where train.memory or max_tokens_per_slot = "auto" decide."""
     memory_bytes: NonNegativeInt = 0

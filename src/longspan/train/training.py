@@ -143,6 +143,7 @@ def prepare_run_model(
         attention_kernel=config.context.attention_kernel or None,
         mixer_kernels=config.context.mixer_kernels,
         fused_norms=config.train.fused_norms,
+        mlp_tile_rows=config.train.mlp_tile_rows if memory is None else memory.mlp_tile_rows,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
     )

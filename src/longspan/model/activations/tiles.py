@@ -68,8 +68,9 @@ def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) 
     return out
 
 
-def _split_rows(tensors: Sequence[Tensor], count: int) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.tensor_split(count, ROWS) for x in tensors), strict=True)
+def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the tiles of several tensors of rows together; None stays None."""
+    return zip(*([None] * count if x is None else x.tensor_split(count, ROWS) for x in tensors), strict=True)
 
 
 class _Keep(torch.autograd.Function):
@@ -113,40 +114,46 @@ class _Tiles(torch.autograd.Function):
         of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
         with _restored_states(ctx.node.random_states, rows[0].device), ctx.autocast():
-            _add_tiles(ctx, rows, gradients[0], trained, of_rows, sums)
-        made = iter([None if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True)])
-        of_parameters = [next(made) if p.requires_grad else None for p in ctx.parameters]
+            douts = gradients[0].tensor_split(ctx.count, ROWS)
+            for dout, tile, into in zip(douts, *(_split_rows(x, ctx.count) for x in (rows, of_rows)), strict=True):
+                _add_tile(ctx, tile, dout, trained, into, sums)
+        of_trained = iter(range(len(trained)))
+        of_parameters = [_narrow(sums, next(of_trained), p) if p.requires_grad else None for p in ctx.parameters]
         return None, None, None, None, None, *of_rows, *of_parameters
 
 
-def _add_tiles(
+def _add_tile(
     ctx: Any,
-    rows: Sequence[Tensor],
+    tile: Sequence[Tensor],
     dout: Tensor,
     trained: Sequence[Tensor],
-    of_rows: Sequence[Tensor | None],
+    into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run the tiles once more, write the gradients of their rows, and add those of parameters to `sums`."""
-    whole = [dout, *rows, *(x for x in of_rows if x is not None)]
-    for gradient, *parts in _split_rows(whole, ctx.count):
-        tile, into = parts[: len(rows)], parts[len(rows) :]
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(g is not None) for x, g in zip(tile, of_rows, strict=True)]
-            targets = [*(x for x in leaves if x.requires_grad), *trained]
-            found = torch.autograd.grad(ctx.run(*leaves), targets, gradient, allow_unused=True)
-        for place, of_part in zip(into, found[: len(into)], strict=True):
-            if of_part is not None:
-                place.copy_(of_part)
-        for i, of_part in enumerate(found[len(into) :]):
-            if of_part is not None:
-                sums[i] = _add_gradient(sums[i], of_part)
+    """Run a tile once more, write the gradients of its rows, and add those of parameters to `sums`."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(place is not None) for x, place in zip(tile, into, strict=True)]
+        targets = [*(x for x in leaves if x.requires_grad), *trained]
+        gradients = torch.autograd.grad(ctx.run(*leaves), targets, dout, allow_unused=True)
+    places = [place for place in into if place is not None]
+    for place, gradient in zip(places, gradients, strict=False):
+        if gradient is not None:
+            place.copy_(gradient)
+    for i, gradient in enumerate(gradients[len(places) :]):
+        if gradient is not None:
+            sums[i] = _add_gradient(sums[i], gradient)
 
 
 def _add_gradient(total: Tensor | None, gradient: Tensor) -> Tensor:
     if total is None:  # a copy: it may share memory with the gradient of the output
         return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
     return total.add_(gradient)
+
+
+def _narrow(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor | None:
+    """Take a sum in its parameter's dtype; the wider one is freed."""
+    total, sums[index] = sums[index], None
+    return None if total is None else total.to(parameter.dtype)
 
 
 def _autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:

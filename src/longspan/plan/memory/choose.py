@@ -18,6 +18,8 @@ from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, Memor
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 
+TILE_ROWS = 16384  # of an MLP that the plan runs in tiles: products of so many rows are as fast as those of all
+_UNTILED = ("llama4",)  # families whose experts are not of transformers' interface
 _ROWS = 1024  # of a slot, by which the longest document is found
 
 
@@ -37,6 +39,7 @@ class FixedMemory:
     offload: bool | None = None
     gathered_once: bool | None = None
     offload_states: bool | None = None
+    mlp_tile_rows: int | None = None
 
     @property
     def words(self) -> tuple[Measure, ...]:
@@ -124,9 +127,21 @@ def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[Memory
     once = [fixed.gathered_once] if fixed.gathered_once is not None else [True, False] if gathers else [False]
     has_states = settings.gpu and settings.backward and settings.state_numbers > 0
     states = [fixed.offload_states] if fixed.offload_states is not None else [False, True] if has_states else [False]
-    for offload_states in states:
-        for gathered_once in once:
-            yield needs.with_settings(replace(settings, gathered_once=gathered_once, offload_states=offload_states))
+    for tile_rows in _tile_choices(needs, fixed):
+        tiled = replace(settings, mlp_tile_rows=tile_rows)
+        for offload_states in states:
+            for gathered_once in once:
+                yield needs.with_settings(replace(tiled, gathered_once=gathered_once, offload_states=offload_states))
+
+
+def _tile_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
+    """Return the rows of a tile that are tried: whole MLPs, and tiles where a slot has more rows than one."""
+    if fixed.mlp_tile_rows is not None:
+        return [fixed.mlp_tile_rows]
+    rows = max(load.rows for load in needs.loads)
+    place = needs.places[0]
+    can = place.settings.backward and not place.read.family.startswith(_UNTILED)
+    return [0, TILE_ROWS] if can and rows > TILE_ROWS else [0]
 
 
 def _fit_fewest_layers(
@@ -159,6 +174,7 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     places = [True, False] if fixed.offload is None else [fixed.offload]
     words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
     settings = replace(needs.places[0].settings, gathered_once=bool(fixed.gathered_once))
+    settings = replace(settings, mlp_tile_rows=max(_tile_choices(needs, fixed)))
     for offload_states in [True, False] if fixed.offload_states is None else [fixed.offload_states]:
         changed_needs = needs.with_settings(replace(settings, offload_states=offload_states))
         for word in words:

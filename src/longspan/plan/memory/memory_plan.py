@@ -47,6 +47,7 @@ class MemoryPlan:
     rows: int
     gathered_once: bool = False
     offload_states: bool = False
+    mlp_tile_rows: int = 0
 
     @classmethod
     def of(
@@ -109,6 +110,7 @@ class MemoryPlan:
         first_measure = f"{first.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first.split(' ', 1)[1]}"
         of_all = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
+        extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
         used = f"{gib_text(self.device.total).removesuffix(' GiB') if budget else gib_text(self.device.total)}{of_all}"
         measures = ", ".join([first_measure, *others]) + "".join(extras)
         return f"memory: {measures}; {used}, {gib_text(self.host.total)} on the host"
@@ -122,6 +124,7 @@ class MemoryPlan:
             "rows": self.rows,
             "gathered_once": self.gathered_once,
             "offload_states": self.offload_states,
+            "mlp_tile_rows": self.mlp_tile_rows,
         }
 
 
@@ -203,6 +206,7 @@ class MemoryNeeds:
             max(load.rows for load in self.loads),
             settings.gathered_once,
             settings.offload_states,
+            settings.mlp_tile_rows,
         )
 
 

@@ -28,12 +28,13 @@ class MemorySettings:
     activations and gathered weights. Adapters of `lora_rank` (0: none) on the linears `lora_targets` (none named: every
     linear of decoder layers) have `adapter_bytes`. `depths` of multi-token prediction. `shard_parameters` as in
     `prepare`. `gathered_once` keeps a layer's weights between forward and backward; `offload_states` keeps the
-    optimizer's states on the host. `loss_chunk_rows` as in [train]; only `target_share` of rows predict a token.
-    `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole. `sequence_parallel` as in
-    [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the machine's prices. On a `gpu`
-    there are a context and communicators, and kernels run norms in one pass (`fused_norms`). State-space layers scan by
-    `scan_kernels` of GPUs, else in float32. `backward` False is an evaluation. Of images a slot encodes `encoder_rows`
-    rows in a step, or, `encoder_recomputed`, in a wave (0: no encoder); `encoder_trained` of it is trained.
+    optimizer's states on the host. `mlp_tile_rows` and `loss_chunk_rows` as in [train]; only `target_share` of rows
+    predict a token. `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole.
+    `sequence_parallel` as in [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the
+    machine's prices. On a `gpu` there are a context and communicators, and kernels run norms in one pass
+    (`fused_norms`). State-space layers scan by `scan_kernels` of GPUs, else in float32. `backward` False is an
+    evaluation. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no
+    encoder); `encoder_trained` of it is trained.
     """
 
     parameter_bytes: int = 4
@@ -46,6 +47,7 @@ class MemorySettings:
     shard_parameters: bool = True
     gathered_once: bool = False
     offload_states: bool = False
+    mlp_tile_rows: int = 0
     loss_chunk_rows: int = 0
     target_share: float = 1.0
     fused_norms: bool = True
@@ -64,7 +66,7 @@ class MemorySettings:
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):
             check_count(f"{name} of memory settings", getattr(self, name))
-        for name in ("lora_rank", "depths", "loss_chunk_rows", "encoder_rows"):
+        for name in ("lora_rank", "depths", "mlp_tile_rows", "loss_chunk_rows", "encoder_rows"):
             check_count(f"{name} of memory settings", getattr(self, name), least=0)
 
     @property

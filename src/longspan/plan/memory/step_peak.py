@@ -22,7 +22,7 @@ COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group (bench/records/co
 _OF_A_DEPTH = (
     5  # rows of a depth of multi-token prediction around its layer: embedded, both joined, before its norm, after
 )
-_Key = tuple[LayerKind, SlotLoad, Measure, bool]
+_Key = tuple[LayerKind, SlotLoad, Measure, bool, int]  # the rows of a tile last
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StepPeak:
     def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
         """Return what one layer keeps and holds of a load."""
         is_depth = self.numbers.begins_depth(layer)
-        key = self.numbers.kinds[layer], load, measure, is_depth
+        key = self.numbers.kinds[layer], load, measure, is_depth, self.settings.mlp_tile_rows
         if key not in self.layers_so_far:
             tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).make_tape(
                 key[0], load, lean=measure.startswith("selective")
