@@ -36,7 +36,7 @@ MODELS = {
 }
 
 
-def _plan(home: Layout) -> Plan:
+def make_plan(home: Layout) -> Plan:
     """Slots with other rows, so that they have other numbers of tiles, and one without any."""
     if home.pp > 1 or home.slots != 2:
         return plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=32, row_multiple=home.tp)
@@ -48,7 +48,7 @@ def _plan(home: Layout) -> Plan:
     return Plan(2, LENGTHS, batches, targets=sum(LENGTHS) - len(LENGTHS)).check()
 
 
-def _step(model: nn.Module, plan: Plan, world: World) -> tuple[float, dict[str, Tensor]]:
+def take_step(model: nn.Module, plan: Plan, world: World) -> tuple[float, dict[str, Tensor]]:
     mtp: Any = {"mtp": MtpLoss(weight=0.7)} if hasattr(model, "mtp") and world.home.pp == 1 else {}
     result: Any = run_step(model, plan, texts(LENGTHS), world, **mtp)
     gradients = gradients_of(model)
@@ -60,14 +60,14 @@ def _errors(
     rank: int, home: Layout, cases: Sequence[tuple[str, str, int]], options: dict[str, Any]
 ) -> dict[str, float]:
     """The largest relative error of a model whose layers keep something, over tiles of so many rows."""
-    errors, plan, plain = dict[str, float](), _plan(home), dict[str, Any]()
+    errors, plan, plain = dict[str, float](), make_plan(home), dict[str, Any]()
     with World(home, backend=backend()) as world, whole_float64():
         for name, word, rows in cases:
             if name not in plain:
-                plain[name] = _step(prepare(MODELS[name](), world, **options), plan, world)
+                plain[name] = take_step(prepare(MODELS[name](), world, **options), plan, world)
             loss, gradients = plain[name]
             model = prepare(MODELS[name](), world, measures=word, mlp_tile_rows=rows, **options)
-            here, of_rank = _step(model, plan, world)
+            here, of_rank = take_step(model, plan, world)
             errors[f"{name}, {word}, {rows}"] = max(abs(here / loss - 1), worst(of_rank, gradients))
     return errors
 

@@ -22,6 +22,7 @@ BY_HAND = (
     "offload_activations",
     "offload_states",
     "mlp_tile_rows",
+    "segment_layers",
 )
 GATHERS = "parallel.reshard_after_forward"
 DYNAMIC = ("context.min_dynamic_context_parallel_size", "context.max_dynamic_context_parallel_size")

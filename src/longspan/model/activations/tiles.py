@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longspan.comm.shard import outside_graphs
@@ -49,7 +49,7 @@ def run_in_tiles(
     nodes: list[Any] = []
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
     kept = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
-    return _Tiles.apply(run, nodes, count, len(rows), _autocast_of(rows[0]), *kept, *parameters)  # pyright: ignore
+    return _Tiles.apply(run, nodes, count, len(rows), autocast_of(rows[0]), *kept, *parameters)  # pyright: ignore
 
 
 def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
@@ -79,7 +79,7 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rows)
-        ctx.random_states = _random_states(rows[0].device) if draws else None
+        ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
         nodes.append(ctx)
         return tuple(x.view_as(x) for x in rows)
@@ -113,7 +113,7 @@ class _Tiles(torch.autograd.Function):
         trained = [p for p in ctx.parameters if p.requires_grad]
         of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
-        with _restored_states(ctx.node.random_states, rows[0].device), ctx.autocast():
+        with restored_states(ctx.node.random_states, rows[0].device), ctx.autocast():
             douts = gradients[0].tensor_split(ctx.count, ROWS)
             for dout, tile, into in zip(douts, *(_split_rows(x, ctx.count) for x in (rows, of_rows)), strict=True):
                 _add_tile(ctx, tile, dout, trained, into, sums)
@@ -156,7 +156,7 @@ def _narrow(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor 
     return None if total is None else total.to(parameter.dtype)
 
 
-def _autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+def autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes the context of autocast that is active now, for backward passes, which have none."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
@@ -165,12 +165,18 @@ def _autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: torch.autocast(kind, dtype, cache_enabled=False)
 
 
-def _random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+def draws_at_random(module: nn.Module) -> bool:
+    """Return whether a module has dropout that is on."""
+    return any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in module.modules())
+
+
+def random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return the states of the generators of the host and of a device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextmanager
-def _restored_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
+def restored_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
     """Draw the same numbers inside as after `states`; outside it is as if nothing had been drawn."""
     if states is None:
         yield

@@ -48,6 +48,7 @@ class MemoryPlan:
     gathered_once: bool = False
     offload_states: bool = False
     mlp_tile_rows: int = 0
+    segment_layers: int = 0
 
     @classmethod
     def of(
@@ -111,6 +112,7 @@ class MemoryPlan:
         of_all = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
         extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
+        extras += [f", segments of {self.segment_layers} layers"] * bool(self.segment_layers)
         used = f"{gib_text(self.device.total).removesuffix(' GiB') if budget else gib_text(self.device.total)}{of_all}"
         measures = ", ".join([first_measure, *others]) + "".join(extras)
         return f"memory: {measures}; {used}, {gib_text(self.host.total)} on the host"
@@ -125,6 +127,7 @@ class MemoryPlan:
             "gathered_once": self.gathered_once,
             "offload_states": self.offload_states,
             "mlp_tile_rows": self.mlp_tile_rows,
+            "segment_layers": self.segment_layers,
         }
 
 
@@ -207,6 +210,7 @@ class MemoryNeeds:
             settings.gathered_once,
             settings.offload_states,
             settings.mlp_tile_rows,
+            settings.segment_layers,
         )
 
 

@@ -48,6 +48,7 @@ class MemorySettings:
     gathered_once: bool = False
     offload_states: bool = False
     mlp_tile_rows: int = 0
+    segment_layers: int = 0
     loss_chunk_rows: int = 0
     target_share: float = 1.0
     fused_norms: bool = True
@@ -66,7 +67,7 @@ class MemorySettings:
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):
             check_count(f"{name} of memory settings", getattr(self, name))
-        for name in ("lora_rank", "depths", "mlp_tile_rows", "loss_chunk_rows", "encoder_rows"):
+        for name in ("lora_rank", "depths", "mlp_tile_rows", "segment_layers", "loss_chunk_rows", "encoder_rows"):
             check_count(f"{name} of memory settings", getattr(self, name), least=0)
 
     @property
@@ -101,6 +102,19 @@ class MemoryBudget:
 
     device: int
     host: int = 0
+
+
+def places_in_segments(words: Sequence[str], size: int) -> list[int]:
+    """Return the place of each layer in its segment, of at most so many layers in a row that recompute.
+
+    >>> places_in_segments(["none", "full", "full", "full"], 2)
+    [0, 0, 1, 0]
+    """
+    places = list[int]()
+    for i, word in enumerate(words):
+        follows = i > 0 and word != "none" and words[i - 1] != "none"
+        places.append((places[-1] + 1) % max(1, size) if follows else 0)
+    return places
 
 
 def layer_measures(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:

@@ -12,7 +12,7 @@ from longspan.plan.memory.bytes import Bytes
 from longspan.plan.memory.layer_tapes import EXCHANGED, KEPT_OF_ATTENTION, LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.parameters import ModelNumbers, Numbers, Stage
-from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Measure, MemorySettings
+from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Measure, MemorySettings, places_in_segments
 from longspan.plan.memory.tape import Peaks, Tape
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import LayerKind
@@ -145,9 +145,18 @@ class StepPeak:
         sent = numbers.trained * self.settings.reduce_bytes
         return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
+    def _host_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> float:
+        """Return what waits on the host of a layer, or of the segment that it begins."""
+        begins = self.settings.segment_layers > 1 and measure.endswith("+host")
+        return self.layer_bytes(layer, load, "full+host" if begins else measure).host
+
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
         """Return the bytes that wait on the host: activations of the largest load, and states."""
-        activations = max(sum(self.layer_bytes(i, load, measures[i]).host for i in self.stage.layers) for load in loads)
+        places = places_in_segments([measures[i] for i in self.stage.layers], self.settings.segment_layers)
+        if self.settings.segment_layers < 2:
+            places = [0] * len(places)
+        first = [i for i, place in zip(self.stage.layers, places, strict=True) if place == 0]
+        activations = max(sum(self._host_bytes(i, load, measures[i]) for i in first) for load in loads)
         states = self._state_bytes() if self.settings.offload_states else 0
         return Bytes(kept=int(activations * self.in_flight) if self.settings.backward else 0, states=states)
 

@@ -32,6 +32,7 @@ def run_memory_settings(
         gathered_once=not parallel.reshard_after_forward,
         offload_states=train.offload_states,
         mlp_tile_rows=train.mlp_tile_rows,
+        segment_layers=train.segment_layers,
         loss_chunk_rows=train.loss_chunk_rows,
         target_share=target_share,
         fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
