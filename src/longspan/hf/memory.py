@@ -79,6 +79,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         host_bytes=memory.host.kept,
         reshard_after_forward=gathers,
         mlp_tile_rows=memory.mlp_tile_rows,
+        segment_layers=memory.segment_layers if set(memory.measures) != {"none"} else 0,
     )
 
 

@@ -19,6 +19,7 @@ from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 
 TILE_ROWS = 16384  # of an MLP that the plan runs in tiles: products of so many rows are as fast as those of all
+SEGMENT_LAYERS = 4  # of a segment that the plan chooses, where nothing else fits
 _UNTILED = ("llama4",)  # families whose experts are not of transformers' interface
 _ROWS = 1024  # of a slot, by which the longest document is found
 
@@ -40,6 +41,7 @@ class FixedMemory:
     gathered_once: bool | None = None
     offload_states: bool | None = None
     mlp_tile_rows: int | None = None
+    segment_layers: int | None = None
 
     @property
     def words(self) -> tuple[Measure, ...]:
@@ -77,11 +79,29 @@ def choose_memory(
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    fitting = list(_fitting_plans(needs, budget, fixed))
-    if fitting:
+    if fitting := _fitting_or_segmented(needs, budget, fixed):
         return min(fitting, key=prices.seconds)
     least = min(leanest_plans(needs, fixed), key=lambda memory: memory.excess(budget))
     raise PlanError(_refusal_text(least, budget, home, fixed))
+
+
+def _fitting_or_segmented(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> list[MemoryPlan]:
+    """Return the plans that fit; those with segments, which run layers once more, only where there are no others."""
+    for size in _segment_choices(needs, fixed):
+        if fitting := list(_fitting_plans(_segmented(needs, size), budget, fixed)):
+            return fitting
+    return []
+
+
+def _segment_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
+    """Return the layers of a segment that are tried: none, and then those that were chosen for all machines."""
+    if fixed.segment_layers is not None:
+        return [fixed.segment_layers]
+    return [0, SEGMENT_LAYERS] if needs.places[0].settings.backward and fixed.measure != "none" else [0]
+
+
+def _segmented(needs: MemoryNeeds, size: int) -> MemoryNeeds:
+    return needs.with_settings(replace(needs.places[0].settings, segment_layers=size))
 
 
 def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
@@ -98,7 +118,8 @@ def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemor
     once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(
         _fit_fewest_layers(changed_needs, slow, fast, budget, fixed) is not None
-        for changed_needs in _needs_by_setting(needs, replace(fixed, gathered_once=once))
+        for size in _segment_choices(needs, fixed)
+        for changed_needs in _needs_by_setting(_segmented(needs, size), replace(fixed, gathered_once=once))
         for fast, slow in _measure_pairs(least)
     )
 
@@ -175,6 +196,7 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
     settings = replace(needs.places[0].settings, gathered_once=bool(fixed.gathered_once))
     settings = replace(settings, mlp_tile_rows=max(_tile_choices(needs, fixed)))
+    settings = replace(settings, segment_layers=max(_segment_choices(needs, fixed)))
     for offload_states in [True, False] if fixed.offload_states is None else [fixed.offload_states]:
         changed_needs = needs.with_settings(replace(settings, offload_states=offload_states))
         for word in words:
@@ -248,4 +270,4 @@ def longest_document(
     if measures != "auto":
         return low * step * home.slots, needs.under(measures)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    return low * step * home.slots, min(_fitting_plans(needs, budget, fixed), key=prices.seconds)
+    return low * step * home.slots, min(_fitting_or_segmented(needs, budget, fixed), key=prices.seconds)

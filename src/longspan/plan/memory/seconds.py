@@ -74,6 +74,9 @@ class MemoryPrices:
         """Return the seconds that a plan adds: its layers', and those of gathers and states."""
         tiled = bool(memory.mlp_tile_rows)
         layers = sum(self._layer_seconds(index, word, tiled=tiled) for index, word in enumerate(memory.measures))
+        if memory.segment_layers > 1:  # all but the last layer of a segment run forward once more, attention included
+            again = sum(word != "none" for word in memory.measures) * (1 - 1 / memory.segment_layers)
+            layers += again * (self._full_seconds + self._exchange_seconds.get("full", 0.0))
         gather = 0.0 if memory.gathered_once else self._gather_seconds
         states = memory.host.states if memory.offload_states else 0
         copied = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)

@@ -77,5 +77,6 @@ def fixed_keys(config: RunConfig) -> FixedMemory:
         offload=train.offload_activations or (False if by_hand else None),
         gathered_once=not config.parallel.reshard_after_forward or (False if by_hand else None),
         offload_states=train.offload_states or states,
+        segment_layers=train.segment_layers or (0 if by_hand else None),
         mlp_tile_rows=train.mlp_tile_rows or (0 if by_hand else None),
     )
