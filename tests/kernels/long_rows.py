@@ -18,6 +18,7 @@ from longspan.attention import rows as sums
 from longspan.attention.call import Saved
 from longspan.attention.tiles import Launch, Tile, Tiling
 from longspan.attention.tiles_between import Mask
+from longspan.model.activations.tiles import count_tiles, run_in_tiles
 from longspan.model.compiled_layers import BACKEND
 from longspan.model.experts.experts import gate_in_one_pass
 from longspan.model.experts.rows import Visits, spread_rows, sum_visits
@@ -147,6 +148,19 @@ def product(device: str, elements: int) -> Errors:
 
 def swiglu(device: str, elements: int) -> Errors:
     return row_errors(lambda x: F.silu(x) * x.flip(1), rows_of(elements, WIDTH, device))
+
+
+def mlp_in_tiles(device: str, elements: int) -> Errors:
+    """Rows, their gradients and those of weights, written and added tile by tile."""
+    weights = [torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) / WIDTH**0.5 for _ in range(3)]
+
+    def compute(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        def run(rows: Tensor) -> Tensor:
+            return F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
+
+        return run_in_tiles(run, (x,), (gate, up, down), count_tiles(len(x), max(4, elements // WIDTH // 32)))
+
+    return row_errors(compute, rows_of(elements, WIDTH, device), weights)
 
 
 def gelu(device: str, elements: int) -> Errors:
@@ -406,7 +420,7 @@ def updates(device: str, elements: int) -> Errors:
 def cases() -> dict[str, Callable[[str, int], Errors]]:
     """Every case by its name."""
     of_rows = (
-        *(float8_product, float8_weights_of_experts),
+        *(float8_product, float8_weights_of_experts, mlp_in_tiles),
         *(rms_norm, stock_rms_norm, compiled_rows, layer_norm, formula_norm, gated_norm, product, swiglu, gelu, rotary),
         *(gate_of_experts, products_of_experts, visits, embedding, rows_by_index, softmax_of_logits, running_sums),
         *(sums_of_attention, first_rows_of_runs, faded_states, maps_of_runs, updates),

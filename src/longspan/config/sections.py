@@ -92,6 +92,12 @@ class TrainConfig:
     given win. none: the keys as they are (docs/memory.md)."""
     recompute_layers: NonNegativeInt = 0
     """Recompute this many of a stage's layers, the first ones, and keep the others' activations; 0: each."""
+    mlp_tile_rows: NonNegativeInt = 0
+    """Run MLPs and experts over tiles of at most this many rows, backward too, so that what they make in between is of
+    one tile; some percent slower. 0: whole, or as train.memory chooses."""
+    segment_layers: NonNegativeInt = 0
+    """Of this many layers in a row that recompute, keep the first one's input only; the others' are made again in
+    backward, which runs those layers forward once more. 0: each layer's."""
     memory_fraction: float = 0.92
     """Of a GPU's free memory, what a run may fill, where train.memory or max_tokens_per_slot = "auto" decide."""
     memory_bytes: NonNegativeInt = 0

@@ -73,7 +73,14 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
     if memory is None:
         return replace(options, activation_checkpointing="full" if checkpoints(args) else False)
     gathers = not memory.gathered_once
-    return replace(options, measures=memory.measures, host_bytes=memory.host.kept, reshard_after_forward=gathers)
+    return replace(
+        options,
+        measures=memory.measures,
+        host_bytes=memory.host.kept,
+        reshard_after_forward=gathers,
+        mlp_tile_rows=memory.mlp_tile_rows,
+        segment_layers=memory.segment_layers if set(memory.measures) != {"none"} else 0,
+    )
 
 
 def _is_default(args: Any) -> bool:

@@ -145,7 +145,7 @@ def check_degree(name: str, value: object) -> int:
 
 
 def _as_integer(value: object) -> int | None:
-    """Return the value as a Python integer; None for what is not one. A bool or a float is not, numpy's integers are."""
+    """Return the value as a Python integer; None for what is none, as a bool or a float. numpy's integers are integers."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:

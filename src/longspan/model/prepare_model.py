@@ -93,6 +93,8 @@ def prepare(
     `host_bytes` is what a rank keeps on the host (0: measured in the first step): its memory is checked and taken here.
     `mlp_tile_rows` runs MLPs and experts over tiles of at most so many rows (0: whole), in backward too, so that what
     they make in between is of one tile at a time; each parameter still gets one gradient, summed in float32.
+    `segment_layers` keeps, of so many layers in a row that recompute, the input of the first one only (0: of each); the
+    others' inputs, and attention's output by their measure, are made again when the segment runs backward.
     `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
     `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
     `mixer_kernels` names kernels of state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or

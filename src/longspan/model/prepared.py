@@ -59,6 +59,7 @@ class PrepareOptions:
     measures: str | Sequence[str] | None = None
     host_bytes: int = 0
     mlp_tile_rows: int = 0
+    segment_layers: int = 0
     compute_dtype: torch.dtype | None = None
     attention_kernel: str | None = None
     mixer_kernels: tuple[str, ...] = ()
@@ -91,6 +92,9 @@ class PrepareOptions:
 
     def recomputation(self) -> Recomputation:
         """Decide what each layer keeps. Raises ModelError for options that exclude each other."""
+        return replace(self._measured_recomputation(), segment_layers=self.segment_layers)
+
+    def _measured_recomputation(self) -> Recomputation:
         if self.measures is None:
             return Recomputation.of(
                 self.activation_checkpointing,

@@ -145,6 +145,8 @@ def prepare_run_model(
         fused_norms=config.train.fused_norms,
         float8=_float8_products(config, world, training=training),
         compiled=config.train.compiled,
+        segment_layers=_segment_layers(config, memory, training=training),
+        mlp_tile_rows=config.train.mlp_tile_rows if memory is None else memory.mlp_tile_rows,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
     )
@@ -169,6 +171,13 @@ def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: b
         options |= {"recompute_layers": config.train.recompute_layers}
         options |= {"offload_activations": config.train.offload_activations}
     return options | {"activation_checkpointing": checkpointing}
+
+
+def _segment_layers(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> int:
+    """Return the layers of a segment; 0 where a plan of memory, or an evaluation, recomputes no layer."""
+    if memory is not None:
+        return memory.segment_layers if any(word != "none" for word in memory.measures) else 0
+    return config.train.segment_layers if training else 0
 
 
 def _freeze_encoder(config: RunConfig, model: PreTrainedModel) -> None:

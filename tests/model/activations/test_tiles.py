@@ -1,16 +1,22 @@
-"""MLPs and experts over tiles of rows: loss and every gradient of the plain step, in float64, however layers recompute."""
+"""MLPs and experts over tiles of rows: loss and gradients of the plain step, in float64, however layers recompute."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from longspan.comm import World
 from longspan.doctor.stock import whole_float64
+from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
+from longspan.model.activations.tiled_layers import TiledForward
+from longspan.model.activations.tiles import run_in_tiles
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import MtpLoss, run_step
@@ -30,10 +36,10 @@ MODELS = {
 }
 
 
-def _plan(home: Layout) -> Plan:
+def make_plan(home: Layout) -> Plan:
     """Slots with other rows, so that they have other numbers of tiles, and one without any."""
     if home.pp > 1 or home.slots != 2:
-        return plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=32)
+        return plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=32, row_multiple=home.tp)
     batches = (
         MicroBatch((Group((0, 1), (2, 1), (24, 1)), Group((0,), (0,), (13,)))),
         MicroBatch((Group((0, 1), (4, 5), (2, 9), "a2a"),)),
@@ -42,7 +48,7 @@ def _plan(home: Layout) -> Plan:
     return Plan(2, LENGTHS, batches, targets=sum(LENGTHS) - len(LENGTHS)).check()
 
 
-def _step(model: nn.Module, plan: Plan, world: World) -> tuple[float, dict[str, Tensor]]:
+def take_step(model: nn.Module, plan: Plan, world: World) -> tuple[float, dict[str, Tensor]]:
     mtp: Any = {"mtp": MtpLoss(weight=0.7)} if hasattr(model, "mtp") and world.home.pp == 1 else {}
     result: Any = run_step(model, plan, texts(LENGTHS), world, **mtp)
     gradients = gradients_of(model)
@@ -54,19 +60,19 @@ def _errors(
     rank: int, home: Layout, cases: Sequence[tuple[str, str, int]], options: dict[str, Any]
 ) -> dict[str, float]:
     """The largest relative error of a model whose layers keep something, over tiles of so many rows."""
-    errors, plan, plain = dict[str, float](), _plan(home), dict[str, Any]()
+    errors, plan, plain = dict[str, float](), make_plan(home), dict[str, Any]()
     with World(home, backend=backend()) as world, whole_float64():
         for name, word, rows in cases:
             if name not in plain:
-                plain[name] = _step(prepare(MODELS[name](), world, **options), plan, world)
+                plain[name] = take_step(prepare(MODELS[name](), world, **options), plan, world)
             loss, gradients = plain[name]
             model = prepare(MODELS[name](), world, measures=word, mlp_tile_rows=rows, **options)
-            here, of_rank = _step(model, plan, world)
+            here, of_rank = take_step(model, plan, world)
             errors[f"{name}, {word}, {rows}"] = max(abs(here / loss - 1), worst(of_rank, gradients))
     return errors
 
 
-USUAL = [("tied embeddings", "none", 5), ("norms after the MLP", "full", 3), ("experts", "selective", 5)]
+USUAL = [("norms after the MLP", "full", 3), ("experts", "selective", 5)]
 OTHERS = [(name, word, rows) for name in MODELS for word, rows in (("none", 3), ("selective", 5), ("full+host", 1))]
 SPLIT = {"pipeline_schedule": "zbv", "virtual_stages": 2}
 
@@ -74,7 +80,7 @@ SPLIT = {"pipeline_schedule": "zbv", "virtual_stages": 2}
 @pytest.mark.parametrize(
     ("home", "cases", "options"),
     [
-        (Layout(ranks=2), [*USUAL, ("an adapter", "selective", 4)], {}),
+        (Layout(ranks=2), USUAL, {}),
         (Layout(ranks=2, ep=2), [("experts", "selective", 5)], {}),
         (Layout(ranks=2, tp=2), [("experts", "none", 3)], {"sequence_parallel": True}),
         pytest.param(Layout(ranks=2), OTHERS, {}, marks=pytest.mark.whole),
@@ -87,3 +93,108 @@ SPLIT = {"pipeline_schedule": "zbv", "virtual_stages": 2}
 def test_tiles_are_the_plain_step(home: Layout, cases: list[tuple[str, str, int]], options: dict[str, Any]) -> None:
     for errors in run_ranks(_errors, len(home.ranks), home, cases, options):
         assert errors and max(errors.values()) < EXACT, {case: e for case, e in errors.items() if e >= EXACT}
+
+
+class Mlp(nn.Module):
+    """An MLP with a bias, and perhaps dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(*sizes, dtype=torch.float64) for sizes in ((8, 24), (24, 8)))
+        self.dropout, self.rows = nn.Dropout(dropout), list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.append(x.shape[-2])
+        return self.down(self.dropout(self.up(x).tanh()))
+
+
+def _layer_gradients(mlp: Mlp, x: Tensor, *, recomputed: bool = False, normed: bool = False) -> list[Tensor]:
+    """Of a residual around an MLP, in a checkpoint or not, perhaps with a product behind that saves its output."""
+
+    def layer(x: Tensor) -> Tensor:
+        out = mlp(x.sin())
+        return x + (out.square() if normed else out)
+
+    y: Any = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+    inputs = [z for z in (x, *mlp.parameters()) if z.requires_grad]
+    return list(torch.autograd.grad((y * y.detach()).sum(), inputs))
+
+
+def _tiled(mlp: Mlp, tile_rows: int) -> Mlp:
+    tiled = copy.deepcopy(mlp)
+    tiled.rows.clear()
+    tiled.forward = TiledForward(tiled, tile_rows)
+    return tiled
+
+
+@pytest.mark.parametrize("tile_rows", [1, 3, 7, 22, 23])
+@pytest.mark.parametrize("needed", ["rows", "no rows", "a frozen product"])
+def test_any_tile_gives_the_gradients(tile_rows: int, needed: str) -> None:
+    torch.manual_seed(0)
+    mlp, x = Mlp(), torch.randn(1, 23, 8, dtype=torch.float64, requires_grad=needed != "no rows")
+    mlp.up.requires_grad_(needed != "a frozen product")
+    for recomputed in (False, True):
+        expected = _layer_gradients(mlp, x, recomputed=recomputed)
+        found = _layer_gradients(_tiled(mlp, tile_rows), x, recomputed=recomputed)
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert (a - b).norm() <= EXACT * b.norm()
+
+
+@pytest.mark.parametrize(("recomputed", "normed", "times"), [(False, False, 2), (True, False, 2), (True, True, 3)])
+def test_no_third_run_but_where_something_follows(recomputed: bool, normed: bool, times: int) -> None:
+    """Forward, and once in backward; a layer that is recomputed as far as behind its MLP runs it once more."""
+    mlp, x = _tiled(Mlp(), 8), torch.randn(1, 23, 8, dtype=torch.float64, requires_grad=True)
+    _layer_gradients(mlp, x, recomputed=recomputed, normed=normed)
+    assert mlp.rows == [8, 8, 7] * times
+
+
+def test_dropout_drops_the_same_again() -> None:
+    """The gradient is that of the numbers that forward drew, and what is drawn afterwards is as without tiles."""
+    torch.manual_seed(0)
+    mlp, x = _tiled(Mlp(dropout=0.5), 4), torch.randn(10, 8, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(1)
+    tiles = list[Tensor]()
+    for part in x.tensor_split(3):
+        tiles.append(type(mlp).forward(mlp, part))
+    expected = torch.autograd.grad(torch.cat(tiles).square().sum(), [x, *mlp.parameters()])
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    found = torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
+    assert torch.equal(torch.rand(1), drawn)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= EXACT * b.norm()
+
+
+def test_parameters_are_summed_in_float32() -> None:
+    """In bfloat16, tiles of one row do not add up to less than the rows together."""
+    torch.manual_seed(0)
+    weight = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.ones(1024, 1, dtype=torch.bfloat16)
+    run_in_tiles(lambda rows: rows @ weight, (x,), (weight,), 1024).backward(torch.ones_like(x))
+    assert weight.grad is not None and weight.grad.item() == 1024  # 256 if each sum were rounded to bfloat16
+
+
+def test_a_graph_that_is_kept_and_autocast() -> None:
+    torch.manual_seed(0)
+    mlp, x = Mlp().float(), torch.randn(10, 8, requires_grad=True)
+    tiled = _tiled(mlp, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, out = mlp(x), tiled(x)
+    assert out.dtype == whole.dtype == torch.bfloat16
+    for _ in range(2):
+        expected = torch.autograd.grad(whole.float().square().sum(), [x, *mlp.parameters()], retain_graph=True)
+        found = torch.autograd.grad(out.float().square().sum(), [x, *tiled.parameters()], retain_graph=True)
+        for a, b in zip(found, expected, strict=True):
+            assert (a - b).norm() <= 2e-2 * b.norm()
+
+
+def test_models_that_cannot_are_refused_by_name() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    llama4 = Llama4TextConfig(**sizes, **heads, intermediate_size_mlp=48, num_local_experts=2)
+    with World(Layout(ranks=1), backend="gloo") as world:
+        with pytest.raises(ModelError, match="mlp_tile_rows is -1; use 0"):
+            prepare(tiny("qwen3"), world, mlp_tile_rows=-1)
+        with pytest.raises(ModelError, match=r"feed_forward.experts \(Llama4TextExperts\) does not use transformers'"):
+            prepare(AutoModelForCausalLM.from_config(llama4), world, mlp_tile_rows=8)

@@ -68,6 +68,18 @@ def test_recomputed_layers_keep_what_is_planned(world: World, family: str, word:
     assert abs(_peak(needs, word) / counted.most - 1) <= CLOSE
 
 
+@pytest.mark.parametrize(("family", "word"), [("qwen3", "none"), ("qwen3", "full"), ("qwen3-moe", "selective")])
+def test_tiles_keep_what_is_planned(world: World, family: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MLPs or experts in tiles, of which the peak has one; norms keep what they keep on GPUs."""
+    use_kernel_norms(monkeypatch)
+    settings = MemorySettings(parameter_bytes=2, shard_parameters=False, mlp_tile_rows=64, gpu=family == "qwen3")
+    needs, counted = _compare(world, family, word, settings=settings, mlp_tile_rows=64)
+    _check_kept(needs, counted, word, once=_ONCE * (family in EXPERTS))
+    assert abs(_peak(needs, word) / counted.most - 1) <= (0.1 if family in EXPERTS else CLOSE)  # loops of experts
+    whole, _ = _compare(world, family, word, settings=MemorySettings(parameter_bytes=2, shard_parameters=False))
+    assert counted.most < 0.9 * _peak(whole, word)
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_norms_of_gpus(world: World, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With norms that keep their input and a root a row: every byte, and the peak of the last layer's backward pass."""

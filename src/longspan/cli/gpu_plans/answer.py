@@ -15,7 +15,15 @@ from longspan.config.sections import RunConfig, section_kinds
 from longspan.plan import MemoryPlan, Plan, group_counts
 
 # Keys by which measures are given by hand.
-BY_HAND = ("memory", "activation_checkpointing", "recompute_layers", "offload_activations", "offload_states")
+BY_HAND = (
+    "memory",
+    "activation_checkpointing",
+    "recompute_layers",
+    "offload_activations",
+    "offload_states",
+    "mlp_tile_rows",
+    "segment_layers",
+)
 GATHERS = "parallel.reshard_after_forward"
 DYNAMIC = ("context.min_dynamic_context_parallel_size", "context.max_dynamic_context_parallel_size")
 SHOWN = ("train", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats

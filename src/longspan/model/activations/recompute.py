@@ -28,6 +28,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.activations.host_arena import HostArena, check_host_room
 from longspan.model.activations.host_offload import HostOffload, park_saved_tensors
+from longspan.model.activations.segments import Segments
 from longspan.model.layers import Absent, layer_list, stage_layers
 from longspan.model.mtp.depths import MtpBlocks, model_depths
 from longspan.model.seams.layer_arguments import run_within_layer
@@ -42,13 +43,15 @@ class Recomputation:
 
     `measures` has a word for each decoder layer of the model, and then one for each depth of multi-token prediction.
     Without it `layers` is how many of a stage's layers, the first ones (0: each). `host_bytes` are what a rank's arena
-    begins with; 0: it grows in the first step.
+    begins with; 0: it grows in the first step. Of `segment_layers` layers in a row that recompute, only the first one's
+    input waits for backward (`segments.py`); 0: each layer is by itself.
     """
 
     measure: Measure = "none"
     layers: int = 0
     measures: tuple[Measure, ...] | None = None
     host_bytes: int = 0
+    segment_layers: int = 0
 
     @classmethod
     def of(
@@ -94,6 +97,7 @@ class Recomputation:
         The same on every rank, before anything is changed: more layers than the largest stage has, another number of
         words than layers, or layers that cannot be recomputed.
         """
+        self._check_segments()
         layers, depths = len(layer_list(model)[1]), len(model_depths(model))
         limit = max(len(part) for part in stage_layers(layers, stages))
         if not 0 <= self.layers <= limit:
@@ -115,6 +119,16 @@ class Recomputation:
                     "checkpointing; switch it off"
                 )
 
+    def _check_segments(self) -> None:
+        size = self.segment_layers
+        if size < 0:
+            raise ModelError(f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4")
+        if size > 1 and all(word == "none" for word in self.measures or (self.measure,)):
+            raise ModelError(
+                f"segment_layers is {size}: of so many layers that recompute the first one's input is kept, and no "
+                "layer recomputes; use activation_checkpointing 'full' or 'selective', or segment_layers 0"
+            )
+
     def make_offload(self, world: World) -> HostOffload | None:
         """Make the place where all layers of a rank keep tensors on the host; None where none does.
 
@@ -130,13 +144,17 @@ class Recomputation:
 
     def apply_measures(self, model: PreTrainedModel, offload: HostOffload | None) -> None:
         """Have the layers that are here keep what their measures say, a whole model's or a stage's."""
-        first = True
+        first, segments = True, Segments(self.segment_layers) if self.segment_layers > 1 else None
         for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             if measure != "none":
                 module._gradient_checkpointing_func = partial(
                     run_checkpointed, measure=measure, offload=offload, first=first
                 )
+                if segments is not None:
+                    module._gradient_checkpointing_func = partial(
+                        _run_in_segment, segments, layer, measure=measure, offload=offload, first=first
+                    )
                 module.gradient_checkpointing = True
             if measure.endswith("+host"):
                 first = False
@@ -159,6 +177,10 @@ class Recomputation:
 
 def _pass_layer(offload: HostOffload, *_: Any) -> None:
     offload.pass_layer()
+
+
+def _run_in_segment(segments: Segments, layer: nn.Module, run: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    return segments.run_layer(layer, run_within_layer(run), args, **how)
 
 
 def run_checkpointed(

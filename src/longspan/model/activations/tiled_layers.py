@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.activations.tiles import ROWS, count_tiles, run_in_tiles
+from longspan.model.activations.tiles import ROWS, count_tiles, draws_at_random, run_in_tiles
 from longspan.model.experts.moe import TILE_ROWS, expert_modules
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import mtp_blocks
@@ -35,7 +35,7 @@ class TiledForward:
         if count == 1:
             return self.run(x, *others, **named)
         parameters = tuple(self._module.parameters())
-        draws = any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self._module.modules())
+        draws = draws_at_random(self._module)
         return run_in_tiles(lambda rows: self.run(rows, *others, **named), (x,), parameters, count, draws=draws)
 
     def compile_run(self, backend: str) -> None:

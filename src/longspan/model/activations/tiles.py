@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longspan.comm.shard import outside_graphs
@@ -49,7 +49,7 @@ def run_in_tiles(
     nodes: list[Any] = []
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
     kept = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
-    return _Tiles.apply(run, nodes, count, len(rows), _autocast_of(rows[0]), *kept, *parameters)  # pyright: ignore
+    return _Tiles.apply(run, nodes, count, len(rows), autocast_of(rows[0]), *kept, *parameters)  # pyright: ignore
 
 
 def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
@@ -68,8 +68,9 @@ def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) 
     return out
 
 
-def _split_rows(tensors: Sequence[Tensor], count: int) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.tensor_split(count, ROWS) for x in tensors), strict=True)
+def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the tiles of several tensors of rows together; None stays None."""
+    return zip(*([None] * count if x is None else x.tensor_split(count, ROWS) for x in tensors), strict=True)
 
 
 class _Keep(torch.autograd.Function):
@@ -78,7 +79,7 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rows)
-        ctx.random_states = _random_states(rows[0].device) if draws else None
+        ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
         nodes.append(ctx)
         return tuple(x.view_as(x) for x in rows)
@@ -112,35 +113,35 @@ class _Tiles(torch.autograd.Function):
         trained = [p for p in ctx.parameters if p.requires_grad]
         of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
-        with _restored_states(ctx.node.random_states, rows[0].device), ctx.autocast():
-            _add_tiles(ctx, rows, gradients[0], trained, of_rows, sums)
-        made = iter([None if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True)])
-        of_parameters = [next(made) if p.requires_grad else None for p in ctx.parameters]
+        with restored_states(ctx.node.random_states, rows[0].device), ctx.autocast():
+            douts = gradients[0].tensor_split(ctx.count, ROWS)
+            for dout, tile, into in zip(douts, *(_split_rows(x, ctx.count) for x in (rows, of_rows)), strict=True):
+                _add_tile(ctx, tile, dout, trained, into, sums)
+        of_trained = iter(range(len(trained)))
+        of_parameters = [_narrow(sums, next(of_trained), p) if p.requires_grad else None for p in ctx.parameters]
         return None, None, None, None, None, *of_rows, *of_parameters
 
 
-def _add_tiles(
+def _add_tile(
     ctx: Any,
-    rows: Sequence[Tensor],
+    tile: Sequence[Tensor],
     dout: Tensor,
     trained: Sequence[Tensor],
-    of_rows: Sequence[Tensor | None],
+    into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run the tiles once more, write the gradients of their rows, and add those of parameters to `sums`."""
-    whole = [dout, *rows, *(x for x in of_rows if x is not None)]
-    for gradient, *parts in _split_rows(whole, ctx.count):
-        tile, into = parts[: len(rows)], parts[len(rows) :]
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(g is not None) for x, g in zip(tile, of_rows, strict=True)]
-            targets = [*(x for x in leaves if x.requires_grad), *trained]
-            found = torch.autograd.grad(ctx.run(*leaves), targets, gradient, allow_unused=True)
-        for place, of_part in zip(into, found[: len(into)], strict=True):
-            if of_part is not None:
-                place.copy_(of_part)
-        for i, of_part in enumerate(found[len(into) :]):
-            if of_part is not None:
-                sums[i] = _add_gradient(sums[i], of_part)
+    """Run a tile once more, write the gradients of its rows, and add those of parameters to `sums`."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(place is not None) for x, place in zip(tile, into, strict=True)]
+        targets = [*(x for x in leaves if x.requires_grad), *trained]
+        gradients = torch.autograd.grad(ctx.run(*leaves), targets, dout, allow_unused=True)
+    places = [place for place in into if place is not None]
+    for place, gradient in zip(places, gradients, strict=False):
+        if gradient is not None:
+            place.copy_(gradient)
+    for i, gradient in enumerate(gradients[len(places) :]):
+        if gradient is not None:
+            sums[i] = _add_gradient(sums[i], gradient)
 
 
 def _add_gradient(total: Tensor | None, gradient: Tensor) -> Tensor:
@@ -149,7 +150,13 @@ def _add_gradient(total: Tensor | None, gradient: Tensor) -> Tensor:
     return total.add_(gradient)
 
 
-def _autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+def _narrow(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor | None:
+    """Take a sum in its parameter's dtype; the wider one is freed."""
+    total, sums[index] = sums[index], None
+    return None if total is None else total.to(parameter.dtype)
+
+
+def autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes the context of autocast that is active now, for backward passes, which have none."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
@@ -158,12 +165,18 @@ def _autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: torch.autocast(kind, dtype, cache_enabled=False)
 
 
-def _random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+def draws_at_random(module: nn.Module) -> bool:
+    """Return whether a module has dropout that is on."""
+    return any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in module.modules())
+
+
+def random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return the states of the generators of the host and of a device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextmanager
-def _restored_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
+def restored_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
     """Draw the same numbers inside as after `states`; outside it is as if nothing had been drawn."""
     if states is None:
         yield

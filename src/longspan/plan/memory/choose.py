@@ -18,6 +18,9 @@ from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, Memor
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 
+TILE_ROWS = 16384  # of an MLP that the plan runs in tiles: products of so many rows are as fast as those of all
+SEGMENT_LAYERS = 4  # of a segment that the plan chooses, where nothing else fits
+_UNTILED = ("llama4",)  # families whose experts are not of transformers' interface
 _ROWS = 1024  # of a slot, by which the longest document is found
 
 
@@ -37,6 +40,8 @@ class FixedMemory:
     offload: bool | None = None
     gathered_once: bool | None = None
     offload_states: bool | None = None
+    mlp_tile_rows: int | None = None
+    segment_layers: int | None = None
 
     @property
     def words(self) -> tuple[Measure, ...]:
@@ -74,11 +79,29 @@ def choose_memory(
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    fitting = list(_fitting_plans(needs, budget, fixed))
-    if fitting:
+    if fitting := _fitting_or_segmented(needs, budget, fixed):
         return min(fitting, key=prices.seconds)
     least = min(leanest_plans(needs, fixed), key=lambda memory: memory.excess(budget))
     raise PlanError(_refusal_text(least, budget, home, fixed))
+
+
+def _fitting_or_segmented(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> list[MemoryPlan]:
+    """Return the plans that fit; those with segments, which run layers once more, only where there are no others."""
+    for size in _segment_choices(needs, fixed):
+        if fitting := list(_fitting_plans(_segmented(needs, size), budget, fixed)):
+            return fitting
+    return []
+
+
+def _segment_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
+    """Return the layers of a segment that are tried: none, and then those that were chosen for all machines."""
+    if fixed.segment_layers is not None:
+        return [fixed.segment_layers]
+    return [0, SEGMENT_LAYERS] if needs.places[0].settings.backward and fixed.measure != "none" else [0]
+
+
+def _segmented(needs: MemoryNeeds, size: int) -> MemoryNeeds:
+    return needs.with_settings(replace(needs.places[0].settings, segment_layers=size))
 
 
 def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
@@ -95,7 +118,8 @@ def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemor
     once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(
         _fit_fewest_layers(changed_needs, slow, fast, budget, fixed) is not None
-        for changed_needs in _needs_by_setting(needs, replace(fixed, gathered_once=once))
+        for size in _segment_choices(needs, fixed)
+        for changed_needs in _needs_by_setting(_segmented(needs, size), replace(fixed, gathered_once=once))
         for fast, slow in _measure_pairs(least)
     )
 
@@ -124,9 +148,21 @@ def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[Memory
     once = [fixed.gathered_once] if fixed.gathered_once is not None else [True, False] if gathers else [False]
     has_states = settings.gpu and settings.backward and settings.state_numbers > 0
     states = [fixed.offload_states] if fixed.offload_states is not None else [False, True] if has_states else [False]
-    for offload_states in states:
-        for gathered_once in once:
-            yield needs.with_settings(replace(settings, gathered_once=gathered_once, offload_states=offload_states))
+    for tile_rows in _tile_choices(needs, fixed):
+        tiled = replace(settings, mlp_tile_rows=tile_rows)
+        for offload_states in states:
+            for gathered_once in once:
+                yield needs.with_settings(replace(tiled, gathered_once=gathered_once, offload_states=offload_states))
+
+
+def _tile_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
+    """Return the rows of a tile that are tried: whole MLPs, and tiles where a slot has more rows than one."""
+    if fixed.mlp_tile_rows is not None:
+        return [fixed.mlp_tile_rows]
+    rows = max(load.rows for load in needs.loads)
+    place = needs.places[0]
+    can = place.settings.backward and not place.read.family.startswith(_UNTILED)
+    return [0, TILE_ROWS] if can and rows > TILE_ROWS else [0]
 
 
 def _fit_fewest_layers(
@@ -158,8 +194,9 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     kinds = ("full", "selective") if fixed.measure is None else (fixed.measure,)
     places = [True, False] if fixed.offload is None else [fixed.offload]
     words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
-    gathers = replace(fixed, gathered_once=bool(fixed.gathered_once))
-    for changed_needs in reversed(list(_needs_by_setting(needs, gathers))):  # states on the host first
+    leanest = replace(fixed, gathered_once=bool(fixed.gathered_once), mlp_tile_rows=max(_tile_choices(needs, fixed)))
+    segmented = _segmented(needs, max(_segment_choices(needs, fixed)))
+    for changed_needs in reversed(list(_needs_by_setting(segmented, leanest))):  # states on the host first
         for word in words:
             yield changed_needs.under(changed_needs.words(word, fixed.layers))
 
@@ -231,4 +268,4 @@ def longest_document(
     if measures != "auto":
         return low * step * home.slots, needs.under(measures)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    return low * step * home.slots, min(_fitting_plans(needs, budget, fixed), key=prices.seconds)
+    return low * step * home.slots, min(_fitting_or_segmented(needs, budget, fixed), key=prices.seconds)

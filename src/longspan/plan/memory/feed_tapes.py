@@ -4,6 +4,7 @@ Experts (`model/experts/`) get a copy of a row for each of its visits, expert af
 its input only; elsewhere, and of other gates, what torch's operations save.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
@@ -26,7 +27,25 @@ def has_gate(read: ConfigReader) -> bool:
 
 
 def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
-    """Add an MLP so wide, split over tensor-parallel ranks; return its output."""
+    """Add an MLP so wide, split over tensor-parallel ranks and in tiles of rows; return its output."""
+    if builder.tile_rows:
+        return _add_tiles(builder, f"{prefix}mlp", (x,), lambda tile: _add_whole_mlp(tile, prefix, "x", width))
+    return _add_whole_mlp(builder, prefix, x, width)
+
+
+def _add_tiles(builder: LayerBuilder, name: str, rows: tuple[str, ...], add: Callable[[LayerBuilder], str]) -> str:
+    """Add what runs in tiles (`model/activations/tiles.py`): rows are saved, and all else is of one tile at a time."""
+    tape, tile = builder.tape, builder.make_tile(rows)
+    add(tile)
+    peaks, gradients = tile.tape.peaks(held=("x", *rows[1:])), tile.tape.weight_bytes()
+    sums = gradients / builder.number * max(WIDE, builder.number)
+    size = sum(tape.sizes[x] for x in rows)
+    kept = tape.run(f"{name}_rows", rows, 0.0, saves=rows)
+    work = Work(size + peaks.forward, size + peaks.backward + sums)
+    return tape.run(name, (kept,), builder.rows(builder.hidden), weights=gradients, work=work)
+
+
+def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
     tape, width, hidden = builder.tape, width / builder.tp, builder.hidden
     size = builder.rows(width)
     if not has_gate(builder.read):
@@ -46,13 +65,27 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
     Returns the output. With expert parallelism a copy of a row arrives from another rank, is sorted by expert, and goes
     back the same way; so the tape has two tensors more in each direction.
     """
-    read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
+    read = builder.read
     weights, visits = feed_forward_weights(read, "experts"), read.count("num_experts_per_tok", "num_experts_per_token")
     gates, width = 1 + has_gate(read), expert_width(read)
     count = (weights.of_experts + weights.unvisited) / builder.ep  # of weights here
+    share = _add_router(builder, x, visits)
+
+    def add_visits(builder: LayerBuilder, x: str) -> str:
+        return _add_visits(builder, x, share, visits, gates, width, count)
+
+    if builder.tile_rows:
+        out = _add_tiles(builder, "experts", (x, share), lambda tile: add_visits(tile, "x"))
+    else:
+        out = add_visits(builder, x)
+    return _add_shared_experts(builder, x, out, weights)
+
+
+def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, gates: int, width: int, count: float) -> str:
+    """Add the experts that rows visit, of `count` weights here, and the weighted sums of what they make."""
+    read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
     of_experts = count * builder.number * trained
     visited = partial(builder.rows, bytes_per_number=1)
-    share = _add_router(builder, x, visits)
     narrow = read.count("moe_latent_size") or builder.hidden
     size = builder.rows(visits * narrow)
     copies = tape.run("going", (x,), size)
@@ -79,8 +112,7 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
     )
     if builder.ep > 1:
         results = tape.run("sent_back", (tape.run("unsorted", (results,), size),), size)
-    out = tape.run("mixed", (results, share), builder.rows(builder.hidden), saves=(results, share))
-    return _add_shared_experts(builder, x, out, weights)
+    return tape.run("mixed", (results, share), builder.rows(builder.hidden), saves=(results, share))
 
 
 def expert_width(read: ConfigReader) -> int:
@@ -91,10 +123,12 @@ def expert_width(read: ConfigReader) -> int:
 def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
     """Add the weights of a row's visits. Their order is kept even where the layer is recomputed."""
     tape, count = builder.tape, builder.read.experts()[1]
-    parts = {"visited": builder.rows(visits, _INDEX), "order": builder.rows(2 * visits, _INDEX)}
+    parts = {"visited": builder.rows(visits, _INDEX)}
+    if not builder.tile_rows:
+        parts |= {"order": builder.rows(2 * visits, _INDEX)}
+        tape.lasting.add("order")
     if builder.read.family not in _OWN_GATES:  # a softmax over all experts, in float32
         parts |= {"probabilities": builder.rows(count, WIDE)}
-    tape.lasting.add("order")
     saves = (x,) if builder.settings.trains_all else ()
     return tape.run("share", (x,), builder.rows(visits), saves=saves, also=parts)
 

@@ -4,6 +4,9 @@ What norms keep is as they run: on GPUs by kernels that keep their input and a r
 transformers' operations in float32.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.tape import Tape, Work
@@ -46,6 +49,21 @@ class LayerBuilder:
     def rows(self, width: float, bytes_per_number: int = 0) -> float:
         """Return the bytes of a tensor so wide of all local rows; of the compute dtype unless another size is given."""
         return self.load.rows * width * (bytes_per_number or self.number)
+
+    @property
+    def tile_rows(self) -> int:
+        """The rows of a tile of MLPs and experts; 0 where they run whole."""
+        tile_rows = self.settings.mlp_tile_rows
+        return tile_rows if tile_rows < self.load.rows else 0
+
+    def make_tile(self, rows: Sequence[str]) -> "LayerBuilder":
+        """Make the builder of one tile, whose tape begins with "x" of the first of these rows, and the others."""
+        settings, share = replace(self.settings, mlp_tile_rows=0), self.tile_rows / self.load.rows
+        load = replace(self.load, rows=self.tile_rows)
+        tile = LayerBuilder(self.read, settings, load, tp=self.tp, ep=self.ep, lean=self.lean)
+        names = {"x": rows[0]} | {name: name for name in rows[1:]}
+        tile.tape = Tape({name: self.tape.sizes[of] * share for name, of in names.items()})
+        return tile
 
     @property
     def runs_kernels(self) -> bool:

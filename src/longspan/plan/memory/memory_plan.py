@@ -47,6 +47,8 @@ class MemoryPlan:
     rows: int
     gathered_once: bool = False
     offload_states: bool = False
+    mlp_tile_rows: int = 0
+    segment_layers: int = 0
 
     @classmethod
     def of(
@@ -109,6 +111,8 @@ class MemoryPlan:
         first_measure = f"{first.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first.split(' ', 1)[1]}"
         limit = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
+        extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
+        extras += [f", segments of {self.segment_layers} layers"] * bool(self.segment_layers)
         used = f"{gib_text(self.device.total).removesuffix(' GiB') if budget else gib_text(self.device.total)}{limit}"
         measures = ", ".join([first_measure, *others]) + "".join(extras)
         return f"memory: {measures}; {used}, {gib_text(self.host.total)} on the host"
@@ -122,6 +126,8 @@ class MemoryPlan:
             "rows": self.rows,
             "gathered_once": self.gathered_once,
             "offload_states": self.offload_states,
+            "mlp_tile_rows": self.mlp_tile_rows,
+            "segment_layers": self.segment_layers,
         }
 
 
@@ -203,6 +209,8 @@ class MemoryNeeds:
             max(load.rows for load in self.loads),
             settings.gathered_once,
             settings.offload_states,
+            settings.mlp_tile_rows,
+            settings.segment_layers,
         )
 
 

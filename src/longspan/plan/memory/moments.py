@@ -15,7 +15,7 @@ from functools import cached_property
 from longspan.plan.memory.bytes import Bytes
 from longspan.plan.memory.encoder_bytes import EncoderBytes
 from longspan.plan.memory.loads import SlotLoad
-from longspan.plan.memory.settings import Measure
+from longspan.plan.memory.settings import Measure, places_in_segments
 from longspan.plan.memory.step_peak import LayerBytes, StepPeak
 
 _CHUNK_BYTES = {True: 2 << 30, False: 64 << 20}  # of logits at a time (train/loss.py)
@@ -56,6 +56,33 @@ class MicroBatchMoments:
         return [self.peak.layer_bytes(i, self.load, self.measures[i]) for i in self.peak.stage.layers]
 
     @cached_property
+    def _waiting_bytes(self) -> list[LayerBytes]:
+        """What each layer keeps from forward until its segment runs backward: the input of the first one, or all."""
+        peak, words = self.peak, [self.measures[i] for i in self.peak.stage.layers]
+        if peak.settings.segment_layers < 2:
+            return self._layer_bytes
+        waiting = list[LayerBytes]()
+        for i, place in enumerate(self._places):
+            layer = self._layer_bytes[i]
+            if words[i] != "none":
+                word: Measure = "full+host" if words[i].endswith("+host") else "full"
+                of_input = peak.layer_bytes(peak.stage.layers[i], self.load, word)
+                layer = replace(of_input if place == 0 else replace(of_input, kept=0.0, host=0.0), peaks=layer.peaks)
+            waiting.append(layer)
+        return waiting
+
+    @cached_property
+    def _places(self) -> list[int]:
+        words = [self.measures[i] for i in self.peak.stage.layers]
+        return places_in_segments(words, self.peak.settings.segment_layers)
+
+    def _kept_of_segment(self, i: int) -> float:
+        """Return what the layers before layer i keep while its segment runs backward, besides what waited for it."""
+        place = self._places[i] if self.peak.settings.segment_layers > 1 else 0
+        whole = sum(layer.kept + layer.host for layer in self._layer_bytes[i - place : i])
+        return whole - sum(layer.kept + layer.host for layer in self._waiting_bytes[i - place : i])
+
+    @cached_property
     def _whole_weights(self) -> list[float]:
         layers = [self.peak.numbers.layers[i] for i in self.peak.stage.layers]
         return [self.peak.whole(numbers) + self.peak.float8_bytes(numbers) for numbers in layers]
@@ -89,7 +116,7 @@ class MicroBatchMoments:
         if not self.peak.settings.backward:
             return 0.0
         images = EncoderBytes(self.peak)
-        return (self.peak.in_flight - 1) * sum(layer.kept for layer in self._layer_bytes) + images.bytes_kept
+        return (self.peak.in_flight - 1) * sum(layer.kept for layer in self._waiting_bytes) + images.bytes_kept
 
     def _make_moment(
         self, *, gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0
@@ -116,8 +143,8 @@ class MicroBatchMoments:
     def _forward_moments(self) -> Iterator[Bytes]:
         """Yield the moments of the forward pass, layer by layer."""
         whole_gradients, activations = self._whole_gradients if self.load.later else 0.0, self._other_activations
-        for i, layer in enumerate(self._layer_bytes):
-            leaving = self._layer_bytes[i - 1].host if i else 0.0  # on its way to the host
+        for i, layer in enumerate(self._waiting_bytes):
+            leaving = self._waiting_bytes[i - 1].host if i else 0.0  # on its way to the host
             whole = self._whole_forward(i) + whole_gradients
             yield self._make_moment(
                 gradients=self._shard_bytes, gathered=whole, kept=activations + leaving, work=layer.peaks.forward
@@ -134,7 +161,7 @@ class MicroBatchMoments:
             whole += sum(self._whole_weights)
         whole += self._whole_gradients if self.load.later else 0.0
         activations = (
-            self._other_activations + sum(layer.kept for layer in self._layer_bytes) if settings.backward else 0.0
+            self._other_activations + sum(layer.kept for layer in self._waiting_bytes) if settings.backward else 0.0
         )
         count = _AT_THE_LOSS + settings.depths + _OF_WIDE_NORM * (not (settings.gpu and settings.fused_norms))
         rows = count * self.load.rows * peak.row_bytes
@@ -161,20 +188,21 @@ class MicroBatchMoments:
         """Yield the moments of the backward pass, layer by layer."""
         peak, stage = self.peak, self.peak.stage
         activations, summed = (
-            self._other_activations + sum(layer.kept for layer in self._layer_bytes),
+            self._other_activations + sum(layer.kept for layer in self._waiting_bytes),
             self._shard_bytes,
         )
         behind = 0.0  # what is sent of the layer behind
         for i in reversed(range(len(self._layer_bytes))):
             layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
-            activations -= layer.kept
-            fetched_bytes = self._layer_bytes[i - 1].host if i else 0.0
+            activations -= self._waiting_bytes[i].kept
+            of_segment = self._kept_of_segment(i)
+            fetched_bytes = self._waiting_bytes[i - 1].host if i else 0.0
             others = self._other_weights_backward(i)
             own_bytes = layer.kept + layer.host
             yield self._make_moment(
                 gradients=summed,
                 gathered=others + self._whole_weights[i] + behind,
-                kept=activations + own_bytes + fetched_bytes,
+                kept=activations + own_bytes + fetched_bytes + of_segment,
                 work=layer.peaks.backward,
             )
             if peak.stays_whole:
@@ -182,7 +210,7 @@ class MicroBatchMoments:
             yield self._make_moment(
                 gradients=summed,
                 gathered=others + peak.summing_bytes(numbers),
-                kept=activations + fetched_bytes,
+                kept=activations + fetched_bytes + of_segment,
                 work=self.load.rows * peak.row_bytes,
             )
             behind = numbers.trained * peak.settings.reduce_bytes if peak.settings.shard_parameters else 0.0

@@ -20,6 +20,7 @@ from longspan.plan.plan import Plan
 from longspan.plan.shape.model_shape import ModelShape
 
 BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
+TILED_SHARE = 0.06  # of a layer, that tiles of its MLP add to it (an H200, 128K to 512K rows)
 SHOWN_SHARE = 0.1  # of copies to the host that a layer's work could hide
 
 
@@ -71,16 +72,22 @@ class MemoryPrices:
 
     def seconds(self, memory: MemoryPlan) -> float:
         """Return the seconds that a plan adds: its layers', and those of gathers and states."""
-        layers = sum(self._layer_seconds(index, word) for index, word in enumerate(memory.measures))
+        tiled = bool(memory.mlp_tile_rows)
+        layers = sum(self._layer_seconds(index, word, tiled=tiled) for index, word in enumerate(memory.measures))
+        if memory.segment_layers > 1:  # all but the last layer of a segment run forward once more, attention included
+            again = sum(word != "none" for word in memory.measures) * (1 - 1 / memory.segment_layers)
+            layers += again * (self._full_seconds + self._exchange_seconds.get("full", 0.0))
         gather = 0.0 if memory.gathered_once else self._gather_seconds
         states = memory.host.states if memory.offload_states else 0
         state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
         return layers + gather + state_copies
 
-    def _layer_seconds(self, index: int, word: str) -> float:
+    def _layer_seconds(self, index: int, word: str, *, tiled: bool = False) -> float:
         kind, _, host = word.partition("+")
         if kind == "none":
-            return 0.0
+            return self._selective_seconds + TILED_SHARE * self._plain_seconds if tiled else 0.0
+        if tiled:
+            return self._layer_seconds(index, word) + TILED_SHARE * self._plain_seconds
         seconds = self._full_seconds if kind == "full" else self._selective_seconds
         seconds += self._exchange_seconds.get(kind, 0.0)
         return seconds + (self._host_seconds(index, word) if host else 0.0)

@@ -28,11 +28,12 @@ class MemorySettings:
     activations and gathered weights. Adapters of `lora_rank` (0: none) on the linears `lora_targets` (none named: every
     linear of decoder layers) have `adapter_bytes`. `depths` of multi-token prediction. `shard_parameters` as in
     `prepare`. `gathered_once` keeps a layer's weights between forward and backward; `offload_states` keeps the
-    optimizer's states on the host. `loss_chunk_rows` as in [train]; only `target_share` of rows predict a token.
-    `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole. `sequence_parallel` as in
-    [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the machine's prices. On a `gpu`
-    there are a context and communicators, and kernels run norms in one pass (`fused_norms`). State-space layers scan by
-    `scan_kernels` of GPUs, else in float32. Linears and experts may multiply in `float8`. `backward` False is an
+    optimizer's states on the host. `mlp_tile_rows` and `loss_chunk_rows` as in [train]; only `target_share` of rows
+    predict a token. `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole.
+    `sequence_parallel` as in [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the
+    machine's prices. On a `gpu` there are a context and communicators, and kernels run norms in one pass
+    (`fused_norms`). State-space layers scan by `scan_kernels` of GPUs, else in float32. Linears and experts may
+    multiply in `float8`. `backward` False is an
     evaluation. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no
     encoder); `encoder_trained` of it is trained.
     """
@@ -47,6 +48,8 @@ class MemorySettings:
     shard_parameters: bool = True
     gathered_once: bool = False
     offload_states: bool = False
+    mlp_tile_rows: int = 0
+    segment_layers: int = 0
     loss_chunk_rows: int = 0
     target_share: float = 1.0
     fused_norms: bool = True
@@ -66,7 +69,7 @@ class MemorySettings:
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):
             check_count(f"{name} of memory settings", getattr(self, name))
-        for name in ("lora_rank", "depths", "loss_chunk_rows", "encoder_rows"):
+        for name in ("lora_rank", "depths", "mlp_tile_rows", "segment_layers", "loss_chunk_rows", "encoder_rows"):
             check_count(f"{name} of memory settings", getattr(self, name), least=0)
 
     @property
@@ -101,6 +104,19 @@ class MemoryBudget:
 
     device: int
     host: int = 0
+
+
+def places_in_segments(words: Sequence[str], size: int) -> list[int]:
+    """Return the place of each layer in its segment, of at most so many layers in a row that recompute.
+
+    >>> places_in_segments(["none", "full", "full", "full"], 2)
+    [0, 0, 1, 0]
+    """
+    places = list[int]()
+    for i, word in enumerate(words):
+        follows = i > 0 and word != "none" and words[i - 1] != "none"
+        places.append((places[-1] + 1) % max(1, size) if follows else 0)
+    return places
 
 
 def layer_measures(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:

@@ -12,7 +12,7 @@ from longspan.plan.memory.bytes import Bytes
 from longspan.plan.memory.layer_tapes import EXCHANGED, KEPT_OF_ATTENTION, LayerTapes
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.parameters import ModelNumbers, Numbers, Stage
-from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Measure, MemorySettings
+from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Measure, MemorySettings, places_in_segments
 from longspan.plan.memory.tape import Peaks, Tape
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import LayerKind
@@ -22,7 +22,7 @@ COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group (bench/records/co
 _OF_A_DEPTH = (
     5  # rows of a depth of multi-token prediction around its layer: embedded, both joined, before its norm, after
 )
-_Key = tuple[LayerKind, SlotLoad, Measure, bool]
+_Key = tuple[LayerKind, SlotLoad, Measure, bool, int]  # the rows of a tile last
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StepPeak:
     def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
         """Return what one layer keeps and holds of a load."""
         is_depth = self.numbers.begins_depth(layer)
-        key = self.numbers.kinds[layer], load, measure, is_depth
+        key = self.numbers.kinds[layer], load, measure, is_depth, self.settings.mlp_tile_rows
         if key not in self.layers_so_far:
             tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).make_tape(
                 key[0], load, lean=measure.startswith("selective")
@@ -150,9 +150,18 @@ class StepPeak:
         sent = numbers.trained * self.settings.reduce_bytes
         return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
+    def _host_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> float:
+        """Return what waits on the host of a layer, or of the segment that it begins."""
+        begins = self.settings.segment_layers > 1 and measure.endswith("+host")
+        return self.layer_bytes(layer, load, "full+host" if begins else measure).host
+
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
         """Return the bytes that wait on the host: activations of the largest load, and states."""
-        activations = max(sum(self.layer_bytes(i, load, measures[i]).host for i in self.stage.layers) for load in loads)
+        places = places_in_segments([measures[i] for i in self.stage.layers], self.settings.segment_layers)
+        if self.settings.segment_layers < 2:
+            places = [0] * len(places)
+        first = [i for i, place in zip(self.stage.layers, places, strict=True) if place == 0]
+        activations = max(sum(self._host_bytes(i, load, measures[i]) for i in first) for load in loads)
         states = self._optimizer_state_bytes() if self.settings.offload_states else 0
         return Bytes(kept=int(activations * self.in_flight) if self.settings.backward else 0, states=states)
 

@@ -69,6 +69,7 @@ class RunMemory:
         settings = self.settings
         if chosen is not None:
             settings = replace(settings, gathered_once=chosen.gathered_once, offload_states=chosen.offload_states)
+            settings = replace(settings, mlp_tile_rows=chosen.mlp_tile_rows, segment_layers=chosen.segment_layers)
         plans = self._coming_plans(self.config)
         needs = MemoryNeeds.of(self.model, self.ahead.home, plans, settings, machine=self.machine)
         return needs.under(key_measures(self.config, needs) if chosen is None else chosen.measures)

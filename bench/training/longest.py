@@ -1,0 +1,119 @@
+"""The longest step: all layers of a preset under a window, what layers keep chosen by the plan of memory, or by keys.
+
+    python bench/training/longest.py --rows 524288 --dtype bfloat16 --out longest-1xH200.json            # one H200
+    torchrun --nproc_per_node 2 bench/training/longest.py --rows 1048576 --out longest-2xH200.json        # two
+    python bench/training/longest.py --preset qwen3-tiny --rows 256 --bytes 2000000000                    # on a CPU
+
+One document of `--rows` tokens over all ranks, two steps at learning rate 0 (with bfloat16 rounded by chance); the
+second one's seconds and peak are written next to what was planned. `--small 16` runs a document of 1/16 of the length
+too: bytes of a row and layer that wait for backward must be the same. Further arguments are keys of a run, such as
+--train.mlp_tile_rows 16384 --train.segment_layers 4 --train.activation_checkpointing selective.
+"""
+
+import argparse
+import gc
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspan import World
+from longspan.cli.machine import machine_facts, set_gpu_environment
+from longspan.config.file import load_config
+from longspan.config.sections import RunConfig
+from longspan.data.document import synthetic_documents
+from longspan.files import write_atomically
+from longspan.model.prepared import vocabulary_size
+from longspan.model.presets import preset_config
+from longspan.plan import Cost
+from longspan.run.result import versions
+from longspan.train.memory.coming_plans import ComingSteps
+from longspan.train.memory.live_bytes import LiveBytes
+from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
+from longspan.train.plans import PlanChoice, home_of, query_heads
+from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+
+
+def run_steps(config: RunConfig, configuration: Any, rows: int, world: World) -> dict[str, Any]:
+    """Take two steps of one document; the bytes that were planned, and the second step's seconds and peak."""
+    gpu, heads = world.device.type == "cuda", query_heads(configuration)
+    ahead = ComingSteps(lambda step: [rows], world.home, heads, 0, 1, (config.context.planner,))
+    chosen = choose_on_ranks(RunMemory(config=config, model=configuration, ahead=ahead, gpu=gpu), world, print)
+    planned = plan_on_ranks(RunMemory(config=config, model=configuration, ahead=ahead, gpu=gpu), chosen, world)
+    loaded = load_run_model(config, config.data.vocab_size, configuration)
+    model = prepare_run_model(config, world, loaded, memory=chosen)
+    optimizer = make_optimizer(config, world, model, memory=chosen)
+    training = Training(config, world, model, optimizer, Cost(), memory=planned)
+    plan = PlanChoice.training(config, heads=heads).plan([rows], world.home)
+    documents, row = synthetic_documents([rows], vocabulary_size(model) or 2), dict[str, Any](rows=rows)
+    counted = LiveBytes()
+    for step in range(2):
+        if gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        if gpu:
+            row["loss"] = training.take_step(plan, documents, step).loss
+            torch.cuda.synchronize()
+        else:
+            with counted:
+                row["loss"] = training.take_step(plan, documents, step).loss
+        row["seconds"] = time.perf_counter() - started
+    row["peak"] = torch.cuda.max_memory_allocated() if gpu else counted.peak
+    row["planned"] = planned.to_json() if planned is not None else None
+    of_ranks = world.control.gather_objects(row)
+    return max(of_ranks, key=lambda r: r["peak"]) | {"seconds": max(r["seconds"] for r in of_ranks)}
+
+
+def main() -> None:
+    """Run the step, and the small one if there is one; print and write both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="qwen3-8b")
+    parser.add_argument("--rows", type=int, required=True, help="tokens of the document, over all ranks")
+    parser.add_argument("--window", type=int, default=4096)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--bytes", type=int, default=0, help="train.memory_bytes: what a rank may fill")
+    parser.add_argument("--small", type=int, default=0, help="run a document of 1/SMALL of the length first")
+    parser.add_argument("--out", type=Path, default=None)
+    flags, others = parser.parse_known_args()
+    if set_gpu := torch.cuda.is_available():
+        set_gpu_environment()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    keys: dict[str, Any] = {"model.preset": flags.preset, "model.dtype": flags.dtype, "train.lr": 1e-5}
+    keys |= {"train.memory_bytes": flags.bytes, "data.max_document_tokens": 0, "context.max_tokens_per_slot": 0}
+    keys |= {"train.stochastic_rounding": flags.dtype == "bfloat16", "context.context_parallel_size": ranks}
+    keys |= {"context.cp_comm_type": "a2a"} if set_gpu and ranks > 1 else {}
+    keys |= {name.removeprefix("--"): value for name, value in zip(others[::2], others[1::2], strict=True)}
+    config = load_config(None, keys)
+    config = replace(config, train=replace(config.train, lr=0.0))
+    window = {"use_sliding_window": True, "sliding_window": flags.window, "max_window_layers": 0}
+    configuration = preset_config(flags.preset, vocab_size=151936 if set_gpu else 512)
+    for name, value in window.items():
+        setattr(configuration, name, value)
+    configuration.layer_types = ["sliding_attention"] * configuration.num_hidden_layers
+    configuration.max_position_embeddings = max(flags.rows, configuration.max_position_embeddings)
+    record: dict[str, Any] = {"bench": "longest", "command": vars(flags) | {"out": str(flags.out)}, "keys": keys}
+    record |= {"machine": machine_facts(), "versions": versions(), "steps": []}
+    with World(home_of(config.parallel, ranks)) as world:
+        for rows in ([flags.rows // flags.small] if flags.small else []) + [flags.rows]:
+            row = run_steps(config, configuration, rows, world)
+            gc.collect()
+            record["steps"].append(row)
+            if world.rank == 0:
+                planned = row["planned"]["device"]["total"] / 2**30 if row["planned"] else 0.0
+                print(
+                    f"{rows:,} rows: {row['seconds']:.2f} s, peak {row['peak'] / 2**30:.2f} GiB, planned {planned:.2f} "
+                    f"GiB with the context; {(row['planned'] or {}).get('mlp_tile_rows')} rows a tile, "
+                    f"{(row['planned'] or {}).get('segment_layers')} layers a segment",
+                    flush=True,
+                )
+                if flags.out is not None:
+                    write_atomically(flags.out, json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Segments: of several decoder layers in a row only the first one's input waits for backward.
+
+When the last layer of a segment begins its backward pass, the layers before it run forward once more, without a graph,
+and give the inputs of the layers behind them; attention's outputs are kept then, where a layer's measure says so. Each
+layer then runs backward as any that is recomputed. Layers follow each other by their tensors: one whose input is not
+what the layer before returned, as where a model adds to it in between, begins a segment.
+
+The layers that run again are gathered and freed one by one where FSDP2 shards them, in the same order on every rank.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils.checkpoint import checkpoint
+
+from longspan.attention.saved_outputs import Recording, Result
+from longspan.model.activations.host_offload import HostOffload
+from longspan.model.activations.tiles import autocast_of, draws_at_random, random_states, restored_states
+
+Run = Callable[..., Any]
+
+
+class Segments:
+    """The segments of a model's layers, of at most `size` each: `run_layer` runs one layer of a pass.
+
+    >>> segments = Segments(4)
+    >>> out = segments.run_layer(layer, layer.forward, (x,), measure="selective")  # doctest: +SKIP
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._last: weakref.ref[_Link] | None = None  # the graph holds it
+
+    def run_layer(
+        self,
+        layer: nn.Module,
+        run: Run,
+        args: tuple[Any, ...],
+        *,
+        measure: str,
+        offload: HostOffload | None = None,
+        first: bool = False,
+    ) -> Any:
+        """Call a layer; its input is kept if it begins a segment, on the host if its measure says so."""
+        x, last = args[0], self._last and self._last()
+        follows = last is not None and last.place + 1 < self.size and last.gave(x)
+        link = _Link(layer, run, args[1:], measure, last if follows else None)
+        keep: Callable[[Tensor], Callable[[], Tensor]] = _stay
+        if link.before is not None:
+            keep = link.forget_input
+            if offload is not None:
+                offload.pass_layer()
+        elif offload is not None and measure.endswith("+host"):
+            keep = offload.open_layer(first=first)
+        with torch.autograd.graph.saved_tensors_hooks(link.keep_input(keep, x), lambda fetch: fetch()):
+            out = checkpoint(run, *args, use_reentrant=False, context_fn=link.contexts)
+        link.note_output(out[0] if isinstance(out, tuple) else out)
+        self._last = weakref.ref(link)
+        return out
+
+
+def _stay(x: Tensor) -> Callable[[], Tensor]:
+    return x.detach
+
+
+class _Link:
+    """One layer's call in a segment, with those before it."""
+
+    def __init__(
+        self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_Link | None"
+    ) -> None:
+        self.before = before
+        self.place = 0 if before is None else before.place + 1
+        self._layer, self._run, self._others = layer, run, others
+        self._keeps_attention, self._keeps_exchanged = not measure.startswith("full"), measure == "exchanged"
+        self._recording: Recording | None = None
+        self._input: Tensor | None = None
+        self._fetch_first: Callable[[], Tensor] | None = None
+        self._output: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._states: Any = None
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def gave(self, x: Tensor) -> bool:
+        """Return whether x is what this call returned, unchanged; wrappers may have made another tensor of it."""
+        out = None if self._output is None else self._output()
+        if out is None or out._version != self._version or x._version != self._version:
+            return False
+        same_place = out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride()
+        return same_place and out.dtype == x.dtype
+
+    def note_output(self, out: Tensor) -> None:
+        """Note what this call returned, to know the next one by it."""
+        self._output, self._version = weakref.ref(out), out._version
+
+    def forget_input(self, x: Tensor) -> Callable[[], Tensor]:
+        """Keep nothing of the input: the layers before make it again."""
+        return self.fetch_input
+
+    def keep_input(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:
+        """Return the hook of what the checkpoint saves: the input by `keep`, and everything else as it is."""
+        self._autocast = autocast_of(x)
+        self._states = random_states(x.device) if draws_at_random(self._layer) else None
+        place = x.data_ptr(), x.shape, x.dtype
+
+        def pack(saved: Tensor) -> Callable[[], Tensor]:
+            if (saved.data_ptr(), saved.shape, saved.dtype) != place:
+                return _stay(saved)
+            fetch = keep(saved)
+            if self.before is None:
+                self._fetch_first = fetch
+            return fetch
+
+        return pack
+
+    def fetch_input(self) -> Tensor:
+        """Return the input of this call, for which the layers before run again unless they just did."""
+        if self._input is None:
+            links = [self]
+            while links[0].before is not None:
+                links.insert(0, links[0].before)
+            fetch = links[0]._fetch_first
+            assert fetch is not None
+            x = fetch()
+            for link, behind in pairwise(links):
+                x = behind._input = link.run_again(x)
+        x, self._input = self._input, None
+        assert x is not None
+        return x
+
+    @torch.no_grad()
+    def run_again(self, x: Tensor) -> Tensor:
+        """Run the layer without a graph; attention's outputs are kept by its measure."""
+        self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
+        with ExitStack() as stack:
+            stack.enter_context(_gathered(self._layer))
+            stack.enter_context(restored_states(self._states, x.device))
+            stack.enter_context(self._autocast())
+            if self._recording is not None:
+                stack.enter_context(self._recording.forward())
+            out = self._run(x, *self._others)
+        return (out[0] if isinstance(out, tuple) else out).detach()
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of torch's checkpoint: of the forward pass, and of the layer's recomputation."""
+        return self._forget_attention(), _Again(self)
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Open a context in which attention gives what it gave when the segment ran again, if it was kept."""
+        recording, self._recording = self._recording, None
+        with self._forget_attention() if recording is None else recording.recompute():
+            yield
+
+    def _forget_attention(self) -> AbstractContextManager[None]:
+        """Make the context of a pass that keeps no output, and saves for backward what one with a recording saves."""
+        return _Forgetting(keep_exchanged=self._keeps_exchanged).forward() if self._keeps_attention else nullcontext()
+
+
+class _Forgetting(Recording):
+    """A recording that keeps nothing."""
+
+    def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
+        """Return what a call gives."""
+        return compute()
+
+
+class _Again(AbstractContextManager[None]):
+    """The context of a recomputation, which a graph that is kept enters again."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    def __enter__(self) -> None:
+        self._open = self._link.recompute()
+        self._open.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.__exit__(*error)
+
+
+@contextmanager
+def _gathered(layer: nn.Module) -> Iterator[None]:
+    """Have a layer hold its whole parameters inside, and free them where they were not whole before.
+
+    FSDP2's own hooks, which run inside where transformers' checkpoint is around them (5.17), do nothing meanwhile.
+    """
+    modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
+    states: list[Any] = [module._get_fsdp_state() for module in modules]
+    before = [state._training_state for state in states]
+    freed = [module for module, state in zip(modules, states, strict=True) if _is_sharded(state)]
+    for module, state in zip(modules, states, strict=True):
+        module.unshard()
+        state._training_state = TrainingState.PRE_BACKWARD
+    try:
+        yield
+    finally:
+        for state, training_state in zip(states, before, strict=True):
+            state._training_state = training_state
+        for module in freed:
+            module.reshard()
+
+
+def _is_sharded(state: Any) -> bool:
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return any(group is not None and group.is_sharded for group in groups)
