@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.activations.tiled_layers import TiledForward
 from longspan.model.adapters import (
     Adapter,
     base_module,
