@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from longspan.errors import RunFolderError
-from longspan.files import as_json, naming_file, os_error_text, write_atomically
+from longspan.files import as_json, name_file_in_errors, os_error_text, write_atomically
 from longspan.report import write_report
 from longspan.run.metrics_log import MetricsLog, read_metrics
 
@@ -48,10 +48,10 @@ def test_a_report_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
 
 
 def test_reasons_of_other_kinds() -> None:
-    with pytest.raises(OSError) as error, naming_file(Path("/nowhere/file")):
+    with pytest.raises(OSError) as error, name_file_in_errors(Path("/nowhere/file")):
         raise OSError(5, os.strerror(5))
     assert os_error_text(error.value) == "/nowhere/file: Input/output error"
-    with pytest.raises(FileNotFoundError) as error, naming_file(Path("other")):
+    with pytest.raises(FileNotFoundError) as error, name_file_in_errors(Path("other")):
         Path("/nowhere/at/all").read_bytes()
     assert os_error_text(error.value) == "/nowhere/at/all: No such file or directory"
 

@@ -25,6 +25,7 @@ from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 from tests.train.steps.shared_stages.test_parity import MUTANTS as OF_SHARED_STAGES
 from tests.train.steps.test_matrix import MUTATIONS as OF_STEPS
+from tests.zoo.mutations import MUTATIONS as OF_OTHERS
 
 CHANGES = [
     *OF_ATTENTION,
@@ -43,6 +44,7 @@ CHANGES = [
     *OF_SPANS.values(),
     *OF_PREFIXES.values(),
     *OF_VIDEOS.values(),
+    *OF_OTHERS.values(),
     *(mutation[:3] for mutation in OF_MODALITIES.values()),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),
     *(

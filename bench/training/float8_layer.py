@@ -2,11 +2,12 @@
 
     python bench/training/float8_layer.py --out bench/records/float8-layer-H200.json   # about a minute
 
-The layer is Qwen3-8B's, forward and backward, over two documents of --rows in all: the time of --layers layers above
-that of one, over their difference, so that embedding and loss drop out. Weights are bfloat16, whole on the GPU. Of each
-linear there are forward, both gradients and what float8 adds: rows of the input and of the gradient, rows and columns
-of the weight. With torchao installed its recipe `rowwise_with_gw_hp`, compiled, does the same linears. Products count
-6 FLOPs a weight and row; tensor cores add as `longspan.model.float8.products.FAST_SUMS` says, or the other way.
+The layer is Qwen3-8B's, as it runs or as two compiled halves (`train.compiled`), forward and backward, over two
+documents of --rows in all: the time of --layers layers above that of one, over their difference, so that embedding and
+loss drop out. Weights are bfloat16, whole on the GPU. Of each linear there are forward, both gradients and what float8
+adds: rows of the input and of the gradient, rows and columns of the weight. With torchao installed its recipe
+`rowwise_with_gw_hp`, compiled, does the same linears. Products count 6 FLOPs a weight and row; tensor cores add as
+`longspan.model.float8.scaled_products.FAST_SUMS` says, or the other way.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from longspan.bench.record import missing_row, open_record, origin_text, write_r
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
-from longspan.model.float8 import products
+from longspan.model.float8 import scaled_products
 from longspan.model.float8.products import linear_in_float8
 from longspan.model.float8.quantise import quantise_columns, quantise_rows
 from longspan.model.float8.weights import Float8Weight
@@ -34,7 +35,12 @@ from longspan.plan import plan_fixed
 LINEARS = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 12288), "down": (12288, 4096)}
 TIMES_IN_LAYER = {"q, o": 2, "k, v": 2, "gate, up": 2, "down": 1}
 DEVICE = torch.device("cuda")
-KINDS = {"bfloat16": "", "float8 by rows": "rows"}
+KINDS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "float8 by rows": {"float8": "rows"},
+    "bfloat16, compiled": {"compiled": "layers"},
+    "float8 by rows, compiled": {"float8": "rows", "compiled": "layers"},
+}
 
 
 def main() -> None:
@@ -43,6 +49,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--layers", type=int, default=5, help="of the deeper model, above 1")
     parser.add_argument("--preset", default="qwen3-8b")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="of layers")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
@@ -57,18 +64,18 @@ def main() -> None:
 
 def time_layers(rows: int, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One layer over so many rows, of each kind."""
-    for kind, float8 in KINDS.items():
-        milliseconds = [time_model(count, float8, rows, flags) for count in (1, flags.layers)]
+    for kind in flags.kinds:
+        milliseconds = [time_model(count, KINDS[kind], rows, flags) for count in (1, flags.layers)]
         yield {"rows": rows, "kind": kind, "ms": (milliseconds[1] - milliseconds[0]) / (flags.layers - 1)}
 
 
-def time_model(layers: int, float8: str, rows: int, flags: argparse.Namespace) -> float:
+def time_model(layers: int, how: dict[str, Any], rows: int, flags: argparse.Namespace) -> float:
     """Forward and backward through so many layers, without a head."""
     config = change_layer_count(preset_config(flags.preset, vocab_size=2048), layers)
     lengths = (rows // 2, rows - rows // 2)
     with World(Layout(1)) as world:
         model = load_model(config=config, dtype="bfloat16", seed=0, sharded=True)
-        model = prepare(model, world, shard_parameters=False, float8=float8)
+        model = prepare(model, world, shard_parameters=False, **({"compiled": "none"} | how))
         shard = bind(plan_fixed(lengths, world.home, cp=1, max_tokens_per_slot=rows).micro_batches[0], world)
         ids = torch.randint(2048, (1, rows), device=world.device)
 
@@ -99,10 +106,10 @@ def time_linear(name: str, rows: int, flags: argparse.Namespace) -> Iterator[dic
 
     yield about | {"kind": "bfloat16", "ms": timed(lambda x: F.linear(x, weight))}
     for fast in (True, False):
-        before, products.FAST_SUMS = products.FAST_SUMS, fast
+        before, scaled_products.FAST_SUMS = scaled_products.FAST_SUMS, fast
         kind = "float8 by rows" + ("" if fast == before else f", {'fast' if fast else 'float32'} sums")
         yield about | {"kind": kind, "ms": timed(lambda x: linear_in_float8(x, weight, None, Float8Weight()))}
-        products.FAST_SUMS = before
+        scaled_products.FAST_SUMS = before
     parts: dict[str, Callable[[], object]] = {
         "rows of x": lambda: quantise_rows(x.detach()),
         "rows of dy": lambda: quantise_rows(dy),

@@ -14,7 +14,7 @@ import numpy as np
 from longspan.layout import Layout, Partition
 from longspan.plan import Cost, Group, MicroBatch
 from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave
-from longspan.plan.items.encoding_plan import rows_needed
+from longspan.plan.items.encoding_plan import find_needed_rows
 from longspan.plan.timeline import Timeline, timeline
 from longspan.train.terms import encoders as encoding
 
@@ -55,7 +55,7 @@ def _plan_items(
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
     rows, home = table.of(modality), needed_by.home
     assert home.tp == planning.home.tp == 1
-    needed, total = rows_needed(rows, needed_by), int(rows.base[-1])
+    needed, total = find_needed_rows(rows, needed_by), int(rows.base[-1])
     of_document: dict[int, list[int]] = {}
     for index, item in enumerate(rows.items.tolist()):
         of_document.setdefault(table.items[item].document, []).append(index)

@@ -30,7 +30,7 @@ def plural(number: int, noun: str, ending: str = "s") -> str:
 
 
 def short_text(value: object) -> str:
-    """A value as a message shows it: on one line, and of long ones the two ends.
+    """Return a value as a message shows it: on one line, and of a long one only both ends.
 
     >>> short_text([7] * 100)
     '[7, 7, 7, 7, 7, 7, ...]'

@@ -1,6 +1,7 @@
 """Errors of the disk in a user's words, with the file, the free room and what to do; files that are written whole.
 
-The system's own error of a failed write carries no file's name; `naming_file` adds it. No torch and no ranks here.
+The system's own error of a failed write carries no file's name; `name_file_in_errors` adds it. Neither torch nor ranks
+are needed here.
 """
 
 import errno
@@ -25,7 +26,7 @@ def as_json(value: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def json_values(value: Any) -> Any:
-    """A record with None in place of every number that is not finite."""
+    """Return a record with None in place of every number that is not finite."""
     if isinstance(value, Mapping):
         return {key: json_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -63,10 +64,10 @@ def read_json(file: Path) -> Any:
 
 
 @contextmanager
-def naming_file(path: Path) -> Iterator[None]:
+def name_file_in_errors(path: Path) -> Iterator[None]:
     """Give an OSError that is raised inside the name of a file, where it has none.
 
-    >>> with naming_file(path), path.open("w") as file:
+    >>> with name_file_in_errors(path), path.open("w") as file:
     ...     file.write(text)
     """
     try:
@@ -78,7 +79,7 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def os_error_text(error: OSError) -> str:
-    """The file and what is wrong with it; of a full disk also the bytes that are free, and what to do."""
+    """Write the file and what is wrong with it; for a full disk also the bytes that are free, and what to do."""
     text = f"{error.filename or 'a file'}: {error.strerror or error}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return text
@@ -87,7 +88,7 @@ def os_error_text(error: OSError) -> str:
 
 
 def _free_bytes_text(error: OSError) -> str:
-    """How many bytes are free where the file of the error is, or would be; nothing where that is not known."""
+    """Write how many bytes are free where the file of the error is, or would be; "" where that is not known."""
     path = Path(str(error.filename or ".")).absolute()
     place = next((folder for folder in (path, *path.parents) if folder.exists()), None)
     return "" if place is None else f" ({shutil.disk_usage(place).free:,} bytes are free)"
@@ -95,7 +96,7 @@ def _free_bytes_text(error: OSError) -> str:
 
 def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:
     """Write a file, and return once the disk has it; errors name it, or `named`."""
-    with naming_file(named or path), path.open("w", encoding="utf-8") as file:
+    with name_file_in_errors(named or path), path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

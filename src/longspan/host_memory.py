@@ -18,13 +18,13 @@ def free_host_bytes(root: Path = Path("/"), *, swap: bool = False) -> int | None
     too: pages that CUDA knows cannot be.
     """
     names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
-    figures = [_meminfo(root / "proc/meminfo", names), *_room_in_groups(root / "sys/fs/cgroup")]
+    figures = [_read_sizes(root / "proc/meminfo", names), *_room_in_groups(root / "sys/fs/cgroup")]
     known = [figure for figure in figures if figure is not None]
     return max(0, min(known)) if known else None
 
 
-def _meminfo(file: Path, names: tuple[str, ...]) -> int | None:
-    """The sum of these sizes; None without the first one."""
+def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:
+    """Return the sum of these sizes in a file like /proc/meminfo; None without the first one."""
     with suppress(OSError, ValueError):
         sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
         return 1024 * sum(int(sizes.get(name, 0)) for name in names) if names[0] in sizes else None
@@ -32,7 +32,7 @@ def _meminfo(file: Path, names: tuple[str, ...]) -> int | None:
 
 
 def _room_in_groups(folder: Path) -> list[int]:
-    """What limits of control groups leave, of version 2 and of version 1, as a container sees them."""
+    """Return what limits of control groups (version 2, then 1) leave, as a container sees them."""
     rooms = list[int]()
     for base, limit, used, files in (
         (folder, "memory.max", "memory.current", "inactive_file"),

@@ -89,7 +89,7 @@ def check_members(lengths, degree, inner, mask, padding):
 
 TILES, MEMBERS = "attention.tiles_between", "attention.members"
 MUTATIONS = [
-    (TILES, "q, k = _cut_into_chunks(q, k, chunk)", "window = min(window or chunk, chunk)"),  # a window, not a chunk
+    (TILES, "q, k = _cut_at_chunks(q, k, chunk)", "window = min(window or chunk, chunk)"),  # a window, not a chunk
     (TILES, "segments.start // chunk, -(-", "0 * segments.start, -(-"),
     (TILES, "(number + 1) * chunk", "(number + 1) * chunk - 1"),
     (TILES, "* -(-longest // chunk) + number", "+ number"),

@@ -65,7 +65,7 @@ def tensors(launch, size, v_size, dtype=torch.float32):
 
 
 def run(recorder, monkeypatch, size):
-    monkeypatch.setattr(triton_flash, "_kernel_module", lambda: recorder)
+    monkeypatch.setattr(triton_flash, "_flash_kernels", lambda: recorder)
     launch, call = Launch(Tiling.from_tiles(TILES["causal"]), CPU), AttendCall(4, 2, size, size)
     q, k, v, dout = tensors(launch, size, size, torch.bfloat16)
     out, lse = triton_flash.forward(q, k, v, launch, call)

@@ -8,6 +8,7 @@ import pytest
 from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.settings import StepSettings, make_settings
+from longspan.bench.timing import mean_run
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError
@@ -207,3 +208,13 @@ def test_parts_add_up_and_count_once() -> None:
 def test_bad_input(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "--world", "2", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_mean_run_is_cut_at_marks() -> None:
+    """Two runs of 4 s; what comes before the first mark is left out, and idle is between kernels."""
+    mark = "at::cuda::spin_kernel(long)"
+    kernels = [("gemm", 0.0, 1.0), ("gemm", 2.5, 4.0), ("adamw_kernel", 4.0, 5.0), ("gemm", 6.0, 8.5)]
+    parts, longest, seconds = mean_run([*kernels, *((mark, at - 0.25, at) for at in (1.5, 5.5, 9.5))])
+    assert seconds == 4.0 and parts["idle"] == pytest.approx((1.0 + 0.5 + 0.5 + 1.0) / 2)
+    assert parts["optimizer"] == 0.5 and parts["other layers"] == 2.0
+    assert [(k["name"], k["calls"], k["seconds"]) for k in longest] == [("gemm", 1, 2.0), ("adamw_kernel", 0, 0.5)]

@@ -25,7 +25,7 @@ PLACES = [
 def test_places(gpus: int, flags: ProofFlags, places: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (processes, doctor_model):
         monkeypatch.setattr(module, "usable_gpus", lambda: gpus)
-    made, config = list(doctor_model._choose_processes(flags)), preset_config("qwen3-tiny", vocab_size=61)
+    made, config = list(doctor_model._list_proof_processes(flags)), preset_config("qwen3-tiny", vocab_size=61)
     assert [(place.ranks, place.backend) for place in made] == places
     for place in made:
         dtypes = list(dict.fromkeys(case.dtype for case in doctor_model._choose_cases(flags, place, config)))

@@ -74,7 +74,7 @@ def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
 def test_the_exit_status_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str, status: int) -> None:
     result = TrainResult(tmp_path, done=1, steps=2, stopped=stopped, last_loss=1.0, vocab_size=300, final=())
     monkeypatch.setattr(verb, "run_on_ranks", lambda *_, **__: result)
-    monkeypatch.setattr(verb, "_print_result", lambda *_, **__: None)
+    monkeypatch.setattr(verb, "_report_result", lambda *_, **__: None)
     assert main(["train", "--world", "4", "--run.stopped_status", str(status)]) == (status if stopped else 0)
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from longspan import Layout, World
-from longspan.comm import waiting_for_all
+from longspan.comm import leave_together
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, DataError
 from longspan.testing import backend, run_ranks
@@ -45,7 +45,7 @@ def slow_work(rank: int) -> int:
     """Work of one rank that takes longer than the time-out of collectives."""
     with World(Layout(2), backend=backend(), timeout=TIMEOUT) as world:
         run_on_every_rank(world, lambda: time.sleep(1.3 * TIMEOUT * rank), DataError)
-        with pytest.raises(KeyError), waiting_for_all(world):
+        with pytest.raises(KeyError), leave_together(world):
             raise KeyError(rank)
         return run_on_first_rank(world, lambda: rank + 1, DataError)
 

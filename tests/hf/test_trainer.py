@@ -251,7 +251,7 @@ MUTATIONS: dict[str, Change] = {
         "hf.steps", 'return at["coefficient"] * log_probs', 'return at["coefficient"] * log_probs / 2'
     ),
     "the batch is not multiplied": (
-        "hf.one_process", "mine.per_device_train_batch_size *= self.ranks", "mine.per_device_train_batch_size *= 1"
+        "hf.one_process", "copied.per_device_train_batch_size *= self.ranks", "copied.per_device_train_batch_size *= 1"
     ),
     "coefficients are shifted by one": (
         "hf.facade", "torch.nn.functional.pad(gradient, (1, 0))", "torch.nn.functional.pad(gradient, (0, 1))"

@@ -159,7 +159,7 @@ def test_tiles_run_between_graphs(preset: str) -> None:
 
 
 @pytest.mark.whole
-def test_linears_in_float8_run_between_graphs() -> None:
+def test_linears_in_float8_run_inside_the_graphs() -> None:
     torch.compiler.reset()
     graphs, answers = Graphs(), []
     with float8_on_cpus(), World(Layout(ranks=1)) as world:
@@ -168,7 +168,7 @@ def test_linears_in_float8_run_between_graphs() -> None:
             with graphs.counted():
                 answers.append(take_step(prepare(random_model(), world, compiled=compiled, **how), world, LENGTHS))
     assert worst(answers[1], answers[0]) == 0
-    assert 0 < graphs.made[1] <= 10
+    assert graphs.made[1] == 2
 
 
 HOMES: dict[str, tuple[Layout, str, dict[str, Any]]] = {

@@ -251,7 +251,8 @@ def test_a_resumed_run_counts_the_last_row_of_a_step(tmp_path: Path) -> None:
 
 def test_a_usual_step_shows_first(tmp_path: Path) -> None:
     """Not the first one, which may be half empty: the step whose ratio to its bound is the median."""
-    run = write_run(tmp_path)
+    unmeasured = [train_row(step, seconds=None) for step in range(1, 61)]
+    run = write_run(tmp_path, rows=unmeasured)
     saved = Plan.from_json((run / "plans" / "step-000001.json").read_bytes())
     for step, ratio in ((1, 1.9), (30, 1.2), (60, 1.1)):
         bound = saved.predicted_seconds / ratio

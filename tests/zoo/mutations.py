@@ -52,7 +52,7 @@ MUTATIONS: dict[str, Change] = {
     "labels rolled inside a rank's part": (
         "train.reading.read_rows",
         "row, tokens[ahead], labels[ahead], {",
-        "row, tokens[ahead], np.roll(tokens[ahead], -1), {",
+        "row, tokens[ahead], np.roll(tokens[ahead], -1)[: len(labels[ahead])], {",
     ),
     "a document's last token predicts the next document": (
         "train.reading.read_rows",
@@ -103,9 +103,9 @@ MUTATIONS: dict[str, Change] = {
         "first = np.arange(len(document)) == 0",
     ),
     "convolutions reach into the document before": (
-        "ssm.conv",
-        "before = np.where(arrived >= 0, rows + arrived, rows + count)",
-        "before = np.where(arrived >= 0, rows + arrived, np.maximum(ends - lengths - 1, 0)[:, None])",
+        "ssm.kernels.convolutions",
+        "rows = torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))])",
+        "rows = torch.cat([x, arrived, x[-1:]])",
     ),
     "losses of routers without a gradient": (
         "model.experts.moe",

@@ -1,4 +1,7 @@
-"""Each check of the zoo passes here, and fails with the other system's error in our source; the page says the same."""
+"""Each check of the zoo passes here, and fails with the other system's error in our source; the page says the same.
+
+`make test` puts every third error in, `make test-all` all of them.
+"""
 
 import json
 from itertools import groupby
@@ -17,16 +20,20 @@ from longspan.errors import LongspanError
 from longspan.testing import run_ranks
 from tests.zoo.mutations import MUTATIONS, with_error
 
+NOTICED = 1000 * LIMIT
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 
 
-def _both_errors(rank: int, title: str) -> dict[str, tuple[float, float]]:
-    """The error of each check of a group as our source is, and with the other system's error in it."""
+def _both_errors(rank: int, title: str, mutated: set[str]) -> dict[str, tuple[float, float]]:
+    """The error of each check of a group as our source is, and, of those named, with the other system's error in it."""
     errors = dict[str, tuple[float, float]]()
     for home, group in groupby(GROUPS[title], key=lambda known: known.home):
         for known in group:
             with World(home, backend="gloo", timeout=30) as world:
                 clean = measure_error(known, world)
+                errors[known.name] = clean, float("inf")
+                if known.name not in mutated:
+                    continue
                 with with_error(known.name):
                     try:
                         errors[known.name] = clean, measure_error(known, world)
@@ -35,13 +42,15 @@ def _both_errors(rank: int, title: str) -> dict[str, tuple[float, float]]:
     return errors
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("title", GROUPS)
-def test_a_check_passes_and_notices_the_error(title: str) -> None:
-    for errors in run_ranks(_both_errors, RANKS, title):
+def test_a_check_passes_and_notices_the_error(title: str, every: int) -> None:
+    mutated = {known.name for known in GROUPS[title][::every]}
+    for errors in run_ranks(_both_errors, RANKS, title, mutated):
         assert set(errors) == {known.name for known in GROUPS[title]}
         for name, (clean, wrong) in errors.items():
             assert clean <= LIMIT, f"{name}: {clean}"
-            assert wrong > 1e-4, f"{name}: {wrong} with the error in our source"
+            assert wrong > NOTICED, f"{name}: {wrong} with the error in our source"
 
 
 def test_every_error_has_a_mutation_and_a_thread_of_its_own() -> None:
@@ -61,7 +70,7 @@ QUICK = [n for n, known in enumerate(KNOWN_ERRORS) if known.name in ("offsets of
 def test_results_of_some_checks() -> None:
     results = run_zoo(QUICK)
     assert [result.known for result in results] == [KNOWN_ERRORS[n] for n in QUICK]
-    assert all(result.passed and result.seconds > 0 for result in results)
+    assert all(result.good and result.seconds > 0 for result in results)
     assert "all 2 checks pass" in zoo_text(results, 1.0)
 
 

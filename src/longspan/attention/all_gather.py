@@ -32,10 +32,10 @@ class HeadSlice(NamedTuple):
 
 
 def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
-    """Return what one key/value head of a group of this many rows takes at the fullest moment, which is in backward.
+    """Return the most bytes that one key/value head of a group of this many rows takes, which is in backward.
 
-    Its keys and values twice (as they arrive and in document order), and three times their gradients in the
-    accumulation dtype (in document order, and those of the head before by member, as they leave and arrive).
+    Keys and values are there twice, as they arrive and in document order. Their gradients are there three times in the
+    accumulation dtype: in document order, and of the head before, by member, as they leave and as they arrive.
     """
     width = rows * (k.shape[2] + v.shape[2])
     return width * (2 * k.element_size() + 3 * accumulation_dtype(k.dtype).itemsize)
@@ -44,7 +44,7 @@ def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
 def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) -> list[HeadSlice]:
     """Cut the heads into equal slices (the last may have fewer) that fit the budget; at least one head each.
 
-    Without a budget, two where they are large, so that one travels while the other is computed.
+    Without a budget large heads are cut into two slices, so that one travels while the other is computed.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     if budget is None:
@@ -64,10 +64,10 @@ def all_gather_forward(
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
     parts: list[_Pair] = []
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather forward"):
-        q_part, of_heads = q[:, heads.q], call.for_heads(heads.q.start, heads.q.stop)
+        q_part, slice_call = q[:, heads.q], call.for_heads(heads.q.start, heads.q.stop)
         total = Partial(q_part.shape[0], q_part.shape[1], v.shape[2], like=q)
-        add_block(total, q_part, all_k, all_v, members.launches(None), of_heads)
-        parts.append(total.result_with_sinks(of_heads.sinks))
+        add_block(total, q_part, all_k, all_v, members.launches(None), slice_call)
+        parts.append(total.result_with_sinks(slice_call.sinks))
         del all_k, all_v
     out, lse = (concat_heads(x) for x in zip(*parts, strict=True))
     return out, [Saved(q, k, v, out, lse)]
@@ -81,8 +81,10 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
     dq_parts, sums = list[Tensor](), _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         part = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
-        dq, of_heads = RowSum(tuple(part.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
-        sums.send_gradients(block_gradients(dq, dout[:, heads.q], part, members.launches(None), of_heads), all_k, all_v)
+        dq, slice_call = RowSum(tuple(part.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
+        sums.send_gradients(
+            block_gradients(dq, dout[:, heads.q], part, members.launches(None), slice_call), all_k, all_v
+        )
         dq_parts.append(dq.result())
         del all_k, all_v, part
     dk, dv = sums.own_sums()
@@ -92,7 +94,10 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
 def _gather_slices(
     members: Members, tensors: _Pair, slices: Sequence[HeadSlice], label: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
-    """Yield (heads, their keys and values of all rows of the group in document order); the next slice is on its way."""
+    """Yield each slice of heads with their keys and values, of all rows of the group in document order.
+
+    While the caller computes with a slice the next one travels.
+    """
     channel = members.channel
     order = members.document_order(channel.starts(members.counts))
 
@@ -119,7 +124,10 @@ class _GradientSums:
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
     def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
-        """Start sending gradients of all rows, k and v (S, heads, H), to their members, after the last slice's."""
+        """Start sending gradients of all rows, k and v (S, heads, H), to their members.
+
+        Those of the slice before are collected first.
+        """
         self._collect_slice()
         self._row_shapes = [x.shape[1:] for x in (k, v)]
         packed = self._sum_by_member(addends, k, v)

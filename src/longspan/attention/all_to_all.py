@@ -150,8 +150,10 @@ class _Backward:
         self._takes_deltas = call.kernel is not None and call.kernel.takes_deltas(call)
         if self._is_local:
             q, k, v, out, _ = saved[0]
-            of_out = numbers_as_heads(deltas(dout, out), dout.dtype, swap.heads_of_slice) if self._takes_deltas else out
-            self._sent = [(*tensors, dout, of_out) for tensors in swap.tensors_to_send(q, k, v)]
+            output_or_deltas = (
+                numbers_as_heads(deltas(dout, out), dout.dtype, swap.heads_of_slice) if self._takes_deltas else out
+            )
+            self._sent = [(*tensors, dout, output_or_deltas) for tensors in swap.tensors_to_send(q, k, v)]
         self._arriving = [swap.send_heads(tensors, i, _BACKWARD) for i, tensors in enumerate(self._sent)]
         self._pair: tuple[Tensor, ...] = ()  # keys and values that arrived with the first of the slices that share them
         self._sinks: dict[int, Tensor | None] = {}
@@ -187,7 +189,7 @@ class _Backward:
             own_pairs += [ring.own_gradients(queries[-1])] if slice_index in early else []
         for _ in range(1, self._swap.members.degree):
             yield
-            ring.add_block(queries)
+            ring.compute_next_block(queries)
         self._send_queries(early, queries[: len(early)])
         yield
         own_pairs += [ring.own_gradients(later) for later in queries[len(early) :]]
@@ -217,8 +219,8 @@ class _Backward:
 
     def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
         """Start sending dq of slices that have met all blocks."""
-        for slice_index, finished in zip(indices, queries, strict=True):
-            dq, self._sinks[slice_index] = finished.finish()
+        for slice_index, slice_queries in zip(indices, queries, strict=True):
+            dq, self._sinks[slice_index] = slice_queries.finish()
             self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
 
     def _send_gradients(self, slice_index: int, some: slice, gradients: Sequence[Tensor]) -> None:
@@ -275,8 +277,8 @@ class _Swap:
     def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the tensors to send of each slice, with keys and values if it is the first with them."""
         copies = self.split.kv_copies
-        copied = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
-        return [copied if self.opens_run(slice_index) else copied[:1] for slice_index in range(self.slices)]
+        tensors = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
+        return [tensors if self.opens_run(slice_index) else tensors[:1] for slice_index in range(self.slices)]
 
     def slice_saved(self, saved: Sequence[Saved], slice_index: int) -> Saved:
         """Return the saved tensors of a slice, with its keys and values."""

@@ -171,10 +171,10 @@ class _Attend(torch.autograd.Function):
         for (rows, cp_comm_type, members), slices in zip(reversed(call.parts), reversed(ctx.slices), strict=True):
             last = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
             del saved[-_SAVED * slices :]
-            of_part = [Saved(*last[i : i + _SAVED]) for i in range(0, len(last), _SAVED)]
+            saved_slices = [Saved(*last[i : i + _SAVED]) for i in range(0, len(last), _SAVED)]
             with _disable_autocast(dout):
-                parts.insert(0, PATTERNS[cp_comm_type][1](take_rows(dout, rows), of_part, members, call))
-        dq, dk, dv = _join_parts([(part.q, part.k, part.v) for part in parts], dout, ctx.shapes)
+                parts.insert(0, PATTERNS[cp_comm_type][1](take_rows(dout, rows), saved_slices, members, call))
+        dq, dk, dv = _join_rows_of_parts([(part.q, part.k, part.v) for part in parts], dout, ctx.shapes)
         return dq, dk, dv, None if sinks is None else _sum_sinks([part.sinks for part in parts], sinks), None
 
 
@@ -193,10 +193,10 @@ def _attend_parts(
     parts = list[tuple[Tensor, Sequence[Saved]]]()
     with _disable_autocast(q):
         for rows, cp_comm_type, members in call.parts:
-            of_part = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
-            part_out, slices = PATTERNS[cp_comm_type][0](*of_part, members, call)
-            parts.append((part_out, [Saved(*of_part, part_out, x.lse) for x in slices] if local else slices))
-    (out,) = _join_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
+            part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
+            part_out, slices = PATTERNS[cp_comm_type][0](*part_inputs, members, call)
+            parts.append((part_out, [Saved(*part_inputs, part_out, x.lse) for x in slices] if local else slices))
+    (out,) = _join_rows_of_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
     saved = [None if x is part_out else x for part_out, slices in parts for of_slice in slices for x in of_slice]
     return out, saved, [len(slices) for _, slices in parts]
 
@@ -206,7 +206,9 @@ def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
-def _join_parts(parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def _join_rows_of_parts(
+    parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]
+) -> list[Tensor]:
     """Join the rows of all parts, tensor by tensor: (rows, *shape) in the dtype of `like`, contiguous."""
     if len(parts) == 1:
         return cast_rows(parts[0], like.dtype)

@@ -169,7 +169,7 @@ class AttendCall:
 
     @property
     def sizes(self) -> AttentionCall:
-        """What of it decides its time, for `Machine`, as a step with a backward pass."""
+        """Return what of the call decides its time, for `Machine`, as a step with a backward pass."""
         return AttentionCall(
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -183,7 +183,7 @@ class AttendCall:
 
     @property
     def features(self) -> frozenset[str]:
-        """What it asks for that some kernels lack: of "window", "softcap" and "dropout"."""
+        """Return which of "window", "softcap" and "dropout" the call has; some kernels lack them."""
         window = self.mask.window or self.spans or None  # a span is a limit on the left of keys to the right
         asked_for = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
         return frozenset(name for name, value in asked_for.items() if value is not None)
@@ -217,8 +217,8 @@ def cache_of(shard: SequenceShard) -> AttentionCache:
     """Return what attention derives from a shard, made on first use."""
     cache = _caches.get(shard)
     if cache is None:
-        listed = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)
-        cache = _caches[shard] = AttentionCache(listed_by_layer=listed)
+        has_lists = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)
+        cache = _caches[shard] = AttentionCache(listed_by_layer=has_lists)
     return cache
 
 
@@ -251,21 +251,21 @@ def block_gradients(
     addends, (q, k, v, out, lse) = list[Addend](), saved
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        of_launch = Saved(
+        launch_saved = Saved(
             take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), take_rows(out, rows), take_rows(lse, rows)
         )
-        gradient, *of_keys = call.kernel.backward(take_rows(dout, rows), of_launch, launch, call)
+        gradient, *key_gradients = call.kernel.backward(take_rows(dout, rows), launch_saved, launch, call)
         dq.add(rows, gradient)
-        addends.append(Addend(keys, of_keys))
+        addends.append(Addend(keys, key_gradients))
     return addends
 
 
 def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the parts of a block: dk (Tk, K, H) and dv (Tk, K, Hv)."""
     dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
-    for rows, (of_k, of_v) in addends:
-        dk.add(rows, of_k)
-        dv.add(rows, of_v)
+    for rows, (k_addend, v_addend) in addends:
+        dk.add(rows, k_addend)
+        dv.add(rows, v_addend)
     return dk.result(), dv.result()
 
 

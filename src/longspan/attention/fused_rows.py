@@ -111,13 +111,13 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
         return
     for first in range(0, len(addends), 2):
         (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
-        of_a, of_b = (a, a_index, a.stride(0)), (b, b_index, b.stride(0))
+        a_arguments, b_arguments = (a, a_index, a.stride(0)), (b, b_index, b.stride(0))
         constants = {
             "HAS_B": first + 1 < len(addends),
             "FRESH": first == 0,
             "WIDTH": _padded_width(total.shape[1]),
         }
-        arguments = (total, total.stride(0), *of_a, *of_b, total.shape[1])
+        arguments = (total, total.stride(0), *a_arguments, *b_arguments, total.shape[1])
         _launch_kernel("sum_rows", (total.shape[0], 1, 1), arguments, constants)
 
 

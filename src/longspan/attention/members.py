@@ -111,9 +111,9 @@ class Members:
 
     @cached_property
     def arrival_orders(self) -> tuple[Tensor, Tensor] | None:
-        """Where rows that arrive one inside member's after another lie in document order; None where they do.
+        """Return how the rows that arrive from inside members are put in document order; None where they arrive in it.
 
-        Two of (R,): which arriving row each row in document order is, and the inverse.
+        The first of two (R,) is which arriving row each row in document order is; the second is the inverse.
         """
         document, start, stop = self._list_runs(self.member)
         order, sizes = np.lexsort((start, document)), stop - start
@@ -130,8 +130,6 @@ class Members:
         """Return which gathered row each of the group's rows is, in document order: (S,).
 
         Member m's rows begin at `starts[m]`.
-
-        Member m's begin at `starts[m]`: (S,).
         """
         assert self.inner == 1, "only members of the group itself gather"
         if starts not in self._gathered_orders:
@@ -143,9 +141,9 @@ class Members:
 
     @cached_property
     def keys_by_member(self) -> list[Tensor]:
-        """For each launch on all rows, which of its keys each row of the group is, one member's after another: (S,).
+        """Return for each launch on all rows which of its keys each row of the group is: (S,), member after member.
 
-        −1 where the launch does not have the row.
+        It is −1 for a row that the launch does not have.
         """
         by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
         places = (_find_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
@@ -176,10 +174,7 @@ class Members:
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """Make the launches of this member's rows against other rows, where all rows of a tensor have `positions`.
-
-        `positions` are those of all rows of their tensor.
-        """
+        """Make the launches of this member's rows against the rows of a tensor, all of which have these `positions`."""
         ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
         # The launches keep this function and `Members` keeps them: it refers to no `Members`, or a cycle would be left.

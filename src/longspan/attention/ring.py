@@ -93,7 +93,7 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
         ring, (first_heads, *later_heads) = RingGradients(saved.k, saved.v, members), _own_head_slices(saved)
         own_pairs = [_own_gradients(queries, members, first_heads)]
         for _ in range(1, members.degree):
-            ring.add_block([queries])
+            ring.compute_next_block([queries])
         own_pairs += [_own_gradients(queries, members, heads) for heads in later_heads]
         own_dk, own_dv = zip(*own_pairs, strict=True)
         dk, dv = ring.finish([(concat_heads(own_dk), concat_heads(own_dv))])
@@ -116,8 +116,8 @@ class RingGradients:
         self._blocks = iter(RingBlocks(channel, keys, members.counts, "attention ring backward"))
         next(self._blocks)  # the own block: the first of another member is on its way
 
-    def add_block(self, queries: Sequence[Queries]) -> None:
-        """Wait for the next block, add what the queries get from it, and send its gradient on."""
+    def compute_next_block(self, queries: Sequence[Queries]) -> None:
+        """Wait for the next block, compute its gradients and add its part to the queries', and send its sum on."""
         owner, (k, v) = next(self._blocks)
         launches, addends = self._members.launches(owner), list[Addend]()
         for dout, saved, call, dq in queries:

@@ -200,7 +200,7 @@ def deltas(
     row, head = pair // heads, pair % heads
     column = tl.arange(0, WIDTH)
     inside = (pair < pairs)[:, None] & (column < size)[None, :]
-    of_dout = tl.load(dout + (row * dout_row + head * dout_head)[:, None] + column[None, :], mask=inside, other=0.0)
-    of_out = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
-    products = of_dout.to(tl.float32) * of_out.to(tl.float32)
+    dout_block = tl.load(dout + (row * dout_row + head * dout_head)[:, None] + column[None, :], mask=inside, other=0.0)
+    out_block = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
+    products = dout_block.to(tl.float32) * out_block.to(tl.float32)
     tl.store(delta + pair, tl.sum(products, 1), mask=pair < pairs)

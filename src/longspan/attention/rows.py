@@ -80,7 +80,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
 def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
     """Add parts of a block's gradient to its sum in place, or, where the sum is `fresh`, fill it with them."""
     if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
-        _copy_whole_rows(list(zip(addends[0].tensors, total, strict=True)))
+        _copy_pairs(list(zip(addends[0].tensors, total, strict=True)))
         return
     for into in total if fresh else ():
         into.zero_()
@@ -96,13 +96,13 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         for x in tensors
     ]
-    changed = [(x, into) for x, into in zip(tensors, converted, strict=True) if into is not x]
-    if changed:
-        _copy_whole_rows(changed)
+    conversions = [(x, into) for x, into in zip(tensors, converted, strict=True) if into is not x]
+    if conversions:
+        _copy_pairs(conversions)
     return converted
 
 
-def _copy_whole_rows(moves: Sequence[Move]) -> None:
+def _copy_pairs(moves: Sequence[Move]) -> None:
     """Copy into ← source, for pairs (source, into) of (rows, …)."""
     if runs_fused(moves[0][1]):
         fused.copy_whole_rows([(_contiguous_rows(source), into) for source, into in moves])
@@ -184,7 +184,7 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
 def deltas(dout: Tensor, out: Tensor) -> Tensor:
     """Return dout · out of each row and head (T, N), in the accumulation dtype, for dout and out (T, N, Hv).
 
-    On CPUs some rows after others: products of all rows at once would take several times the memory of the queries.
+    On CPUs some rows are multiplied after others: all at once would take several times the memory of the queries.
     """
     dtype = accumulation_dtype(dout.dtype)
     if dtype == torch.float32 and runs_fused(dout):
@@ -287,7 +287,7 @@ class RowSum:
         return self._total
 
     def result(self) -> Tensor:
-        """Return the sum, in the accumulation dtype; one addend that covers all rows, in its own."""
+        """Return the sum in the accumulation dtype; a single addend that covers all rows keeps its own dtype."""
         if self._total is None:
             self._total = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
         return self._total

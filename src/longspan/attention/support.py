@@ -111,9 +111,9 @@ def feature_rows() -> list[tuple[str, ...]]:
     """Return the table of features: which types have each, and which kernels."""
     types = [row[0] for row in TYPE_ROWS[1:]]
     rows = [("feature", "how", *types, "kernels")]
-    of_kernels = {"sliding window": "window", "spans": "window", "softcap": "softcap", "dropout": "dropout"}
+    kernel_features = {"sliding window": "window", "spans": "window", "softcap": "softcap", "dropout": "dropout"}
     for feature, how in _FEATURE_ROWS:
-        able = [k.name for k in KERNELS if feature not in of_kernels or of_kernels[feature] in k.features]
+        able = [k.name for k in KERNELS if feature not in kernel_features or kernel_features[feature] in k.features]
         if feature == "deterministic mode":
             able = [k.name for k in KERNELS if k.deterministic]
         names = "all" if len(able) == len(KERNELS) else ", ".join(f"`{name}`" for name in able)

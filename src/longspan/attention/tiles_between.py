@@ -65,15 +65,16 @@ def tiles_between(
     on how many documents there are.
     """
     if chunk is not None:
-        q, k = _cut_into_chunks(q, k, chunk)
+        q, k = _cut_at_chunks(q, k, chunk)
     if window is not None:
-        banded = _band_tiles(q, k, window)
-        loose = _drop_idle_limits(banded)
-        return min((make_tilings(arrays) for arrays in (banded, loose, split_left_limits(loose))), key=len)
+        band = _band_tiles(q, k, window)
+        without_idle = _drop_idle_limits(band)
+        candidates = (band, without_idle, split_left_limits(without_idle))
+        return min(map(make_tilings, candidates), key=len)  # all cover the same; each tiling is a launch
     return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _whole_tiles(q, k))
 
 
-def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
+def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
     """Cut the rows at chunks, each of which is then a document."""
     longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
     return _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
@@ -82,11 +83,11 @@ def _cut_into_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Se
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
     """Cut segments at every multiple of `chunk` positions; a document has as many chunks as `longest` has."""
     first, last = segments.start // chunk, -(-segments.stop // chunk)
-    number, of_run = expand_runs(first, last), np.repeat(np.arange(len(segments)), last - first)
-    start = np.maximum(segments.start[of_run], number * chunk)
-    stop = np.minimum(segments.stop[of_run], (number + 1) * chunk)
-    document = segments.document[of_run] * -(-longest // chunk) + number
-    return Segments(document, start, stop, segments.offset[of_run] + start - segments.start[of_run])
+    number, run = expand_runs(first, last), np.repeat(np.arange(len(segments)), last - first)
+    start = np.maximum(segments.start[run], number * chunk)
+    stop = np.minimum(segments.stop[run], (number + 1) * chunk)
+    document = segments.document[run] * -(-longest // chunk) + number
+    return Segments(document, start, stop, segments.offset[run] + start - segments.start[run])
 
 
 def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
@@ -217,8 +218,8 @@ def split_left_limits(tiles: TileArrays) -> TileArrays:
     limited = tiles.where(cut)
     first_key = limited.k_stop - limited.left - 1  # the last row sees keys from here on
     full = limited._replace(k_start=first_key, left=np.full_like(first_key, -1))
-    banded = limited._replace(q_stop=limited.q_stop - 1, k_stop=first_key, left=np.zeros_like(first_key))
-    parts = (tiles.where(~cut), full, banded.where(banded.q_start < banded.q_stop))
+    band = limited._replace(q_stop=limited.q_stop - 1, k_stop=first_key, left=np.zeros_like(first_key))
+    parts = (tiles.where(~cut), full, band.where(band.q_start < band.q_stop))
     return TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 

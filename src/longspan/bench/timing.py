@@ -1,8 +1,11 @@
 """Seconds of what all ranks do together: of whole runs, and of parts of one run under the profiler (`run/profile`)."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
+
+import torch
 
 from longspan.comm import World
 from longspan.run.profile import longest_kernels, read_events, record_profile, seconds_by_part, wait_for_gpu
@@ -24,3 +27,60 @@ def profile_run(run: Callable[[], object], world: World) -> tuple[dict[str, floa
         seconds = time_run(run, world)
     events = read_events(recorded, cuda=world.device.type == "cuda")
     return seconds_by_part(events, seconds), longest_kernels(events), seconds
+
+
+def time_in_turn(run: Callable[[], object], repeats: int, world: World) -> list[float]:
+    """Time runs one after another, as steps of a training are: the host waits for the GPU no longer than they do.
+
+    Each is from the return of the call before to that of its own; one more comes first.
+    """
+    wait_for_gpu(world)
+    world.control.barrier("start of timed runs")
+    ends = list[float]()
+    for _ in range(1 + repeats):
+        run()
+        ends.append(time.perf_counter())
+    wait_for_gpu(world)
+    return [end - before for before, end in pairwise(ends)]
+
+
+MARK = "spin_kernel"  # of torch.cuda._sleep
+
+
+def profile_in_turn(
+    run: Callable[[], object], world: World, repeats: int = 3
+) -> tuple[dict[str, float], list[dict[str, Any]], float]:
+    """Profile runs one after another: what `profile_run` returns, of the mean run; one more comes first.
+
+    On a GPU, a run is from the end of what the one before launched to the end of what it launches itself.
+    """
+    if world.device.type != "cuda":
+        return profile_run(run, world)
+    wait_for_gpu(world)
+    world.control.barrier("start of profiled runs")
+    with record_profile(world) as (recorded, _):
+        for _ in range(1 + repeats):
+            run()
+            torch.cuda._sleep(1)
+    return mean_run(read_events(recorded, cuda=True))
+
+
+def mean_run(events: Sequence[tuple[str, float, float]]) -> tuple[dict[str, float], list[dict[str, Any]], float]:
+    """Cut events (name, start, end) at marks, and return the seconds by part, the kernels and the seconds of a run.
+
+    >>> mean_run([("spin_kernel", 1.0, 1.1), ("gemm", 1.5, 2.5), ("spin_kernel", 3.0, 3.1)])[2]
+    2.0
+    """
+    marks = sorted(end for name, _, end in events if MARK in name)
+    first, last, repeats = marks[0], marks[-1], len(marks) - 1
+    inside = [
+        (name, max(start, first), min(end, last))
+        for name, start, end in events
+        if MARK not in name and end > first and start < last
+    ]
+    parts = {part: seconds / repeats for part, seconds in seconds_by_part(inside, last - first).items()}
+    kernels = [
+        kernel | {"calls": round(kernel["calls"] / repeats), "seconds": kernel["seconds"] / repeats}
+        for kernel in longest_kernels(inside)
+    ]
+    return parts, kernels, (last - first) / repeats

@@ -161,7 +161,7 @@ def load_checkpoint(
     local_names = set[str](tensors["model"])
     names = world.control.reduce_object(local_names, set[str].union, "gather of host values") or set[str]()
     if weights:
-        _check_names(path, _names_under("model.", stored), names)
+        _check_weight_names(path, _names_under("model.", stored), names)
     else:
         tensors["model"] = {}
     if optimizer is not None:
@@ -193,9 +193,9 @@ def holds_encoders(path: Path) -> bool:
 
 
 def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Weights and moments by name; those of an optimizer that has not taken a step are left out.
+    """Return weights and moments by name; those of an optimizer that has not taken a step are left out.
 
-    Of a model with an adapter only the adapter's, here and in `tensors_to_fill`: its base model is not trained.
+    Of a model with an adapter only the adapter's are returned, here and in `tensors_to_fill`: its base is not trained.
     """
     fresh = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
@@ -226,7 +226,7 @@ class StoredMoments(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "StoredMoments":
-        """Read off which moments a checkpoint holds, from its names under "optimizer."."""
+        """Read which moments a checkpoint holds from its names under "optimizer."."""
         moments, settings = set[str](), dict[str, set[str]]()
         for name in names:
             if name.startswith(STATE):
@@ -289,7 +289,7 @@ def _names_under(prefix: str, names: Iterable[str]) -> set[str]:
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
-def _check_names(path: Path, saved: set[str], weights: set[str]) -> None:
+def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
     """Raise CheckpointError unless a checkpoint has the weights of the model, no fewer and no more.
 
     torch refuses weights that the checkpoint lacks, and passes over those that the model lacks.

@@ -104,8 +104,8 @@ def export_checkpoint(
     checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
     is a model's and `overwrite` is true: then its weights, configuration and tokenizer are replaced.
     """
-    check_target(folder, overwrite=overwrite)
-    config, run = _stock_configuration(run_dir), load_config(run_dir / "config.toml")
+    check_export_folder(folder, overwrite=overwrite)
+    config, run = _run_stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
     checkpoint = _good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
@@ -132,8 +132,11 @@ def export_checkpoint(
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
 
 
-def check_target(folder: Path, *, overwrite: bool) -> None:
-    """Raise ModelError for a folder that cannot be written to: no folder, or one that holds something."""
+def check_export_folder(folder: Path, *, overwrite: bool) -> None:
+    """Raise ModelError where a model cannot be written to `folder`: a file, or a folder with files in it.
+
+    With `overwrite` a folder may hold a model, which is replaced.
+    """
     if folder.exists() and not folder.is_dir():
         raise ModelError(f"{folder} is a file; name a folder to write the model to")
     if not folder.is_dir() or not any(folder.iterdir()):
@@ -155,7 +158,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _stock_configuration(run_dir: Path) -> PreTrainedConfig:
+def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
     """The stock configuration of a run's model. Raises CheckpointError if the run has none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(

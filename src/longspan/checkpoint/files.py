@@ -80,10 +80,9 @@ def publish_checkpoint(
 
 
 def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
-    """Remove unfinished checkpoints, and what is older than the newest `keep` good ones (0: nothing).
+    """Remove unfinished checkpoints, and those older than the newest `keep` good ones (0: no good one).
 
-    Damaged ones, as far as sizes and what `note_damage` wrote tell, are not counted among the good. That of step `best`
-    stays.
+    A checkpoint whose sizes are wrong, or that `note_damage` marked, is no good one. That of step `best` stays.
     """
     remove_unfinished_saves(root)
     good = [path for path in complete_checkpoints(root) if _looks_good(path)]
@@ -94,7 +93,7 @@ def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
 
 
 def remove_unfinished_saves(root: Path, log: LogLine = lambda _: None) -> None:
-    """Remove what interrupted saves left, and log each. Not while another process may be saving there."""
+    """Remove what interrupted saves left, and log each; no other process may be saving there meanwhile."""
     for path in _steps(root):
         if is_unfinished(path):
             log(f"removing {path}: its save was interrupted")
@@ -111,9 +110,9 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
 
 
 def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
-    """The first of `paths` that passes `check` (None if there are none), and what is wrong with those before it.
+    """Return the first of `paths` that passes `check`, and what is wrong with those before it.
 
-    Raises CheckpointError if there are some and none passes.
+    It is None if there are no paths. Raises CheckpointError if there are some and none passes.
     """
     damage: dict[Path, str] = {}
     for path in paths:
@@ -182,12 +181,12 @@ def read_state(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     check_format(path)
-    return _read_json(path / STATE, path)
+    return _read_checkpoint_json(path / STATE, path)
 
 
 def check_format(path: Path) -> None:
     """Raise CheckpointError for a checkpoint that another version of longspan wrote in another format."""
-    version = _read_json(path / MANIFEST, path).get("format")
+    version = _read_checkpoint_json(path / MANIFEST, path).get("format")
     if version is None:
         raise CheckpointError(
             f"checkpoint {path}: it was written before longspan 0.1 ({MANIFEST} names no format); export it with the "
@@ -218,7 +217,7 @@ def _looks_good(path: Path) -> bool:
 def _read_manifest(path: Path) -> dict[str, Digest]:
     """The files that the manifest of a checkpoint names. Raises CheckpointError for one that is damaged or too old."""
     check_format(path)
-    files = _read_json(path / MANIFEST, path).get("files")
+    files = _read_checkpoint_json(path / MANIFEST, path).get("files")
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")
     if not all(isinstance(digest, list) and len(digest) == 2 for digest in files.values()):
@@ -231,7 +230,7 @@ def _read_manifest(path: Path) -> dict[str, Digest]:
     return files
 
 
-def _read_json(file: Path, path: Path) -> dict[str, Any]:
+def _read_checkpoint_json(file: Path, path: Path) -> dict[str, Any]:
     """Read the JSON object in a file of a checkpoint. Raises CheckpointError if it cannot be read or is damaged."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

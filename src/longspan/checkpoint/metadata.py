@@ -57,7 +57,7 @@ def metadata_text(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> str:
     `entries` are tensors and other values by name (`Metadata.state_dict_metadata`); `places` says by name and offset in
     which file each chunk lies (`Metadata.storage_data`).
     """
-    table = _table(entries, places)
+    table = _plain_table(entries, places)
     dump = partial(json.dumps, separators=(",", ":"))  # entry by entry: one call for all would hold Python's lock
     parts = (
         f'"{key}":{{{",".join(f"{dump(name)}:{dump(value)}" for name, value in table.pop(key).items())}}}'
@@ -78,7 +78,7 @@ def read_metadata(path: Path) -> Metadata:
     """
     file = path / METADATA if (path / METADATA).exists() else path / PICKLED
     try:
-        table = json.loads(file.read_text(encoding="utf-8")) if file.name == METADATA else _unpickle(file)
+        table = json.loads(file.read_text(encoding="utf-8")) if file.name == METADATA else _unpickle_table(file)
         return _as_metadata(table, path)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path}: {file.name} {error}") from error
@@ -90,8 +90,8 @@ def read_metadata(path: Path) -> Metadata:
         ) from error
 
 
-def _table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table:
-    """Names, shapes and places as plain values; each may be torch's own or what `_Unpickler` put in its place."""
+def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table:
+    """Return names, shapes and places as plain values, from torch's own classes or those of `_Unpickler`."""
     place_of = {(index.fqn, _sizes(getattr(index, "offset", None))): place for index, place in places.items()}
     files = {name: number for number, name in enumerate(sorted({place.relative_path for place in places.values()}))}
     if any(getattr(place, "transform_descriptors", None) for place in places.values()):
@@ -136,7 +136,7 @@ class _Unpickler(pickle.Unpickler):
     """Reads the pickle that torch's writer makes of a checkpoint's metadata. Imports nothing and calls nothing."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """A class without behaviour in the place of one of torch's; made anew each time, so that none can be altered.
+        """Return a class without behaviour for one of torch's, made anew each time, so that none can be altered.
 
         Raises CheckpointError for every other name.
         """
@@ -153,11 +153,11 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _unpickle(file: Path) -> Table:
+def _unpickle_table(file: Path) -> Table:
     """The table of a checkpoint that has no metadata.json."""
     with file.open("rb") as stream:
         stored = _Unpickler(stream).load()
-    return _table(stored.state_dict_metadata, stored.storage_data)
+    return _plain_table(stored.state_dict_metadata, stored.storage_data)
 
 
 def _as_metadata(table: Any, path: Path) -> Metadata:
@@ -172,7 +172,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
 
     def place(name: str, location: list[Any], least: int) -> _StorageInfo:
         """Where a chunk of at least so many bytes lies."""
-        number, first, length = map(_whole, location)
+        number, first, length = map(_read_count, location)
         file, size = files[number]
         if length < least or first + length > size:
             raise CheckpointError(
@@ -185,35 +185,36 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
         entries[name] = BytesStorageMetadata()
         places[MetadataIndex(name)] = place(name, location, 0)
     for name, tensor in table["tensors"].items():
-        dtype, shape = _dtype(tensor["dtype"], name), [_whole(size) for size in tensor["shape"]]
+        dtype, shape = _read_dtype(tensor["dtype"], name), [_read_count(size) for size in tensor["shape"]]
         chunks: list[ChunkStorageMetadata] = []
-        covered = 0
+        elements = 0
         for offsets, sizes, *location in tensor["chunks"]:
             if not len(offsets) == len(sizes) == len(shape) or any(
-                _whole(first) + _whole(size) > whole for first, size, whole in zip(offsets, sizes, shape, strict=True)
+                _read_count(first) + _read_count(size) > whole
+                for first, size, whole in zip(offsets, sizes, shape, strict=True)
             ):
                 raise CheckpointError(f"has a chunk of {name} at {offsets} of {sizes}, outside of {shape}; {_AGAIN}")
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            covered += prod(sizes)
+            elements += prod(sizes)
             chunks.append(chunk)
             places[MetadataIndex(name, chunk.offsets)] = place(name, location, prod(sizes) * dtype.itemsize)
-        if covered != prod(shape):
+        if elements != prod(shape):
             raise CheckpointError(
-                f"has {plural(covered, 'number')} in the chunks of {name}, whose shape {shape} takes {prod(shape)}; "
+                f"has {plural(elements, 'number')} in the chunks of {name}, whose shape {shape} takes {prod(shape)}; "
                 f"{_AGAIN}"
             )
         entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
     return Metadata(entries, storage_data=places)
 
 
-def _whole(number: Any) -> int:
-    """A number that is at least 0. Raises CheckpointError for anything else."""
+def _read_count(number: Any) -> int:
+    """Return a number that is an integer of at least 0. Raises CheckpointError for anything else."""
     if type(number) is not int or not 0 <= number < 2**63:
         raise CheckpointError(f"has {number!r:.40} where a whole number of at least 0 belongs; {_AGAIN}")
     return number
 
 
-def _dtype(name: Any, tensor: str) -> torch.dtype:
+def _read_dtype(name: Any, tensor: str) -> torch.dtype:
     dtype = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"has {name!r:.40} as the dtype of {tensor}, which torch has not; use a newer torch")
@@ -221,7 +222,7 @@ def _dtype(name: Any, tensor: str) -> torch.dtype:
 
 
 def _file_name(name: Any) -> str:
-    """The name of a file of the folder itself. Raises CheckpointError for a path that may lead elsewhere."""
+    """Return the name of a file in the folder itself. Raises CheckpointError for a path that may lead elsewhere."""
     if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
         raise CheckpointError(f"names {name!r:.80}, which is not a file of this folder and is not read; {_AGAIN}")
     return name

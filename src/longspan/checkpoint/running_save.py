@@ -126,7 +126,7 @@ class _Writer(HashingWriter):
         self._save = save
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """As torch writes; the other ranks are waited for under the save's own limit."""
+        """Write the tensors as torch's writer does; the other ranks are waited for under the save's own limit."""
         self._save.phase = "writing its files"
         written = FileSystemWriter.write_data(self, plan, planner)
         self._save.phase = "waiting for the other ranks' files"

@@ -54,8 +54,8 @@ class CachedPlanner(DefaultSavePlanner):
         self._cached_plans_key, self._cache, self._lists_values = cache.key, cache, lists_values
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's list; an empty one, not usable, where it is as it was."""
-        signature = [self._lists_values, *((name, _kind(value)) for name, value in self.state_dict.items())]
+        """Return this rank's list of what it saves; an empty one, not usable, where the list is as at the last save."""
+        signature = [self._lists_values, *((name, _plan_key(value)) for name, value in self.state_dict.items())]
         if signature == self._cache.signature and self._cached_plans_key in SavePlanner._cached_save_plan:
             return SavePlan([], usable=False)
         SavePlanner._cached_save_plan.pop(self._cached_plans_key, None)
@@ -68,7 +68,7 @@ class CachedPlanner(DefaultSavePlanner):
         return self.plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """As torch pickles values that are no tensors; those that recur are taken from the last time."""
+        """Pickle a value that is no tensor, as torch does; one that recurs is taken from the last time."""
         if write_item.type != WriteItemType.BYTE_IO or not _is_plain(object):
             return super().transform_object(write_item, object)
         key = repr(object)
@@ -92,8 +92,8 @@ def is_small_value(item: WriteItem) -> bool:
     return prod(item.tensor_data.size) <= _SMALL
 
 
-def _kind(value: Any) -> Any:
-    """What a plan depends on: a tensor's shape, type and place among the ranks."""
+def _plan_key(value: Any) -> Any:
+    """Return what of a value decides the plan: of a tensor its shape, its type and its place among the ranks."""
     if isinstance(value, DTensor):
         return value.shape, value.dtype, value.placements, value.device_mesh
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
@@ -104,7 +104,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plans_of_torch() -> tuple[dict[str, Any], ...]:
-    """Where torch keeps plans, by the planner's key, for all planners of a process."""
+    """Return the dicts in which torch keeps plans by the planner's key, for all planners of a process."""
     return (
         SavePlanner._cached_save_plan,
         SavePlanner._cached_final_save_plan,

@@ -119,7 +119,7 @@ class CheckpointSaver:
         tensors = tensors_to_save(model, optimizer)
         if not self._hosts_have_room(self._stage.bytes_to_take(tensors)):
             return
-        self._preparing = self._start(partial(self._stage.reserve, tensors))
+        self._preparing = self._start_thread(partial(self._stage.reserve, tensors))
 
     def save(
         self, model: nn.Module, optimizer: Optimizer, *, step: int, state: Mapping[str, Any] | None = None
@@ -151,7 +151,7 @@ class CheckpointSaver:
         save = RunningSave(checkpoint_path(self.root, step), contents, self.keep, staging, started)
         self._running = save
         self._hold_next_update(optimizer, save)
-        self._start(partial(save.run, self._group, self._plans, best=lambda: self.best))
+        self._start_thread(partial(save.run, self._group, self._plans, best=lambda: self.best))
         save.shown = time.monotonic() - started
 
     @property
@@ -184,7 +184,7 @@ class CheckpointSaver:
             reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
         else:
             reason = (
-                f"it has not ended in {self.timeout:g} s (run.save_timeout_seconds): {self._phases(reports)}; "
+                f"it has not ended in {self.timeout:g} s (run.save_timeout_seconds): {self._phases_text(reports)}; "
                 "check the storage, or raise the limit"
             )
         raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
@@ -206,7 +206,7 @@ class CheckpointSaver:
         self.raise_failure()
         save.shown += time.monotonic() - started
         self._running = None
-        self._note(save)
+        self._note_figures(save)
 
     def wait_for_copies(self) -> None:
         """Return when the save in progress has copied what it holds: parameters and moments may change then."""
@@ -217,7 +217,7 @@ class CheckpointSaver:
         """What the last save took, once, if it is published; None before that and after."""
         save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
-            self._note(save)
+            self._note_figures(save)
         figures, self.figures = self.figures, None
         return figures
 
@@ -288,7 +288,7 @@ class CheckpointSaver:
 
         handle = optimizer.register_step_pre_hook(wait)
 
-    def _start(self, work: Callable[[], None]) -> threading.Thread:
+    def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
         """Run in a thread that does not keep the process alive, on this rank's device."""
 
         def run() -> None:
@@ -307,7 +307,7 @@ class CheckpointSaver:
     def _pair_with_ranks(self, reports: list[Any]) -> list[tuple[int, Any]]:
         return list(zip(self._world.home.ranks, reports, strict=True))
 
-    def _phases(self, reports: list[Any]) -> str:
+    def _phases_text(self, reports: list[Any]) -> str:
         """Which ranks are in which phase of a save, the phase of the fewest first."""
         ranks_in: dict[str, list[int]] = {}
         for rank, (phase, _, _) in self._pair_with_ranks(reports):
@@ -315,7 +315,7 @@ class CheckpointSaver:
         items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
         return "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
 
-    def _note(self, save: RunningSave) -> None:
+    def _note_figures(self, save: RunningSave) -> None:
         """Keep the figures of a save that is published, once."""
         if not save.noted:
             save.noted = True

@@ -75,7 +75,7 @@ class Stage:
 
     def reserve(self, tensors: Tensors) -> None:
         """Take memory for these tensors; what is there already stays. Raises ModelError where the host lacks it."""
-        for piece in _pieces(self._tensors_to_place(tensors)):
+        for piece in _group_by_bytes(self._tensors_to_place(tensors)):
             place = self._arena.take(sum(_bytes_with_alignment(local) for _, local in piece))
             self._ranges.append(place)
             numbers, first = place.memory.numpy(), 0
@@ -136,13 +136,13 @@ class Stage:
         with torch.cuda.stream(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(stream)
-        return copied
+        end_of_copies = torch.cuda.Event()
+        end_of_copies.record(stream)
+        return end_of_copies
 
 
-def _pieces(items: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbouring items of at most PIECE bytes together; a larger one for itself."""
+def _group_by_bytes(items: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield lists of neighbouring items of at most PIECE bytes together; a larger item has a list of its own."""
     piece, size = list[tuple[str, Tensor]](), 0
     for name, local in items:
         if piece and size + _bytes_with_alignment(local) > PIECE:

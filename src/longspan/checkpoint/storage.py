@@ -1,7 +1,7 @@
 """How the ranks' own files of a checkpoint are written and read: torch's file system storage, with four additions.
 
 A file is hashed while it is written, so that no rank reads it again for that. Reading and writing are not under the
-time-out of collectives (`waiting_for_all`). An error of the disk names its file. What is read is data: tensors and
+time-out of collectives (`leave_together`). An error of the disk names its file. What is read is data: tensors and
 plain values, never an object that runs code while it is made.
 """
 
@@ -28,9 +28,9 @@ from torch.futures import Future
 from longspan.checkpoint.files import Digest
 from longspan.checkpoint.metadata import METADATA, metadata_text
 from longspan.checkpoint.store_path import StorePath
-from longspan.comm import World, waiting_for_all
+from longspan.comm import World, leave_together
 from longspan.errors import CheckpointError
-from longspan.files import naming_file, os_error_text
+from longspan.files import name_file_in_errors, os_error_text
 
 
 class HashingWriter(FileSystemWriter):
@@ -57,9 +57,9 @@ class HashingWriter(FileSystemWriter):
         return dict(self._files.digests)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """As torch writes; entered by all ranks."""
+        """Write the tensors as torch's writer does, with a hash of each file; entered by all ranks."""
         assert self._world is not None
-        with waiting_for_all(self._world):
+        with leave_together(self._world):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -89,7 +89,7 @@ class DataReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As torch reads."""
+        """Read the tensors as torch's reader does, without running anything that is in the files."""
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
@@ -108,11 +108,11 @@ class PatientReader(DataReader):
         self._world = world
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As torch reads, but not under the time-out of collectives, and with the path in an OSError.
+        """Read the tensors as `DataReader` does, but not under the time-out of collectives; entered by all ranks.
 
-        Entered by all ranks.
+        An OSError names the path.
         """
-        with waiting_for_all(self._world), naming_file(self._folder):
+        with leave_together(self._world), name_file_in_errors(self._folder):
             return super().read_data(plan, planner)
 
 
@@ -120,7 +120,7 @@ class DataPlanner(DefaultLoadPlanner):
     """torch's planner of loading, which takes plain values only where torch's would unpickle anything."""
 
     def create_local_plan(self) -> LoadPlan:
-        """As torch plans. Raises CheckpointError where a checkpoint has another value in place of a tensor."""
+        """Plan as torch does. Raises CheckpointError where a checkpoint has another value in place of a tensor."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         for name, value in self.state_dict.items():
@@ -218,7 +218,7 @@ class _HashingFiles(_Files):
         assert mode == "wb", mode
         file = None
         try:
-            with naming_file(path):
+            with name_file_in_errors(path):
                 file = _StoreFile(path) if isinstance(path, StorePath) else _HashedFile(path, "wb")
                 with io.BufferedWriter(file) as stream:
                     yield stream

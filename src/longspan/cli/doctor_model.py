@@ -61,12 +61,12 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     began = time.perf_counter()
     config = find_configuration(name)
     proofs, models = list[Proof](), list[dict[str, Any]]()
-    for processes in _choose_processes(flags):
+    for processes in _list_proof_processes(flags):
         small_config = shrink_configuration(
             config, true_heads=_true_heads(flags, processes), images=reads_images(config)
         )
         models.append(_model_facts(config, small_config, processes))
-        proofs.append(_run_cases(small_config, _choose_cases(flags, processes, config), processes, flags.timeout))
+        proofs.append(_prove_cases(small_config, _choose_cases(flags, processes, config), processes, flags.timeout))
     outcomes, worlds = (tuple(x for p in proofs for x in getattr(p, name)) for name in ("outcomes", "worlds"))
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
@@ -90,7 +90,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
     cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
-    proof = _run_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
+    proof = _prove_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
     if not proof.worlds:
         raise CommError(proof.outcomes[0].message)
     world = proof.worlds[0]
@@ -98,7 +98,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     return asdict(world) | {"groups": list(world.groups), "parity": parity}
 
 
-def _choose_processes(flags: ProofFlags) -> Iterator[Processes]:
+def _list_proof_processes(flags: ProofFlags) -> Iterator[Processes]:
     """Yield the processes of each proof: on the GPUs, or on CPUs.
 
     On both where there is one GPU, which has no degrees.
@@ -138,7 +138,7 @@ def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedCon
     return list(dict.fromkeys(cases))
 
 
-def _run_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
+def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
     set_gpu_environment("")
     show = is_reporting() and sys.stderr.isatty()
     launch = _run_torchrun_cases if has_torchrun() else None

@@ -20,11 +20,11 @@ def check_zoo(*, as_json: bool, timeout: float) -> int:
     seconds = time.perf_counter() - began
     if as_json:
         cases = [zoo_row(result) for result in results]
-        good = all(result.passed for result in results)
+        good = all(result.good for result in results)
         print(json.dumps({"good": good, "seconds": seconds, "cases": cases}, indent=1, ensure_ascii=False))
     else:
         print(zoo_text(results, seconds))
-    return 0 if all(result.passed for result in results) else 1
+    return 0 if all(result.good for result in results) else 1
 
 
 def zoo_row(result: ZooResult) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def zoo_row(result: ZooResult) -> dict[str, Any]:
         "name": result.known.name,
         "thread": result.known.thread,
         "link": result.known.link,
-        "passed": result.passed,
+        "passed": result.good,
         "error": error,
         "seconds": result.seconds,
         "message": result.message,
@@ -45,23 +45,23 @@ def zoo_text(results: Sequence[ZooResult], seconds: float) -> str:
     """Write the results as a table, with a verdict below it and what to do where a check failed."""
     rows = [
         (
-            "✓" if result.passed else "✗",
+            "✓" if result.good else "✗",
             result.known.name,
             result.known.thread,
-            _found_text(result),
+            _error_text(result),
             f"{result.seconds:.1f}",
         )
         for result in results
     ]
     table = text_table(("", "silent error", "thread", "relative error", "seconds"), rows, left=4)
-    failed = [result for result in results if not result.passed]
+    failed = [result for result in results if not result.good]
     verdict = f"all {plural(len(results), 'check')} pass: none of these errors happens here"
     if failed:
         verdict = f"{len(failed)} of {plural(len(results), 'check')} failed; please report it, with this table"
     return f"{table}\n\n{verdict} ({seconds:.0f} s)"
 
 
-def _found_text(result: ZooResult) -> str:
+def _error_text(result: ZooResult) -> str:
     if result.error is None:
         return " ".join(result.message.split())[:100]
     return "none" if result.error == 0 else f"{result.error:.0e}"

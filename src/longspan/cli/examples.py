@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
         width = max(map(len, lines))
         print(as_json(lines) if flags.json else "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
         return 0
-    written = _copy(_choose(flags.name, root, paths), root, Path(flags.folder), overwrite=flags.overwrite)
+    written = _copy_examples(
+        _choose_examples(flags.name, root, paths), root, Path(flags.folder), overwrite=flags.overwrite
+    )
     if flags.json:
         print(as_json({"written": [str(path) for path in written]}))
     else:
@@ -87,24 +89,24 @@ def _paths_of(root: Path) -> Iterator[Path]:
     return iter(sorted(files, key=lambda path: (path.parent != root, path.relative_to(root).as_posix())))
 
 
-def _choose(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
+def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
     """The files that a name stands for. Raises ConfigError, with the nearest name, where there are none."""
     name = name.removeprefix("examples/").rstrip("/")
-    chosen = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
-    if not name or not chosen or (root / name) == root:
+    choice = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
+    if not name or not choice or (root / name) == root:
         names = [path.relative_to(root) for path in paths]
         folders = {parent.as_posix() for path in names for parent in path.parents if parent != Path()}
         known = [*sorted(folders), *(path.as_posix() for path in names)]
         raise ConfigError(f"longspan has no example {name!r}: {nearest_hint(name, [ALL, *known])}")
-    return chosen
+    return choice
 
 
-def _copy(paths: Sequence[Path], root: Path, folder: Path, *, overwrite: bool) -> list[Path]:
+def _copy_examples(paths: Sequence[Path], root: Path, folder: Path, *, overwrite: bool) -> list[Path]:
     """Copy examples to a folder; returns what was written. Raises RunFolderError for files that are there."""
     targets = [folder / path.relative_to(root) for path in paths]
-    if (there := [target for target in targets if target.exists()]) and not overwrite:
+    if (older := [target for target in targets if target.exists()]) and not overwrite:
         raise RunFolderError(
-            f"{there[0]} is there{f', and {len(there) - 1} more' if there[1:] else ''}; name another folder, or "
+            f"{older[0]} is there{f', and {len(older) - 1} more' if older[1:] else ''}; name another folder, or "
             "replace files with --overwrite"
         )
     try:

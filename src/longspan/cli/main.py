@@ -22,7 +22,7 @@ VERBS = {
     "plan": "what a step of these documents would do, or (--compare) what planners and degrees would cost",
     "simulate": "the former name of plan --compare",
     "bench": "measure communication patterns on this machine",
-    "report": "write the HTML report of a run or a plan",
+    "report": "write the HTML report of a run or a plan, or show a run while it trains (--follow)",
     "examples": "list the examples that come with longspan, or copy them",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interruptible():
             return _run_verb(words)
     except LongspanError as error:
-        return _report(error, debug=debug)
+        return _print_error(error, debug=debug)
     except KeyboardInterrupt as error:
-        if (lost := _rank_loss_before(error)) is not None:
-            return _report(lost, debug=debug)
+        if (lost_rank := _rank_loss_before(error)) is not None:
+            return _print_error(lost_rank, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
             print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _report(error: LongspanError, *, debug: bool) -> int:
+def _print_error(error: LongspanError, *, debug: bool) -> int:
     """Print an error; returns its exit code."""
     if debug:
         traceback.print_exception(error)

@@ -132,7 +132,7 @@ def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
     """Write the pictures and the trace that flags name; returns their paths."""
     title = f"plan of {plural(len(plan.lengths), 'document')} from {source}"
     for path in flags.plot:
-        _write_picture(plan, path, title)
+        _write_plan_picture(plan, path, title)
     if flags.trace:
         from longspan.report import chrome_trace
 
@@ -140,7 +140,7 @@ def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
     return [*flags.plot, *([flags.trace] if flags.trace else [])]
 
 
-def _write_picture(plan: Plan, path: str, title: str) -> None:
+def _write_plan_picture(plan: Plan, path: str, title: str) -> None:
     """Write the picture of a plan as the kind of file that its name ends in."""
     from longspan.report import plan_document, plan_page, write_png
 

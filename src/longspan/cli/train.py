@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if is_reporting():
         leave_closed_output()  # whose status would stand for the run's
         saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
-        _print_result(result, saved, config.run.checkpoints, as_json=flags.json)
+        _report_result(result, saved, config.run.checkpoints, as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0
 
 
@@ -69,7 +69,8 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr
             return train(config, world, display)
 
 
-def _print_result(result: "TrainResult", saved: str, checkpoints: str, *, as_json: bool) -> None:
+def _report_result(result: "TrainResult", saved: str, checkpoints: str, *, as_json: bool) -> None:
+    """Write the report of a run; print where it, the checkpoints and the model are, and the result."""
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout

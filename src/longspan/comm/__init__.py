@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from longspan.comm.all_ranks import leave_together as leave_together
     from longspan.comm.all_ranks import on_all_ranks as on_all_ranks
     from longspan.comm.all_ranks import raise_first_error as raise_first_error
     from longspan.comm.all_ranks import result_or_first_error as result_or_first_error
-    from longspan.comm.all_ranks import waiting_for_all as waiting_for_all
     from longspan.comm.groups.channel import Channel as Channel
     from longspan.comm.groups.channel import Handle as Handle
     from longspan.comm.moves.ring import Addend as Addend

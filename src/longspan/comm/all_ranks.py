@@ -2,7 +2,7 @@
 
 Host objects only, over the world's control group. The work itself may take longer than the world's time-out, as reading
 and writing many gigabytes does: the ranks wait for each other as long as each of them still answers
-(`waiting_for_all`). It must not communicate.
+(`leave_together`). It must not communicate.
 """
 
 import re
@@ -38,7 +38,7 @@ def set_timeout(world: World, seconds: float) -> None:
 
 @contextmanager
 def allowing(world: World, seconds: float) -> Iterator[None]:
-    """A context in which this rank waits for the others at least so long, as while one of them writes a file.
+    """Let this rank wait for the others at least so long inside, as while one of them writes a file.
 
     >>> with allowing(world, 600):
     ...     world.control.barrier("the last rank has written")
@@ -54,18 +54,18 @@ def allowing(world: World, seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def waiting_for_all(world: World) -> Iterator[None]:
-    """All ranks leave together, however long each takes inside; entered by all ranks, which do not communicate inside.
+def leave_together(world: World) -> Iterator[None]:
+    """Let all ranks leave together, however long each takes inside; entered by all, which do not communicate inside.
 
-    Another thread meanwhile signals that this rank still works, so that the time-out bounds how long a rank may be
-    silent and not how long it works. Raises CommError for a rank that is lost.
+    Another thread meanwhile signals that this rank still works: so the time-out bounds how long a rank may be silent,
+    and not how long it works. Raises CommError for a rank that is lost.
     """
-    ended, failures = Event(), list[BaseException]()
+    end, failures = Event(), list[BaseException]()
 
     def beat() -> None:
         """Tell the other ranks, again and again, that this one still works."""
         try:
-            while world.control.any_rank(not ended.wait(min(_BEAT, world.watch.timeout / 4))):
+            while world.control.any_rank(not end.wait(min(_BEAT, world.watch.timeout / 4))):
                 pass
         except BaseException as error:  # raised where the others are waited for
             failures.append(error)
@@ -75,7 +75,7 @@ def waiting_for_all(world: World) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        end.set()
         thread.join()
     if failures:
         raise failures[0]
@@ -91,7 +91,7 @@ def result_or_first_error(
     Entered by all ranks, which do not communicate in `work`. `error_of` makes the error that the ranks tell each other.
     """
     result, error = None, None
-    with waiting_for_all(world):
+    with leave_together(world):
         try:
             result = work()
         except Exception as failure:
@@ -109,8 +109,8 @@ def raise_first_error(world: World, error: LongspanError | None) -> None:
     first = world.control.first_object(error, "gather of errors")
     if first is not None:
         rank, first_error = first
-        named = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(first_error))
-        rank_note = "" if named else f" (on rank {rank})"
+        names_rank = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(first_error))
+        rank_note = "" if names_rank else f" (on rank {rank})"
         raise on_all_ranks(type(first_error)(f"{first_error}{rank_note}")) from error
 
 
@@ -135,7 +135,7 @@ def run_on_every_rank(world: World, work: Callable[[], Result], os_error_as: typ
 
 def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
     """The first rank's result of `work`, on every rank; its error is raised on every rank."""
-    with waiting_for_all(world):
+    with leave_together(world):
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
     result, error = world.control.broadcast_object(answer)
     if error is not None:

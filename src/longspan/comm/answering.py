@@ -54,7 +54,7 @@ class AnsweringThread:
                 if reports.has_news():
                     self._end_waiting_for_lost_rank(reports)
                     if number := reports.open_request():
-                        reports.answer(number, self.watch.activity())
+                        reports.post_answer(number, self.watch.activity())
                         self.watch.write_traces()
                 silent_since = math.inf
             except RuntimeError as error:

@@ -54,9 +54,9 @@ class ControlGroup:
 
     def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
         """Agree as `agree` does, with several flags in one message; every rank gives as many."""
-        same, of_any = self._compare_digests(digest, flags, "comparison of plans")
+        same, any_flags = self._compare_digests(digest, flags, "comparison of plans")
         if same:
-            return of_any
+            return any_flags
         ranks_of: dict[str, list[int]] = {}
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             ranks_of.setdefault(digest_there, []).append(rank)

@@ -83,7 +83,7 @@ class FailureReports:
         following = self._answered + 1
         return following if self._store.check([f"{following}/requested"]) else 0
 
-    def answer(self, number: int, activity: Activity) -> None:
+    def post_answer(self, number: int, activity: Activity) -> None:
         """Post what this rank is doing, once for each report."""
         with self._answering:
             if number > self._answered:
@@ -98,7 +98,7 @@ class FailureReports:
         """
         number, me = self._answered + (since > self._answered_at), str(self._rank)
         first = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
-        self.answer(number, activity)  # and with it the news
+        self.post_answer(number, activity)  # and with it the news
         if first:
             report = self._collect_report(number, activity.operation)
             self._store.set(f"{number}/report", json.dumps(asdict(report)))
@@ -120,11 +120,11 @@ class FailureReports:
             answers = {entry.pop("rank"): Activity(**entry) for entry in self._entries(f"{number}/answers")}
             departures = {entry["rank"]: entry for entry in self._entries("left")}
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
-            deaths = self._deaths(missing)
+            deaths = self._death_texts(missing)
             if len(deaths) == len(missing) or time.monotonic() > deadline:
                 here = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}
                 own_error = any(not entry["echo"] for entry in departures.values())
-                causes = self._causes(departures, missing, deaths) or _outliers(here, operation)
+                causes = self._cause_lines(departures, missing, deaths) or _outlier_lines(here, operation)
                 return FailureReport(tuple(causes), tuple(_activity_lines(here, operation)), own_error, self._rank)
             time.sleep(0.05)
 
@@ -134,10 +134,12 @@ class FailureReports:
             return ""
         return f"; it was served on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])}"
 
-    def _deaths(self, missing: Sequence[int]) -> dict[int, str]:
+    def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
         """How missing ranks died, where a launcher has posted it, or where torchrun started them next to this one."""
-        ended = {rank: self._processes[rank] for rank in missing if rank in self._processes}
-        deaths = {rank: f"ended, or was killed: process {pid} is gone" for rank, pid in ended.items() if has_ended(pid)}
+        processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
+        deaths = {
+            rank: f"ended, or was killed: process {pid} is gone" for rank, pid in processes.items() if has_ended(pid)
+        }
         posted = [rank for rank in missing[:64] if self.has_died(rank)]
         return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
@@ -159,19 +161,19 @@ class FailureReports:
             time.sleep(0.05)
         return self._store.get(key).decode()
 
-    def _causes(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
+    def _cause_lines(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
         """Say which ranks left with an error, died or do not answer."""
         causes = [entry for entry in departures.values() if not entry["echo"]]
         lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
         silent = [rank for rank in missing if rank not in deaths]
         if silent:
-            who = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe(silent)
-            lines.append(f"{who} do not answer: killed, cut off or stopped")
+            ranks_text = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe(silent)
+            lines.append(f"{ranks_text} do not answer: killed, cut off or stopped")
         return lines
 
 
-def _outliers(activities: Mapping[int, Activity], operation: str) -> list[str]:
+def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
     """Say which ranks are not in the collective that failed, where all answer."""
     others = [f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation]
     more = [f"{len(others) - NAMED} more ranks are not in it either"] if len(others) > NAMED else []
@@ -181,9 +183,9 @@ def _outliers(activities: Mapping[int, Activity], operation: str) -> list[str]:
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
     """What each rank does and what torch recorded there, those first that are not in the collective that failed."""
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
-    lines = [f"rank {rank} is {activities[rank].text}{_record_text(activities[rank])}" for rank in ranks[:NAMED]]
+    lines = [f"rank {rank} is {activities[rank].text}{_left_rank_text(activities[rank])}" for rank in ranks[:NAMED]]
     return [*lines, f"{len(ranks) - NAMED} more ranks answer"] if len(ranks) > NAMED else lines
 
 
-def _record_text(activity: Activity) -> str:
+def _left_rank_text(activity: Activity) -> str:
     return f"; torch recorded last: {activity.recorded}" if activity.recorded else ""

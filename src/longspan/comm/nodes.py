@@ -23,17 +23,17 @@ class Nodes:
         >>> Nodes(("node 0", "node 1"), ((0, 1), (2, 3))).describe([1, 2, 3])
         'rank(s) (1) of node 0 and all ranks (2, 3) of node 1'
         """
-        parts, chosen = list[str](), set(ranks)
-        for name, there in zip(self.names, self.ranks, strict=True):
-            some = [rank for rank in there if rank in chosen]
+        parts, rank_set = list[str](), set(ranks)
+        for name, node_ranks in zip(self.names, self.ranks, strict=True):
+            some = [rank for rank in node_ranks if rank in rank_set]
             if some:
-                parts.append(f"{'all ranks' if len(some) == len(there) else 'rank(s)'} {excerpt(some)} of {name}")
+                parts.append(f"{'all ranks' if len(some) == len(node_ranks) else 'rank(s)'} {excerpt(some)} of {name}")
         more = [f"{len(parts) - NAMED} more nodes"] if len(parts) > NAMED else []
         return " and ".join([*parts[:NAMED], *more])
 
 
 def read_nodes(store: Store, prefix: str, size: int) -> Nodes | None:
-    """The nodes that the ranks of a world wrote into its store when they came; None if there is one node only."""
+    """Return the nodes that the ranks of a world wrote into its store when they came; None if there is only one."""
     keys = [f"rank/{rank}" for rank in range(size)]
     names: list[bytes] = PrefixStore(prefix, store).multi_get(keys)  # pyright: ignore[reportAttributeAccessIssue]
     ranks = dict[str, list[int]]()

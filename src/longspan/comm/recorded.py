@@ -31,23 +31,23 @@ def last_collective() -> str:
     >>> last_collective()
     'gloo:all_reduce number 4 of the group "control", [8] Float'
     """
-    return _call_with_patience(_last_collective) or ""
+    return _call_with_patience(_read_last_collective) or ""
 
 
 def write_traces(folder: Path, rank: int) -> None:
     """Write what the recorder holds, with Python's stacks, as files that `torchfrtrace --prefix …` reads."""
-    _call_with_patience(lambda: _write_traces(folder, rank))
+    _call_with_patience(lambda: _write_trace_files(folder, rank))
 
 
 def ras_lines() -> list[str]:
-    """What NCCL's own report says is wrong: a line of errors, and one of warnings; none where nothing answers."""
+    """Return what NCCL's own report finds wrong: a line of errors, one of warnings; none where nothing answers."""
     lines = [line.strip() for line in _ras_text().splitlines()]
     lines = [line for line in lines if line and not line.startswith("==")]
     starts = [*(n for n, line in enumerate(lines) if line in RAS_SECTIONS), len(lines)]
     return [" ".join(lines[start:end])[:RAS_LENGTH] for start, end in pairwise(starts) if end > start + 1]
 
 
-def _last_collective() -> str:
+def _read_last_collective() -> str:
     nccl = _entries("_dump_nccl_trace_json")
     unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
     if unfinished is not None:
@@ -70,7 +70,7 @@ def _entry_text(entry: dict[str, Any]) -> str:
     )
 
 
-def _write_traces(folder: Path, rank: int) -> None:
+def _write_trace_files(folder: Path, rank: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for function, prefix in PREFIXES.items():
         dump: Callable[[], bytes] | None = getattr(_c10d, function, None)

@@ -72,18 +72,18 @@ def choose_device(backend: str | None, device: torch.device | str | None, local_
     if device is None:
         gpu = torch.cuda.is_available() if backend is None else backend != "gloo"
         device = f"cuda:{local_rank}" if gpu else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cuda":
+    result = torch.device(device)
+    if result.type == "cuda":
         count = torch.cuda.device_count()
-        index = local_rank if chosen.index is None else chosen.index
+        index = local_rank if result.index is None else result.index
         if index >= count:
             raise CommError(
                 f"local rank {local_rank} needs cuda:{index}, but this host shows {plural(count, 'CUDA device')}; "
                 f"start at most {plural(count, 'rank')} per host, or use backend='gloo' (--device cpu)"
             )
-        chosen = torch.device("cuda", index)
-        torch.cuda.set_device(chosen)
-    return chosen
+        result = torch.device("cuda", index)
+        torch.cuda.set_device(result)
+    return result
 
 
 _stores: dict[str, Store] = {}  # by address: a process keeps its store, so that it can open worlds in turn
@@ -132,7 +132,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 def _open_world(store: Store, place: Place, timeout: float) -> str:
     """Open a world on rank 0 once all others have joined it; where one has left it meanwhile, begin another."""
     prefix, here = "", store
-    for _ in _pauses(place.size, timeout):
+    for _ in _iterate_pauses(place.size, timeout):
         if not prefix:
             prefix = f"longspan/world {store.add('longspan/worlds', 1)}"
             here = PrefixStore(prefix, store)
@@ -149,28 +149,28 @@ def _open_world(store: Store, place: Place, timeout: float) -> str:
 
 def _join_world(store: Store, place: Place, timeout: float) -> str:
     """Join the newest world of rank 0 that no process of this rank has joined before, and wait until it is opened."""
-    joined, seen = "", {""}
+    prefix, seen = "", {""}
     try:
-        for _ in _pauses(place.size, timeout):
+        for _ in _iterate_pauses(place.size, timeout):
             newest = store.get(_NEWEST).decode() if store.check([_NEWEST]) else ""
-            if joined and _is_open(PrefixStore(joined, store), place.size):  # rank 0 may already be at the next
-                return joined
+            if prefix and _is_open(PrefixStore(prefix, store), place.size):  # rank 0 may already be at the next
+                return prefix
             if newest not in seen:
                 seen.add(newest)
-                joined = newest if _join(PrefixStore(newest, store), place) else ""
+                prefix = newest if _register_rank(PrefixStore(newest, store), place) else ""
     except BaseException:
-        if joined:
-            _leave_unopened(PrefixStore(joined, store), place)
+        if prefix:
+            _leave_unopened(PrefixStore(prefix, store), place)
         raise
-    if not joined:
-        raise _absence(place, timeout, "rank(s) (0) did not come")
-    if _leave_unopened(PrefixStore(joined, store), place):
-        raise _absence_error(PrefixStore(joined, store), place, timeout)
-    return joined
+    if not prefix:
+        raise _incomplete_world_error(place, timeout, "rank(s) (0) did not come")
+    if _leave_unopened(PrefixStore(prefix, store), place):
+        raise _absence_error(PrefixStore(prefix, store), place, timeout)
+    return prefix
 
 
-def _join(here: Store, place: Place) -> bool:
-    """Join a world; returns whether this is the first process of its rank there."""
+def _register_rank(here: Store, place: Place) -> bool:
+    """Enter a world in the store; returns whether this is the first process of its rank there."""
     if here.add(f"joined/{place.rank}", 1) != 1:
         return False
     here.set(f"rank/{place.rank}", place.node)
@@ -180,7 +180,7 @@ def _join(here: Store, place: Place) -> bool:
 
 def _leave_unopened(here: Store, place: Place) -> bool:
     """Leave a world that is not open; returns False if rank 0 has opened it meanwhile."""
-    if here.add(_DECIDED, 1) != 1 and any(_is_open(here, place.size) for _ in _pauses(1, 1.0)):
+    if here.add(_DECIDED, 1) != 1 and any(_is_open(here, place.size) for _ in _iterate_pauses(1, 1.0)):
         return False
     here.add(f"joined/{place.rank}", -1)
     here.set(f"rank/{place.rank}", "left")
@@ -193,8 +193,8 @@ def _is_open(here: Store, size: int) -> bool:
     return here.check([_OPENED]) and int(here.get(_OPENED)) == size
 
 
-def _pauses(size: int, timeout: float) -> Iterator[None]:
-    """Pauses between questions to a store that `size` ranks ask, until the time is over, and a last question."""
+def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
+    """Yield after each pause between questions to a store that `size` ranks ask; a last time after the time-out."""
     began = time.monotonic()
     while True:
         yield
@@ -211,10 +211,10 @@ def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
     departed = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]
     causes = [f"rank(s) {excerpt(absent)} did not come"] if absent else []
     causes += [f"rank(s) {excerpt(departed)} came and left again"] if departed else []
-    return _absence(place, timeout, " and ".join(causes) or "the last came too late")
+    return _incomplete_world_error(place, timeout, " and ".join(causes) or "the last came too late")
 
 
-def _absence(place: Place, timeout: float, cause: str) -> CommError:
+def _incomplete_world_error(place: Place, timeout: float, cause: str) -> CommError:
     return CommError(
         f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: {cause}; start "
         "them all, or give more time"
@@ -224,7 +224,7 @@ def _absence(place: Place, timeout: float, cause: str) -> CommError:
 def init_default_group(place: Place, store: Store, backend: str, timeout: float) -> None:
     """Initialise the default process group. Raises CommError where that fails."""
     try:
-        with connecting_at_first_message():  # longspan itself sends nothing over it
+        with defer_connections():  # longspan itself sends nothing over it
             dist.init_process_group(
                 backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout)
             )
@@ -236,8 +236,8 @@ def init_default_group(place: Place, store: Store, backend: str, timeout: float)
 
 
 @contextmanager
-def connecting_at_first_message() -> Iterator[None]:
-    """Groups made inside connect two ranks over gloo at their first message, and not all with all when they are made.
+def defer_connections() -> Iterator[None]:
+    """Let groups made inside connect two ranks over gloo at their first message, not all with all when they are made.
 
     A rank that leaves before the first message is not noticed by the other, so groups over which tensors of a CPU
     travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.13).

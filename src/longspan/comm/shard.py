@@ -255,7 +255,7 @@ class SequenceShard(Immutable):
             raise LayoutError(f"gather got {x_local.shape[0]} rows, the shard holds {self.local_rows}")
         return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
 
-    def _packed_order(self, starts: tuple[int, ...]) -> Tensor:
+    def _packed_order_on_device(self, starts: tuple[int, ...]) -> Tensor:
         """`packed_order` on the device, worked out once."""
         if self.derived.packed_order is None or self.derived.packed_order[0] != starts:
             order = to_device(packed_order(self.micro_batch, starts), self.device)
@@ -308,7 +308,7 @@ class _Gather(torch.autograd.Function):
         )
         local = x_local.detach()[: counts[shard.slot]].contiguous()
         rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
-        return rows.index_select(0, shard._packed_order(channel.starts(counts)))
+        return rows.index_select(0, shard._packed_order_on_device(channel.starts(counts)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

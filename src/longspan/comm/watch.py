@@ -162,7 +162,9 @@ class Watch:
             f"{'; '.join(report.causes)}"
         )
         if report.reporter in (self.rank, -1):
-            text = "\n  ".join([text, *report.activities, *self._details(), f"the backend said: {one_line(error)}"])
+            text = "\n  ".join(
+                [text, *report.activities, *self._detail_lines(), f"the backend said: {one_line(error)}"]
+            )
         else:
             text = f"{text} (rank {report.reporter} prints what each rank does)"
         failure = (CommError if report.own_error else RankLostError)(text)
@@ -208,7 +210,7 @@ class Watch:
             served = "the store does not answer, so the rank or launcher that served it is gone"
             return FailureReport((served + self.reports.first_node(),))
 
-    def _details(self) -> list[str]:
+    def _detail_lines(self) -> list[str]:
         """What else helps whoever reads a report: notes, files, and what NCCL says."""
         lines = list(self.notes)
         if self.folder is not None:

@@ -301,14 +301,14 @@ def _torchrun_place(home: Layout) -> Place:
             f"{len(home.ranks)}`, which sets {', '.join(TORCHRUN_SETS)} and LOCAL_RANK, or with longspan.comm.run_local"
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _check_size(home, size)
+    _check_rank_count(home, size)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address, _node_name())
 
 
 def _existing_place(home: Layout) -> Place:
     """This process's place in the default process group, which somebody else initialised."""
-    _check_size(home, dist.get_world_size())
+    _check_rank_count(home, dist.get_world_size())
     rank = dist.get_rank()
     return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "", _node_name())
 
@@ -324,7 +324,7 @@ def _ranks_of_node(ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
-def _check_size(home: Layout, size: int) -> None:
+def _check_rank_count(home: Layout, size: int) -> None:
     """Raise CommError unless the home has exactly the ranks that were started."""
     if sorted(home.ranks) != list(range(size)):
         came = (

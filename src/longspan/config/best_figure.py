@@ -38,9 +38,11 @@ class BestFigure:
         """Raise ConfigError for a set that is not evaluated; `names` are those of the run, "" of held-out documents."""
         if self.set in names:
             return
-        named = ", ".join(sorted(filter(None, names))) or "none"
+        names_text = ", ".join(sorted(filter(None, names))) or "none"
         absent = f"the set {self.set!r}" if self.set else "documents that are held out (data.eval_documents)"
-        raise ConfigError(f"train.keep_best names {self.column} of {absent}, which the run has not; its sets: {named}")
+        raise ConfigError(
+            f"train.keep_best names {self.column} of {absent}, which the run has not; its sets: {names_text}"
+        )
 
     def value_in(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
         """The figure in rows of evaluations, None if its set is not among them or counted nothing.

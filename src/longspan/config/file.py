@@ -138,10 +138,10 @@ def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
 
 def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
     """Read the evaluation sets of the tables [[eval]]."""
-    listed = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
+    set_tables = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
     return tuple(
         _set_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
-        for number, table in enumerate(listed, 1)
+        for number, table in enumerate(set_tables, 1)
     )
 
 

@@ -200,14 +200,14 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     >>> evaluation.cp_comm_type, evaluation.hierarchical_context_parallel_sizes
     ('a2a', (2, 4))
     """
-    filled = take_keys(section, parent)
-    if filled.context_parallel_size == 0:
-        filled = replace(filled, context_parallel_size=training.context_parallel_size)
-    if filled.max_tokens_per_slot == AUTO:
-        filled = replace(filled, max_tokens_per_slot=training.max_tokens_per_slot)
-    if section.hierarchical_context_parallel_sizes != NOT_GIVEN or filled.planner not in ONE_DEGREE:
-        return filled
-    return replace(filled, hierarchical_context_parallel_sizes=_fit_levels(section, filled, parent))
+    result = take_keys(section, parent)
+    if result.context_parallel_size == 0:
+        result = replace(result, context_parallel_size=training.context_parallel_size)
+    if result.max_tokens_per_slot == AUTO:
+        result = replace(result, max_tokens_per_slot=training.max_tokens_per_slot)
+    if section.hierarchical_context_parallel_sizes != NOT_GIVEN or result.planner not in ONE_DEGREE:
+        return result
+    return replace(result, hierarchical_context_parallel_sizes=_fit_levels(section, result, parent))
 
 
 def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:

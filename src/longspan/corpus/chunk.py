@@ -51,27 +51,27 @@ def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     """
     if chunk.form == "text":
         size = chunk.too_long or len(chunk.data)
-        bad = _check_size(size, chunk.most, chunk.name, "a text")
+        bad = _find_oversize(size, chunk.most, chunk.name, "a text")
         yield PlacedRow(0, bad or Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder))
     elif chunk.form == "table":
         yield from _read_table(chunk)
     else:
-        yield from _read_lines(chunk)
+        yield from _read_line_rows(chunk)
 
 
-def _read_lines(chunk: Chunk) -> Iterator[PlacedRow]:
+def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     """Yield the rows of a chunk of lines; one that is too long is not parsed."""
     position, lines = chunk.position, chunk.data.split(b"\n")
     for number, line in enumerate(lines, chunk.first + 1):
         cut_off = chunk.too_long if number == chunk.first + len(lines) else 0
         if cut_off or line.removeprefix(BYTE_ORDER_MARK).strip():
             where, size = f"{chunk.name}, line {number}", cut_off or len(line)
-            bad = _check_size(size, chunk.most, where, "a line")
+            bad = _find_oversize(size, chunk.most, where, "a line")
             yield PlacedRow(position, bad or parse_line(line, where, chunk.folder))
         position += len(line) + 1
 
 
-def _check_size(size: int, most: int, where: str, kind: str) -> BadRow | None:
+def _find_oversize(size: int, most: int, where: str, kind: str) -> BadRow | None:
     """Return a bad row for one of more than `most` bytes (0: any); None for another."""
     if not most or size <= most:
         return None
@@ -142,11 +142,11 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
     first = chunk.first
     for batch in pyarrow.ipc.open_stream(chunk.data):
         deep = str(batch.schema).count("<") > MOST_LEVELS
-        for number, record in enumerate(_records(batch, chunk.most), first):
+        for number, record in enumerate(_iterate_records(batch, chunk.most), first):
             where = f"{chunk.name}, row {number + 1}"
             row: Row | BadRow
             if isinstance(record, int):
-                row = _check_size(record, chunk.most, where, "a row") or BadRow(where, "a text that is not UTF-8")
+                row = _find_oversize(record, chunk.most, where, "a row") or BadRow(where, "a text that is not UTF-8")
             elif deep and _is_deep(record):
                 row = BadRow(where, f"a row of more than {MOST_LEVELS} lists and objects in each other")
             else:
@@ -155,7 +155,7 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
         first += len(batch)
 
 
-def _records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
+def _iterate_records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
     """Yield the records of a batch; for one of more than `most` bytes, or with a text that is not UTF-8, its bytes."""
     types = str(batch.schema)
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows

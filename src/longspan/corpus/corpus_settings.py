@@ -92,8 +92,8 @@ def make_recipe(
     """Make the recipe of the documents of these files. Raises DataError for different kinds of rows in one source."""
     data, encodings = settings.data, list[RowEncoding]()
     for number, _ in enumerate(settings.paths()):
-        of_source = [file for file in files if file.source == number]
-        kind = kind_of_files(of_source, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes)
+        source_files = [file for file in files if file.source == number]
+        kind = kind_of_files(source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes)
         encodings.append(RowEncoding(kind, tokenizer, settings.row_settings(), data.check_images == "pixels"))
     return Recipe(
         path=" and ".join(f"{key} {path!r}" for key, path in settings.paths()),

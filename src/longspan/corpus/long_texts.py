@@ -50,7 +50,7 @@ def encode_with_spans(
     engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP
 ) -> tuple[Integers, Integers]:
     """Encode as `encode_in_pieces` does; returns the ids (n,), and the characters (n, 2) that each token covers."""
-    joined, left, first = list[tuple[Integers, Integers]](), _encode_piece(engine, text, 0, piece), 0
+    pieces, left, first = list[tuple[Integers, Integers]](), _encode_piece(engine, text, 0, piece), 0
     while left.end < len(text):
         for right in _next_pieces(engine, text, left, piece, overlap):
             if seam := _find_seam(text, left, right, first):
@@ -58,10 +58,10 @@ def encode_with_spans(
         else:
             whole = _encode_piece(engine, text, 0, len(text))
             return whole.ids, whole.spans
-        joined.append((left.ids[first : seam[0]], left.spans[first : seam[0]]))
+        pieces.append((left.ids[first : seam[0]], left.spans[first : seam[0]]))
         left, first = right, seam[1]
-    joined.append((left.ids[first:], left.spans[first:]))
-    ids, spans = zip(*joined, strict=True)
+    pieces.append((left.ids[first:], left.spans[first:]))
+    ids, spans = zip(*pieces, strict=True)
     return np.concatenate(ids), np.concatenate(spans)
 
 

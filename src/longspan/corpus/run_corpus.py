@@ -17,7 +17,7 @@ from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_toke
 from longspan.corpus.tokenizer_files import vocabulary_files
 from longspan.data.documents import Corpus
 from longspan.errors import DataError, plural
-from longspan.files import naming_file
+from longspan.files import name_file_in_errors
 from longspan.model import PRESETS
 
 
@@ -40,7 +40,7 @@ def build_shared_corpus(
         directory.mkdir(parents=True, exist_ok=True)
         if not (resumed and (directory / "config.json").is_file()):
             model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
-        with naming_file(directory / "corpus"):
+        with name_file_in_errors(directory / "corpus"):
             corpus = ensure_corpus(
                 CorpusSettings(config.data), directory, tokenizer=tokenizer, resumed=resumed, log=log
             )

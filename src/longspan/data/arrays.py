@@ -25,7 +25,7 @@ class FileArray(NamedTuple):
 
 
 def as_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
-    """Return what to pickle of an array: the place of a whole file, else the values at the smallest integer type.
+    """Return what to pickle of an array: the place of a whole file, else its values in the smallest integer type.
 
     >>> from_pickled(as_pickled(np.load("lengths.npy", mmap_mode="r")))       # nothing is copied
     """

@@ -189,15 +189,15 @@ class PackOrder:
         self.stream: DocumentStream = order.stream
         self.evaluation: tuple[int, ...] = order.evaluation
         self._across, packs = across, max(1, tokens_per_step // pack_to)
-        self._equal = [pack_to] * packs if uncut is None else None
+        self._equal_lengths = [pack_to] * packs if uncut is None else None  # of packs, where no span must stay whole
         self._borders = (
             EqualBorders(pack_to, packs) if uncut is None else UncutBorders(order.stream, uncut, pack_to, packs)
         )
 
     def lengths_of_step(self, step: int) -> list[int]:
         """Return the tokens of each document of a step, for a planner."""
-        if self._across and self._equal is not None:
-            return list(self._equal)
+        if self._across and self._equal_lengths is not None:
+            return list(self._equal_lengths)
         pieces = self._pieces_of_step(step)
         lengths = pieces.stops - pieces.starts
         return (np.bincount(pieces.packs, lengths).astype(np.int64) if self._across else lengths).tolist()

@@ -114,8 +114,8 @@ def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = 
     cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
         cp = 2 if ranks >= 4 else 1
-        of_encoder = [Case(encoder=2), Case(cp=2, encoder=2), Case(tp=2, cp=cp, encoder=2), Case(pp=2, encoder=2)]
-        cases += [replace(case, dtype=dtype) for dtype in dtypes for case in of_encoder]
+        encoder_cases = [Case(encoder=2), Case(cp=2, encoder=2), Case(tp=2, cp=cp, encoder=2), Case(pp=2, encoder=2)]
+        cases += [replace(case, dtype=dtype) for dtype in dtypes for case in encoder_cases]
     return tuple(cases)
 
 
@@ -217,7 +217,9 @@ def _plan_block(case: Case, home: Layout, of: PackedDocuments) -> Plan:
     documents: list[list[int]] = [[] for _ in blocks]
     for document in range(len(of.lengths)):
         documents[document % len(blocks)].append(document)
-    groups = [_make_group(case, block, of_block, of) for block, of_block in zip(blocks, documents, strict=True)]
+    groups = [
+        _make_group(case, block, block_documents, of) for block, block_documents in zip(blocks, documents, strict=True)
+    ]
     return _check_plan(case, home, of, MicroBatch(tuple(groups)))
 
 

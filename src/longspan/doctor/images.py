@@ -29,8 +29,8 @@ def image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
     """
     model = make_tiny_model(config, torch.float32, images=True)
     check_vision(model)
-    of_images = make_trial_documents(model, tuple(zip(LENGTHS, IMAGES, strict=True)))
-    return (*of_images, *(() if no_video_reason(config) else (make_video_document(model),)))
+    image_trials = make_trial_documents(model, tuple(zip(LENGTHS, IMAGES, strict=True)))
+    return (*image_trials, *(() if no_video_reason(config) else (make_video_document(model),)))
 
 
 def no_video_reason(config: PreTrainedConfig) -> str:

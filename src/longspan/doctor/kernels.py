@@ -42,11 +42,9 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     for call in calls:
         kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
     lines: list[KernelLine] = []
-    for (size, value_size, window, softcap), of_kind in kinds.items():
+    for (size, value_size, window, softcap), layers in kinds.items():
         call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
-        lines.append(
-            KernelLine(_call_words(of_kind[0]), len(of_kind), _local_kernel_text(call), _gpu_kernels_text(call))
-        )
+        lines.append(KernelLine(_call_words(layers[0]), len(layers), _local_kernel_text(call), _gpu_kernels_text(call)))
     return tuple(lines)
 
 

@@ -188,7 +188,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
     for home, numbered in _group_cases(cases, ranks.count, outcomes).items():
         task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, images=images)
         task = replace(task, show=ranks.show, architecture=MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
-        outcomes |= _run_home(task, ranks, worlds)
+        outcomes |= _run_home_cases(task, ranks, worlds)
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
 
 
@@ -228,15 +228,15 @@ def _group_cases(
     return homes
 
 
-def _run_home(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
+def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
     """Run a home's cases, in as many worlds as it takes; returns their outcomes."""
     outcomes: dict[int, Outcome] = {}
     pending = list(task.cases)
     with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
         while pending:
             record = Path(folder) / f"{len(pending)}.jsonl"
-            finished, failure = _run_world(replace(task, cases=tuple(pending), record=str(record)), ranks, worlds)
-            outcomes |= finished
+            new_outcomes, failure = _run_world(replace(task, cases=tuple(pending), record=str(record)), ranks, worlds)
+            outcomes |= new_outcomes
             pending = [(number, case) for number, case in pending if number not in outcomes]
             if pending and failure is not None:
                 number, case = pending.pop(0)
@@ -255,7 +255,7 @@ def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict
     try:
         world, outcomes = launch(run_cases, task, count, seconds)
     except Exception as error:
-        return _read_record(task), error
+        return _read_outcomes(task), error
     worlds.append(world)
     return outcomes, None
 
@@ -264,7 +264,7 @@ def _start_world(fn: Callable[[int, Task], InWorld], task: Task, count: int, sec
     return run_local(fn, count, (task,), timeout=seconds, grace=5.0)[0]
 
 
-def _read_record(task: Task) -> dict[int, Outcome]:
+def _read_outcomes(task: Task) -> dict[int, Outcome]:
     """Read the outcomes before the error that ended the ranks."""
     record = Path(task.record)
     cases, outcomes = dict(task.cases), dict[int, Outcome]()

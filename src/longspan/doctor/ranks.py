@@ -194,8 +194,8 @@ class CaseRun:
             {original: gradients[name] for original, name in map_stock_names(gradients).items()}, stock
         )
         self.model.zero_grad()
-        of_ranks = self.world.control.gather_objects(errors_here, "errors of gradients")
-        errors = {name: max(of.get(name, 0.0) for of in of_ranks) for name in {n for of in of_ranks for n in of}}
+        rank_errors = self.world.control.gather_objects(errors_here, "errors of gradients")
+        errors = {name: max(of.get(name, 0.0) for of in rank_errors) for name in {n for of in rank_errors for n in of}}
         errors |= missing_errors(set(errors), stock)
         losses = [loss_error(result.loss, stock.loss)]
         if case.router_losses and result.router is not None:

@@ -42,8 +42,8 @@ def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
     8
     """
     count = read_experts(config.get_text_config()).of_layer
-    changed = copy.deepcopy(config)
-    text = changed.get_text_config()
+    copied_config = copy.deepcopy(config)
+    text = copied_config.get_text_config()
     picked = [name for name in PICKED if isinstance(getattr(text, name, None), int)]
     if count < 2 or not picked:
         return config
@@ -52,7 +52,7 @@ def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
     groups = [getattr(text, name) for name in EXPERT_GROUPS if isinstance(getattr(text, name, None), int)]
     if groups and isinstance(getattr(text, "topk_group", None), int):
         text.topk_group = groups[0]
-    return changed
+    return copied_config
 
 
 class _Float64(TorchFunctionMode):
@@ -210,10 +210,10 @@ def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[
     top_k = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 0)
     one_hot = F.one_hot(rows.topk(top_k).indices, rows.shape[1]).double()
     balance = rows.shape[1] * (one_hot.sum((0, 1)) / len(rows) * rows.softmax(-1).mean(0)).sum()
-    of_family = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    if of_family is not None:
+    family_loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if family_loss is not None:
         detached = tuple(layer.detach().float() for layer in layers)
-        expected = float(of_family(detached, rows.shape[1], top_k))
+        expected = float(family_loss(detached, rows.shape[1], top_k))
         if abs(expected - balance.item()) > 1e-5 * balance.item():
             raise ModelError(
                 f"{type(model).__name__} weighs its experts by a function of its own: its balance loss is "

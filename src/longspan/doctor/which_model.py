@@ -30,15 +30,15 @@ def find_configuration(name: str) -> PreTrainedConfig:
     """
     path = Path(name)
     if path.exists() or "/" in name:
-        return _check_model(read_configuration(path), name)
+        return _check_has_model(read_configuration(path), name)
     if name in CONFIG_MAPPING:
-        return _check_model(CONFIG_MAPPING[name](), name)
-    named: Any = _import_dotted(name) if "." in name else getattr(transformers, name, None)
-    if isinstance(named, type) and issubclass(named, PreTrainedConfig):
-        return _check_model(named(), name)
-    if not isinstance(named, type) or getattr(named, "config_class", None) is None:
+        return _check_has_model(CONFIG_MAPPING[name](), name)
+    named_class: Any = _import_dotted(name) if "." in name else getattr(transformers, name, None)
+    if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
+        return _check_has_model(named_class(), name)
+    if not isinstance(named_class, type) or getattr(named_class, "config_class", None) is None:
         raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_similar_names(name)}")
-    return _class_configuration(named, name)
+    return _class_configuration(named_class, name)
 
 
 def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
@@ -46,7 +46,7 @@ def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
     config: PreTrainedConfig = architecture.config_class()
     if "." in name:
         register_class(config, architecture)
-    classes = _model_classes(_check_model(config, name))
+    classes = _model_classes(_check_has_model(config, name))
     if architecture in classes:
         return config
     raise ConfigError(
@@ -81,7 +81,7 @@ def _import_dotted(name: str) -> object:
         raise ConfigError(f"{name}: {module} cannot be imported: {error}") from error
 
 
-def _check_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+def _check_has_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     """Return a configuration that transformers has a model for. Raises ConfigError for others."""
     if not _model_classes(config):
         raise ConfigError(

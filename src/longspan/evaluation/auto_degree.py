@@ -81,8 +81,10 @@ def choose_degrees(
     entries, reasons = list[EvalConfig](), list[str]()
     for entry in config.evaluations:
         choice = PlanChoice.evaluation(config, entry, cost=cost, heads=heads)
-        of_set = lengths.get(entry.name, ())
-        choice, reason = choose_degree_on_ranks(choice, of_set, world, log, name=entry.name, vpp=config.parallel.vpp)
+        set_lengths = lengths.get(entry.name, ())
+        choice, reason = choose_degree_on_ranks(
+            choice, set_lengths, world, log, name=entry.name, vpp=config.parallel.vpp
+        )
         entries.append(_set_choice(entry, choice) if reason else entry)
         reasons += [reason] if reason else []
     return set_evaluations(config, entries), tuple(reasons)

@@ -282,6 +282,6 @@ class Portions:
         """Return the error of a metric on this rank, as one of ours; None if there is none."""
         if (error := self.sums.error) is None or isinstance(error, LongspanError):
             return error
-        named = EvaluationError(f"a metric failed on rank {self.world.rank}: {type(error).__name__}: {error}")
-        named.__cause__ = error
-        return named
+        metric_error = EvaluationError(f"a metric failed on rank {self.world.rank}: {type(error).__name__}: {error}")
+        metric_error.__cause__ = error
+        return metric_error

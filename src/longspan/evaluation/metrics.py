@@ -79,7 +79,7 @@ class MeasuredDocuments(Protocol):
         ...
 
 
-def check_pair(name: str, made: Any) -> tuple[Any, Any]:
+def check_sum_and_count(name: str, made: Any) -> tuple[Any, Any]:
     """Return the (sum, count) that a metric gave. Raises EvaluationError for anything else."""
     if isinstance(made, tuple) and len(made) == 2 and all(map(_is_number, made)):
         return made
@@ -114,7 +114,7 @@ def check_metrics(
                 f"the metric {name!r} failed on two made rows (logits of shape (2, {vocabulary or 8})): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        _ = check_columns(name, example, 2) if name in document_metrics else check_pair(name, example)
+        _ = check_columns(name, example, 2) if name in document_metrics else check_sum_and_count(name, example)
 
 
 def check_columns(name: str, made: Any, rows: int) -> Tensor:

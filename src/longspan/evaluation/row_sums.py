@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World, to_device
-from longspan.evaluation.metrics import Bucket, EvaluationOptions, Mean, TargetRows, check_columns, check_pair
+from longspan.evaluation.metrics import Bucket, EvaluationOptions, Mean, TargetRows, check_columns, check_sum_and_count
 from longspan.layout import Floats, Integers
 from longspan.train.loss import cut_into_chunks, row_log_probs, rows_per_chunk
 from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
@@ -95,7 +95,7 @@ class RowSums:
             return columns.flatten(0, 1)
         try:
             for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
-                for i, value in enumerate(check_pair(name, metric(rows))):
+                for i, value in enumerate(check_sum_and_count(name, metric(rows))):
                     sums[i] += value
             for column, (name, metric) in zip(columns, metrics.items(), strict=True):
                 column.copy_(check_columns(name, metric(rows), count))
@@ -124,11 +124,11 @@ class RowSums:
         """
         counts_here = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
-        metrics, of_documents = self._metrics.cpu().numpy(), self._document_metrics
-        parts = [self._losses, self._positions.ravel(), metrics.ravel(), of_documents.ravel(), np.array(numbers)]
+        metrics, document_metrics = self._metrics.cpu().numpy(), self._document_metrics
+        parts = [self._losses, self._positions.ravel(), metrics.ravel(), document_metrics.ravel(), np.array(numbers)]
         flat = np.concatenate([*(part * counts_here for part in parts), [float(failed)]])
         flat = world.control.sum_of_arrays(flat, "sums of an evaluation")
-        documents, positions, metrics, of_documents, numbers, failures = np.split(
+        documents, positions, metrics, document_metrics, numbers, failures = np.split(
             flat, np.cumsum([part.size for part in parts])
         )
         return Totals(
@@ -136,7 +136,7 @@ class RowSums:
             positions=positions.reshape(2, -1),
             edges=self._edges,
             metrics=metrics.reshape(-1, 2),
-            document_metrics=of_documents.reshape(self._document_metrics.shape),
+            document_metrics=document_metrics.reshape(self._document_metrics.shape),
             rows=int(numbers[0]),
             hits=int(numbers[1]),
             bytes=int(numbers[2]),

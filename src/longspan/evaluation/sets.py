@@ -28,7 +28,7 @@ from longspan.data.step_order import sample_documents
 from longspan.errors import DataError, plural
 from longspan.evaluation.metrics import Metric
 from longspan.evaluation.passkey import PasskeyDocuments, passkey_documents
-from longspan.files import naming_file
+from longspan.files import name_file_in_errors
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class EvaluationSet:
         """Describe its documents and targets in a line, for the console."""
         lengths, every = self.documents.lengths, self.config.every
         targets = getattr(self.documents, "targets", None)
-        of_them = "" if targets is None else f" ({targets:,} of them targets)"
+        detail = "" if targets is None else f" ({targets:,} of them targets)"
         size = (
-            f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{of_them}, longest {max(lengths):,}"
+            f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{detail}, longest {max(lengths):,}"
         )
         when = f"every {plural(every, 'step')} and after the last" if every else "after the last step"
         return f"evaluation set {self.name}: {size}; evaluated {when}"
@@ -133,7 +133,7 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
         folder = directory / settings.folder
         folder.parent.mkdir(exist_ok=True)
         log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
-        with naming_file(folder):
+        with name_file_in_errors(folder):
             tokenizer = configured_tokenizer(config) or load_tokenizer(directory)
             ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
 

@@ -27,14 +27,14 @@ class GivenArguments:
         self.takes: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
         with suppress(TypeError):  # positions of another constructor: names alone are known
-            passed = stock.bind_partial(None, *self._rest_of(positional, ()), **self._rest_of(rest, {}))
-            self.values |= {name: value for name, value in passed.arguments.items() if name != "self"}
+            stock_call = stock.bind_partial(None, *self._rest_of(positional, ()), **self._rest_of(rest, {}))
+            self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
 
     @property
     def args(self) -> TrainingArguments:
         """The TrainingArguments, or those that the stock class makes for itself."""
         values = (self.values.get("args"), *self._rest_of(self._positional, ()))
-        return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default()
+        return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the call, with these TrainingArguments.
@@ -60,10 +60,12 @@ class GivenArguments:
     def _rest_of(self, name: str, nothing: Any) -> Any:
         return self._bound.arguments.get(name, nothing)
 
-    def _default(self) -> TrainingArguments:
-        """The arguments that a trainer makes for itself where none are given."""
+    def _default_arguments(self) -> TrainingArguments:
+        """Return the arguments that the stock trainer makes for itself where none are given."""
         hints = _signature(self._stock).parameters["args"].annotation
-        config = next((c for c in _classes(hints, self._stock) if c is not TrainingArguments), TrainingArguments)
+        config = next(
+            (c for c in _argument_classes(hints, self._stock) if c is not TrainingArguments), TrainingArguments
+        )
         if config is TrainingArguments:
             return TrainingArguments(output_dir="tmp_trainer")
         model = self.values.get("model")
@@ -79,11 +81,11 @@ def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
     """The named parameters, and the names of those that take what is left by position and by keyword ("": none)."""
     parameters = signature.parameters.values()
     left = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
-    named = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
-    return named, left.get(_VARIADIC[0], ""), left.get(_VARIADIC[1], "")
+    names = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
+    return names, left.get(_VARIADIC[0], ""), left.get(_VARIADIC[1], "")
 
 
-def _classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
+def _argument_classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
     """The argument classes that an annotation names, by the module of the class that has it."""
     if isinstance(annotation, str):
         annotation = eval(annotation, vars(inspect.getmodule(owner)))

@@ -38,11 +38,11 @@ class EvaluationPart(StockTrainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **keywords: Any) -> Any:
         """Evaluate a batch; without `prediction_loss_only` the model answers with logits, too."""
-        with self._answering_logits(not prediction_loss_only):
+        with self._answer_with_logits(not prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, **keywords)
 
     @contextmanager
-    def _answering_logits(self, wanted: bool) -> Iterator[None]:
+    def _answer_with_logits(self, wanted: bool) -> Iterator[None]:
         self._facade.logits_of = self._document_logits if wanted else None
         try:
             yield

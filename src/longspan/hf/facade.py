@@ -189,8 +189,8 @@ class Facade:
         device = torch.as_tensor(input_ids).device
 
         def table_of(name: str, kind: torch.dtype) -> Tensor:
-            of_documents = {d: values.value(name, i) for i, d in enumerate(scored)} if values else {}
-            return rows.to_batch(of_documents, dtype=kind, device=device)[:, 1:]
+            document_values = {d: values.value(name, i) for i, d in enumerate(scored)} if values else {}
+            return rows.to_batch(document_values, dtype=kind, device=device)[:, 1:]
 
         leaf = table_of("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
         out = self._answer_loss(rows, leaf, labels, num_items_in_batch)

@@ -79,7 +79,7 @@ class FilesPart(StockTrainer):
         """Give a whole checkpoint its name, in place of an older one of its step, and remove those over the limit."""
         unfinished, folder = root / UNFINISHED, root / f"checkpoint-{self.state.global_step}"
         self.state.save_to_json(str(unfinished / folder.name / STATE))
-        _sync(unfinished / folder.name)
+        _sync_folder_tree(unfinished / folder.name)
         if folder.exists():
             folder.rename(unfinished / "replaced")
         (unfinished / folder.name).rename(folder)
@@ -90,7 +90,10 @@ class FilesPart(StockTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, root = self._torch_optimizer(), Path(output_dir)
-        groups = [{key: _plain(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+        groups = [
+            {key: _as_plain_values(value) for key, value in g.items() if key != "params"}
+            for g in optimizer.param_groups
+        ]
         state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
         step, prepared = self.state.global_step, self._facade.inner_model
         save_checkpoint(root / OPTIMIZER, prepared, optimizer, self.world, step=step, state=state, weights=False)
@@ -202,7 +205,7 @@ class FilesPart(StockTrainer):
 
 @contextmanager
 def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
-    """Inside, an optimizer has no groups without parameters, which torch (2.11 to 2.13) cannot load.
+    """Take groups without parameters out of an optimizer inside: torch (2.11 to 2.13) cannot load them.
 
     Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.
     """
@@ -215,7 +218,7 @@ def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
             optimizer.param_groups.insert(place, group)
 
 
-def _plain(value: Any) -> Any:
+def _as_plain_values(value: Any) -> Any:
     """A setting of an optimizer as JSON has it, which keeps every float."""
     return value.item() if isinstance(value, Tensor) else value
 
@@ -244,7 +247,7 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder_tree(folder: Path) -> None:
     """Return once the disk has all files under a folder."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():

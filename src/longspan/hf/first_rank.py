@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 from longspan.comm import World
-from longspan.comm.all_ranks import is_first_rank, waiting_for_all
+from longspan.comm.all_ranks import is_first_rank, leave_together
 from longspan.comm.watch import one_line
 from longspan.errors import CommError, LongspanError
 
@@ -47,14 +47,14 @@ class FirstRank:
         if self.works:
             return work()
         if not is_first_rank(self._world):
-            return self._follow()
+            return self._answer_calls_of_first()
         self._let_wait()
         try:
             result = work()
             message = pickle.dumps((_RESULT, result))
         except BaseException as error:
             with suppress(CommError):  # another rank is gone, which is what failed here
-                self._send(pickle.dumps((_ERROR, _as_shared(error, what))))
+                self._send(pickle.dumps((_ERROR, _make_shared_error(error, what))))
             self._others = None
             raise
         self._send(message)
@@ -78,7 +78,7 @@ class FirstRank:
 
     def _let_wait(self) -> None:
         self._others = ExitStack()
-        self._others.enter_context(waiting_for_all(self._world))
+        self._others.enter_context(leave_together(self._world))
 
     def _send(self, message: bytes) -> None:
         """End the waiting, and send all ranks what comes next."""
@@ -87,9 +87,9 @@ class FirstRank:
         others.close()
         self._world.control.broadcast_object(message, what=_MESSAGE)
 
-    def _follow(self) -> Any:
+    def _answer_calls_of_first(self) -> Any:
         while True:
-            with waiting_for_all(self._world):
+            with leave_together(self._world):
                 pass
             name, value = pickle.loads(self._world.control.broadcast_object(b"", what=_MESSAGE))
             if name == _RESULT:
@@ -99,7 +99,7 @@ class FirstRank:
             self._calls[name](*value)
 
 
-def _as_shared(error: BaseException, what: str) -> LongspanError:
+def _make_shared_error(error: BaseException, what: str) -> LongspanError:
     """The error that the other ranks raise for one of the first."""
     if isinstance(error, LongspanError):
         with suppress(Exception):

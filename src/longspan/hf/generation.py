@@ -133,14 +133,14 @@ class GenerationPart(StockTrainer):
     # ---- construction
 
     @contextmanager
-    def _making_generation(self) -> Iterator[None]:
-        """A context around TRL's constructor: its vLLM becomes ours, and ranks are seeded alike."""
+    def _replace_generation(self) -> Iterator[None]:
+        """Let TRL's constructor inside make our vLLM in place of its own, with ranks seeded alike."""
         if not hasattr(self, ANSWERS[0]):
             yield
             return
-        from longspan.hf.vllm import making_vllm
+        from longspan.hf.vllm import replace_vllm
 
-        with making_vllm(self):
+        with replace_vllm(self):
             yield
         set_seed(self.args.seed)  # TRL seeds each rank apart, and shuffles with it
         if not is_first_rank(self.world):

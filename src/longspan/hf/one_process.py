@@ -76,13 +76,13 @@ class OneProcess:
         home = make_home(ranks)
         if cls.now is None:
             device: Any = PartialState().device
-            opened = cls(home, World(home, device="cpu" if device.type == "cpu" else None).open())
+            one_process = cls(home, World(home, device="cpu" if device.type == "cpu" else None).open())
             try:
-                opened._tell_accelerate()
+                one_process._tell_accelerate()
             except BaseException:
-                opened._close()
+                one_process._close()
                 raise
-            cls.now = opened
+            cls.now = one_process
         if cls.now.home != home:
             raise ConfigError(
                 f"a longspan trainer is open under {cls.now.home}, and another asks for {home}; call end() of the "
@@ -97,7 +97,7 @@ class OneProcess:
         return len(self.home.ranks)
 
     def leave(self) -> None:
-        """One trainer fewer; the last puts accelerate's state back and closes the world."""
+        """Count one trainer less; the last one puts accelerate's state back and closes the world."""
         self.trainers -= 1
         if self.trainers == 0:
             OneProcess.now = None
@@ -114,11 +114,11 @@ class OneProcess:
 
     def arguments(self, args: TrainingArguments) -> TrainingArguments:
         """A copy of arguments whose batches are those of all ranks."""
-        mine = copy.copy(args)
-        setattr(mine, OURS, self.ranks)
-        mine.per_device_train_batch_size *= self.ranks
-        mine.per_device_eval_batch_size *= self.ranks
-        return mine
+        copied = copy.copy(args)
+        setattr(copied, OURS, self.ranks)
+        copied.per_device_train_batch_size *= self.ranks
+        copied.per_device_eval_batch_size *= self.ranks
+        return copied
 
     # ---- accelerate
 
@@ -146,7 +146,7 @@ class OneProcess:
                 save_stock(trainer, output_dir, _internal_call)
 
         def set_up_devices(args: TrainingArguments) -> torch.device:
-            return one._as_before(lambda: set_up.func(args))
+            return one._run_with_state_kept(lambda: set_up.func(args))
 
         devices = cached_property(set_up_devices)
         devices.__set_name__(TrainingArguments, "_setup_devices")
@@ -165,8 +165,8 @@ class OneProcess:
         self._patched.append((owner, name, owner.__dict__[name]))
         setattr(owner, name, value)
 
-    def _as_before(self, work: Callable[[], torch.device]) -> torch.device:
-        """Do something that makes accelerate's state anew, as arguments do, and keep the state of one process."""
+    def _run_with_state_kept(self, work: Callable[[], torch.device]) -> torch.device:
+        """Run what makes accelerate's state anew, as arguments do, and keep the state of one process."""
         states = [(kind, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState)]
         PartialState._shared_state.update(self._state)
         try:

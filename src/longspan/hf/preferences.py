@@ -85,10 +85,10 @@ class PreferencesPart(StockTrainer):
             return path
         if not hasattr(self, "_caches"):  # a dataset maps its file as long as it lives
             self._caches = tempfile.TemporaryDirectory(prefix="longspan-reference-")
-        mine = Path(self._caches.name) / cache.name
+        copy_here = Path(self._caches.name) / cache.name
         if content is not None:
-            mine.write_bytes(content)
-        return str(mine)
+            copy_here.write_bytes(content)
+        return str(copy_here)
 
 
 def take_reference_adapter(model: Any) -> Any:

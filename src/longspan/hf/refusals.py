@@ -5,14 +5,14 @@ Arguments are read as they stand then: `args.fsdp` set after they were made coun
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import SaveStrategy
 
-from longspan.errors import ConfigError, LongspanError, ModelError
+from longspan.errors import ConfigError, ModelError
 from longspan.hf.arguments import LongspanArguments
 from longspan.model.adapters import unwrap_model
 
@@ -46,11 +46,11 @@ _OF_LAUNCHER: dict[str, str] = {
 
 def refuse_arguments(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting of a trainer's constructor that longspan does not run."""
-    for reason in _reasons(args, arguments, given):
+    for reason in _argument_reasons(args, arguments, given):
         raise ConfigError(reason)
 
 
-def _reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> Iterator[str]:
+def _argument_reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> Iterator[str]:
     for name, why in _SETTINGS.items():
         if value := getattr(args, name, None):
             yield f"args.{name} is {value!r}, which a longspan trainer does not run: {why}"
@@ -127,10 +127,10 @@ def refuse_model(trainer: Any) -> None:
             "time; a longspan trainer does not: set it to False in the configuration, or for TRL "
             "args.router_aux_loss_coef to 0.0; or use longspan train"
         )
-    if not is_cross_entropy(trainer) and (dropped := _dropout(trainer.model)):
+    if not is_cross_entropy(trainer) and (dropout := _dropout_text(trainer.model)):
         way = ", or args.disable_dropout to True" if hasattr(trainer.args, "disable_dropout") else ""
         raise ModelError(
-            f"{dropped} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "
+            f"{dropout} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "
             f"different values; set it to 0{way}"
         )
 
@@ -144,8 +144,11 @@ def is_cross_entropy(trainer: Any) -> bool:
     return owner is Trainer or getattr(trainer.args, "loss_type", None) == "nll"
 
 
-def refuse_search(*_: Any, **__: Any) -> LongspanError:
-    """Raise ConfigError: a trial would make models and optimizers anew on ranks that are in the middle of a plan."""
+def refuse_search(*_: Any, **__: Any) -> NoReturn:
+    """Raise ConfigError in place of `Trainer.hyperparameter_search`.
+
+    A trial would make models and optimizers anew on ranks that are in the middle of a plan.
+    """
     raise ConfigError(
         "hyperparameter_search is not run by a longspan trainer: start one process group for each trial, such as one "
         "torchrun with its own arguments"
@@ -157,7 +160,7 @@ def _has_head(model: Any) -> bool:
     return head is not None and head() is not None
 
 
-def _dropout(model: nn.Module) -> str:
+def _dropout_text(model: nn.Module) -> str:
     """What drops values at random in training, as words; "" if nothing does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:

@@ -48,7 +48,7 @@ class StepsPart(StockTrainer):
 
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
-        """Who plans training (True) and evaluation (False), by the cost of the model."""
+        """Return how training (True) and evaluation (False) are planned, by the cost of the model."""
         config, model = self._config, unwrap_model(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
@@ -92,7 +92,10 @@ class StepsPart(StockTrainer):
     # ---- a step
 
     def _prepare_for_training(self, *args: Any) -> Any:
-        """Begin without what a training left that was stopped in the middle of a step, as gradients begin at zero."""
+        """Prepare for training as the Trainer does, and drop what a step that was stopped in the middle left.
+
+        Gradients begin at zero then, and so do the documents of the step.
+        """
         self._coming, self._guessed, self._cut = (), (), False
         self._facade.called, self._facade.ahead = [], []
         return super()._prepare_for_training(*args)
@@ -115,9 +118,9 @@ class StepsPart(StockTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take the Trainer's own loss of a batch; the last batch of an accumulation runs the step."""
-        coming, self._coming = self._coming, ()
-        if coming and self._guesses:
-            self._run_ahead(coming, num_items_in_batch)
+        batches, self._coming = self._coming, ()
+        if batches and self._guesses:
+            self._run_ahead(batches, num_items_in_batch)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             self._finish_step()
@@ -131,8 +134,8 @@ class StepsPart(StockTrainer):
         documents, firsts = list[Document](), list[int]()
         for batch in batches:
             rows = [document for document in read_batch(_document_entries(batch)).documents if document.targets]
-            counted = 0.0 if items is None else float(items)
-            divisor = counted or max(1, sum(document.targets for document in rows)) * len(batches)
+            item_count = 0.0 if items is None else float(items)
+            divisor = item_count or max(1, sum(document.targets for document in rows)) * len(batches)
             firsts.append(len(documents))
             documents += [document.with_values(coefficient=-1.0 / divisor) for document in rows]
         if not documents:
@@ -146,19 +149,19 @@ class StepsPart(StockTrainer):
 
     def _finish_step(self) -> None:
         """Run the step by what the Trainer's loss left, unless it ran ahead with the same coefficients."""
-        called, self._facade.called = self._facade.called, []
+        calls, self._facade.called = self._facade.called, []
         guessed, self._guessed = self._guessed, ()
         cut, self._cut = self._cut, False
         unasked, self._facade.ahead = self._facade.ahead, []
-        for number, batch in enumerate(called):
+        for number, batch in enumerate(calls):
             if not batch.is_finite():
                 raise NonFiniteError(
                     f"step {self.state.global_step}: the loss of {type(self).__name__} has derivatives that are not "
-                    f"finite, in batch {number + 1} of {len(called)} of the step; weights and optimizer are as before "
+                    f"finite, in batch {number + 1} of {len(calls)} of the step; weights and optimizer are as before "
                     "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
                 )
-        documents = with_coefficients(called)
-        if guessed and not unasked and _same_coefficients(documents, guessed, called[0].leaf.dtype):
+        documents = with_coefficients(calls)
+        if guessed and not unasked and _same_coefficients(documents, guessed, calls[0].leaf.dtype):
             return
         if guessed:
             self._facade.inner_model.zero_grad()

@@ -46,14 +46,14 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._open = True
         try:
             self._stock_arguments = arguments
-            mine = _turn_off_checkpointing(self._one.arguments(arguments))
+            arguments_here = _turn_off_checkpointing(self._one.arguments(arguments))
             if isinstance(model, str):
-                load_on_one_device(mine)
-            positional, named = construction.call_with(mine)
+                load_on_one_device(arguments_here)
+            positional, keyword_arguments = construction.call_with(arguments_here)
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
-            with self._making_generation():
-                super().__init__(*positional, **named)
+            with self._replace_generation():
+                super().__init__(*positional, **keyword_arguments)
             refuse_model(self)
             self._refuse_reference()
         except BaseException:
@@ -83,12 +83,12 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             return
         inside = unwrap_model(self.model)
         self._facade.head = take_fused_head(inside)
-        copied = take_reference_adapter(self.model)
+        reference_config = take_reference_adapter(self.model)
         self.memory_plan: MemoryPlan | None
         self._config, self.memory_plan = choose_memory(self)
         self._prepare_model(self.model, self._facade)
-        if copied is not None:
-            ReferenceAdapter(self.model, self._facade.inner_model, copied)
+        if reference_config is not None:
+            ReferenceAdapter(self.model, self._facade.inner_model, reference_config)
         self.model_wrapped: Facade = self._facade
         self._prepared_model = self.model
         reference = getattr(self, "ref_model", None)
@@ -117,22 +117,22 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     def train(self, *args: Any, **keywords: Any) -> Any:
         """Train as the Trainer does; entered by all ranks."""
-        with self._telling_others():
+        with self._report_errors_to_others():
             return super().train(*args, **keywords)
 
     def evaluate(self, *args: Any, **keywords: Any) -> Any:
         """Evaluate as the Trainer does; entered by all ranks."""
-        with self._telling_others():
+        with self._report_errors_to_others():
             return super().evaluate(*args, **keywords)
 
     def predict(self, *args: Any, **keywords: Any) -> Any:
         """Predict as the Trainer does; entered by all ranks."""
-        with self._telling_others():
+        with self._report_errors_to_others():
             return super().predict(*args, **keywords)
 
     @contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """Inside, an error of this rank, as of a collator or a metric, is in the failure report of ranks that wait.
+    def _report_errors_to_others(self) -> Iterator[None]:
+        """Put an error of this rank inside, as of a collator or a metric, into the failure report of ranks that wait.
 
         All ranks wait at the end, so that none goes on without one whose metric failed.
         """

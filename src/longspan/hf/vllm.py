@@ -53,14 +53,14 @@ class LongspanVLLM(VLLMGeneration):
         ranks = len(self._world.home.ranks)
         size = -(-len(prompts) // ranks)  # equal, as engines that share a model slice their common answers by it
         padded = [*prompts, *prompts[-1:] * (size * ranks - len(prompts))]
-        mine = padded[self._world.rank * size :][:size]
+        prompts_here = padded[self._world.rank * size :][:size]
         make = super().generate
-        made = result_or_first_error(
+        answers = result_or_first_error(
             self._world,
-            lambda: make(mine, None, num_generations),
+            lambda: make(prompts_here, None, num_generations),
             lambda error: CommError(f"vLLM failed to make answers: {one_line(error)}"),
         )
-        parts = zip(*self._world.control.gather_objects(made, "answers of vLLM"), strict=True)
+        parts = zip(*self._world.control.gather_objects(answers, "answers of vLLM"), strict=True)
         return tuple(
             None if part[0] is None else [answer for share in part for answer in share][: len(prompts)]
             for part in parts
@@ -80,8 +80,8 @@ class RankAccelerator:
 
 
 @contextmanager
-def making_vllm(trainer: Any) -> Iterator[None]:
-    """A context in which the modules of a trainer's classes make LongspanVLLM where they make VLLMGeneration."""
+def replace_vllm(trainer: Any) -> Iterator[None]:
+    """Let the modules of a trainer's classes make LongspanVLLM inside where they make VLLMGeneration."""
     modules = [
         module
         for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)

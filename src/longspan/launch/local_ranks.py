@@ -192,7 +192,7 @@ class LocalRanks:
             process.start()
             self._all.append(LocalRank(index, process, own_end))
         except BaseException:
-            own_end.close()  # a process that comes to be all the same learns from it that nobody waits for it
+            own_end.close()  # a process that started in spite of the error reads the end of its pipe, and ends
             raise
         finally:
             rank_end.close()
@@ -249,7 +249,7 @@ class LocalRanks:
         first = self._rank_to_blame()
         if first.death is not None or first.answer is None:
             error: BaseException = RankLostError(f"rank {first.index} of {len(self.ranks)} {first.death}")
-            if stacks := _dump(self.folder, first.index):
+            if stacks := _stack_text(self.folder, first.index):
                 error.add_note(f"rank {first.index} was at:\n{stacks}")
         else:
             error = first.answer.error(first.index)
@@ -278,10 +278,11 @@ class LocalRanks:
             if rank.process.exitcode is None and rank.process.pid is not None:
                 os.kill(rank.process.pid, DUMP)  # the rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and not all(_dump(self.folder, rank.index) for rank in running):
+        while time.monotonic() < deadline and not all(_stack_text(self.folder, rank.index) for rank in running):
             time.sleep(0.05)
         stacks = "".join(
-            f"\nrank {rank.index} was at:\n{_dump(self.folder, rank.index) or '  (not known)'}" for rank in running
+            f"\nrank {rank.index} was at:\n{_stack_text(self.folder, rank.index) or '  (not known)'}"
+            for rank in running
         )
         names = ", ".join(str(rank.index) for rank in running)
         return CommError(
@@ -317,7 +318,7 @@ def _describe_death(code: int | None) -> str:
     return f"{describe_end(code)} before it answered"
 
 
-def _dump(folder: Path, index: int) -> str:
+def _stack_text(folder: Path, index: int) -> str:
     """Where a rank was, as its faulthandler has written it: the thread that got the signal, where that is known."""
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""

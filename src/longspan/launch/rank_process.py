@@ -213,7 +213,7 @@ def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
 
 
 def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
-    """Make one call after another until the launcher closes the pipe; a call sees nothing of the calls before it."""
+    """Make one call after another until the launcher closes the pipe; no call sees anything of those before it."""
     while True:
         try:
             task: Task = pickle.loads(pipe.recv_bytes())

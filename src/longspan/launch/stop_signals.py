@@ -40,13 +40,14 @@ def interruptible() -> Iterator[None]:
     In another thread than the main one, which does not receive signals, nothing is done; a signal that is ignored stays
     so.
     """
-    last = [-SAME_PRESS]
+    raised_at = [-SAME_PRESS]  # the time of the last Interrupted
 
     def interrupt(number: int, _: FrameType | None) -> None:
+        """Raise Interrupted, but once for the signals of one press: a terminal may send more than one."""
         now = time.monotonic()
         leave_closed_output()
-        if now - last[0] > SAME_PRESS:
-            last[0] = now
+        if now - raised_at[0] > SAME_PRESS:
+            raised_at[0] = now
             raise Interrupted(number)
 
     old_handlers = _set_handler(interrupt, [number for number in SIGNALS if not _is_ignored(number)])
@@ -85,16 +86,16 @@ def leave_closed_output(descriptors: Collection[int] = (1, 2)) -> None:
 
 def block_signals() -> AbstractContextManager[None]:
     """While open, signals wait; a process that is started inside gets none until it opens `unblock_signals`."""
-    return _signals_masked(signal.SIG_BLOCK)
+    return _mask_signals(signal.SIG_BLOCK)
 
 
 def unblock_signals() -> AbstractContextManager[None]:
     """While open, signals reach this thread; those that came before do so now."""
-    return _signals_masked(signal.SIG_UNBLOCK)
+    return _mask_signals(signal.SIG_UNBLOCK)
 
 
 @contextmanager
-def _signals_masked(how: int) -> Iterator[None]:
+def _mask_signals(how: int) -> Iterator[None]:
     """Block or unblock the stop signals inside the `with` block."""
     old_mask = signal.pthread_sigmask(how, SIGNALS)
     try:

@@ -145,7 +145,7 @@ def check_degree(name: str, value: object) -> int:
 
 
 def _as_integer(value: object) -> int | None:
-    """Return the value as a Python integer where it is one (numpy's count, a bool or a float does not), else None."""
+    """Return the value as a Python integer; None for what is not one. A bool or a float is not, numpy's integers are."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:

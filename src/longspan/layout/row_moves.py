@@ -120,10 +120,7 @@ def _leaving_blocks(target: Blocks, once: Sequence[Integers], me: int, group: Se
 
 
 def _count_holders(once: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
-    """Count how many of these members have each block, and for each member's blocks how many members before it do.
-
-    For each member's blocks, how many members before it have them.
-    """
+    """Count how many of these members have each block, and for each member's blocks how many members before it do."""
     several, holders_before = np.zeros(len(blocks.size), dtype=np.int64), list[Integers]()
     for numbers in once:
         holders_before.append(several[numbers])
@@ -228,7 +225,7 @@ def _first_occurrences(blocks: Integers, among: Blocks) -> Flags:
 
 
 def _check_copies(source: Blocks, groups: Groups) -> None:
-    """Refuse groups whose members have a row differently often, and at all."""
+    """Raise LayoutError for a group whose members have a row differently often, if they have it at all."""
     for group in groups:
         counts = np.stack([np.bincount(source.members[member], minlength=len(source.size)) for member in group])
         most = counts.max(axis=0)

@@ -58,10 +58,10 @@ class Spans:
         starts, stops = (self.document * stride + at for at in (self.start, self.stop))
         first = np.searchsorted(stops, start, side="right")
         last = np.maximum(np.searchsorted(starts, stop, side="left"), first)
-        of_segment, number = np.repeat(np.arange(len(segments)), last - first), expand_runs(first, last)
-        begin = np.maximum(segments.start[of_segment], self.start[number])
-        end = np.minimum(segments.stop[of_segment], self.stop[number])
-        return Segments(number, begin, end, segments.offset[of_segment] + begin - segments.start[of_segment])
+        segment, number = np.repeat(np.arange(len(segments)), last - first), expand_runs(first, last)
+        begin = np.maximum(segments.start[segment], self.start[number])
+        end = np.minimum(segments.stop[segment], self.stop[number])
+        return Segments(number, begin, end, segments.offset[segment] + begin - segments.start[segment])
 
     def run_ends(self, segments: Segments) -> Integers:
         """Return where the run of each of these segments' last row ends, or itself where that is in none: (n,)."""

@@ -32,7 +32,7 @@ from longspan.plan.shape.layers import depth_types
 
 def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
     """Draw random weights as transformers initialises them, the same on every rank and under every home."""
-    _fill_depths(model, mtp, _Drawn(model, mtp, seed))
+    _fill_depths(model, mtp, _DrawnWeights(model, mtp, seed))
 
 
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
@@ -52,7 +52,7 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
     _fill_depths(model, mtp, source)
 
 
-class _Drawn:
+class _DrawnWeights:
     """Each depth is drawn at once, for modules may draw those inside them, from a seed of its own: `seed` and its name.
 
     Only names, shapes and buffers of depths are kept here, no memory of parameters.
@@ -187,8 +187,8 @@ def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
     """Make a depth with copies of these layers and of the model's last norm, whose weights are overwritten.
 
-    Where the model has no norm after its layers, as where each ends with one, its hidden states are those of a layer,
-    and so are a depth's: it has norms of the layer's last one's kind, and none at its end.
+    Where each layer ends with a norm, the model has none after its layers, and a depth has none at its end. The norms
+    of its inputs are then copies of the last norm in the layer.
     """
     last_norm, size = final_norm(model), model.config.get_text_config().hidden_size
     weight, norm = next(layers[-1].parameters()), last_norm or _find_last_norm(model, layers[-1], size)

@@ -1,10 +1,10 @@
 """Decoder layers compiled by torch.compile: each as two halves around attention, or only its norms and MLPs.
 
 A layer's own forward is compiled, once for all layers of a kind and any number of rows from two on. What this package
-puts inside a layer (attention, mixers, experts, linears in float8, what crosses ranks) runs between the graphs, as it
-would without them: a dense layer is two graphs, one of experts four, and tensor parallelism adds one for each sum or
-gather. Elementwise passes, which are a sixth of a layer of Qwen3-8B's size over 16K rows, become few: norms and
-residuals, norms of heads and rotary angles, SwiGLU and its gradients.
+puts inside a layer (attention, mixers, experts, what crosses ranks) runs between the graphs, as it would without them,
+and linears in float8 by operators of their own inside: a dense layer is two graphs, one of experts four, and tensor
+parallelism adds one for each sum or gather. Elementwise passes, which are a sixth of a layer of Qwen3-8B's size over
+16K rows, become few: norms and residuals, norms of heads and rotary angles, SwiGLU and its gradients.
 
 transformers runs the checkpoint of a recomputed layer around the layer's call (5.17) or inside its forward (5.23), and
 torch.compile around a checkpoint that has contexts compiles nothing, without a word. So graphs are always made within
@@ -138,7 +138,7 @@ def _compile_layer(layer: nn.Module) -> None:
     config.nested_graph_breaks = True  # a call of attention ends one graph, not one for each function around it
     config.recompile_limit = max(config.recompile_limit, RECOMPILES)
     use_class_norms(_modules_in_graphs(layer))
-    # A forward that is an object, as that of a linear in float8, would be another graph in each layer.
+    # A forward that is an object would be another graph in each layer.
     replaced = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
     for module in (*find_mixers(layer).values(), *replaced):
         if isinstance(tiled := vars(module).get("forward"), TiledForward):

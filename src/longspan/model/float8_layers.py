@@ -6,7 +6,7 @@ Head, embedding, norms, routers, adapters, encoders, the gates and decays of hea
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import belongs_to_adapter
 from longspan.model.experts.moe import expert_modules, router_modules
+from longspan.model.float8.compiled import trace_linear
 from longspan.model.float8.products import linear_in_float8
 from longspan.model.float8.weights import add_float8_weights, find_float8_weight
 from longspan.model.layers import decoder_layers
@@ -129,9 +130,9 @@ def use_float8(model: PreTrainedModel) -> str:
     """Let the linears and experts of a model that was not refused compute in float8; returns what does, in words."""
     linears, experts = float8_linears(model), expert_modules(model)
     count = sum(linear.weight.numel() for linear in linears.values())
-    for name, linear in linears.items():
+    for linear in linears.values():
         add_float8_weights(linear, ["weight"])
-        linear.forward = partial(_run_linear, linear, name)
+        linear.forward = MethodType(_run_linear, linear)  # a method, so that layers of a kind share compiled graphs
     for module in experts.values():
         matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
         add_float8_weights(module, matrices)
@@ -142,13 +143,17 @@ def use_float8(model: PreTrainedModel) -> str:
     return f"float8 by rows: {len(linears)} linears{of_experts}, {100 * count / of_layers:.1f} % of the layers' weights"
 
 
-def _run_linear(linear: nn.Linear, name: str, input: Tensor) -> Tensor:
+def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
     """Compute a linear's outputs from rows (…, K), with its weight as a tensor-parallel rank sees it."""
-    weight, float8_weight = linear.weight, find_float8_weight(linear, "weight")
+    weight = linear.weight
     if any(width % MULTIPLE for width in weight.shape):
         raise ModelError(
-            f"products in float8 need widths that {MULTIPLE} divides, and this rank's part of {name} is "
-            f"{tuple(weight.shape)}; use another tp, or leave float8 out"
+            f"products in float8 need widths that {MULTIPLE} divides, and this rank's part of the weight "
+            f"{(linear.out_features, linear.in_features)} of a linear is {tuple(weight.shape)}; use another tp, or "
+            "leave float8 out"
         )
+    if torch.compiler.is_compiling():
+        return trace_linear(input, weight, linear.bias)
+    float8_weight = find_float8_weight(linear, "weight")
     assert float8_weight is not None
     return linear_in_float8(input, weight, linear.bias, float8_weight)

@@ -166,10 +166,7 @@ class _Entry(Absent):
     rows: Tensor | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states that the base model was called with.
-
-        Its first input where it was called with none.
-        """
+        """Return the hidden states that the base model was called with; without any, the module's first input."""
         return super().forward(x if self.rows is None else self.rows)
 
     def take(self, base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

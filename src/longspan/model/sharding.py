@@ -249,8 +249,8 @@ def unshard(model: nn.Module) -> None:
 def reshard(model: nn.Module) -> None:
     """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass.
 
-    Also after an error broke that pass off, which FSDP2 would otherwise take for unfinished: it would free nothing,
-    and a later pass would take the gathered parameters for current ones.
+    They are freed after an error in that pass, too. FSDP2 would take the pass for unfinished and free nothing, and a
+    later pass would take the gathered parameters for current ones.
     """
     _free_groups(fsdp_modules(model))
 

@@ -108,7 +108,7 @@ class Plan:
 
         Raises PlanError naming the document, slot or micro-batch, and the numbers.
         """
-        _check_numbers(self)
+        _check_plan_numbers(self)
         for m, batch in enumerate(self.micro_batches):
             for g, group in enumerate(batch.groups):
                 _check_group(f"micro-batch {m}, group {g}", group, self)
@@ -128,7 +128,7 @@ class Plan:
         return plan
 
 
-def _check_numbers(plan: Plan) -> None:
+def _check_plan_numbers(plan: Plan) -> None:
     """Raise PlanError for a field that is no possible number, and for a plan without micro-batches."""
     check_count("slots", plan.slots)
     check_count("targets", plan.targets, least=0)
@@ -277,9 +277,9 @@ def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
 def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
     """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'."""
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
-    named = [f"{count} x cp {degree}" for degree, count in counts]
+    texts = [f"{count} x cp {degree}" for degree, count in counts]
     others = sum(count for _, count in counts[most:])
-    return ", ".join(named[:most]) + (f", {others} more" if others else "") or "dummy"
+    return ", ".join(texts[:most]) + (f", {others} more" if others else "") or "dummy"
 
 
 def _seconds_text(value: float) -> str:

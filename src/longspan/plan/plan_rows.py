@@ -106,7 +106,7 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     """
     counts = dict[tuple[int, str], tuple[int, int]]()
     for group in (group for batch in plan.micro_batches for group in batch.groups):
-        key = group.degree, _type_name(group) if group.degree > 1 else ""
+        key = group.degree, _group_type_name(group) if group.degree > 1 else ""
         count, tokens = counts.get(key, (0, 0))
         counts[key] = count + 1, tokens + group.tokens
     return [
@@ -115,7 +115,7 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _type_name(group: Group) -> str:
+def _group_type_name(group: Group) -> str:
     kind, sizes = group.cp_comm_type, group.hierarchical_context_parallel_sizes
     name = kind if isinstance(kind, str) else "/".join(dict.fromkeys(kind))
     return f"{name} {sizes}" if sizes is not None and "a2a+p2p" in name else name
@@ -150,8 +150,8 @@ def _list_as_tuple(value: Any) -> Any:
 def _read_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
     """Yield the groups of a micro-batch from their lists, as `_group_row` writes them."""
     for number, first, *rest in rows:
-        listed = isinstance(first, list)
-        slots: tuple[int, ...] = _list_as_tuple(first) if listed else tuple(range(first, first + rest[0]))
-        documents: tuple[int, ...] = tuple(rest if listed else rest[1:])
+        is_list = isinstance(first, list)
+        slots: tuple[int, ...] = _list_as_tuple(first) if is_list else tuple(range(first, first + rest[0]))
+        documents: tuple[int, ...] = tuple(rest if is_list else rest[1:])
         kind, sizes, partition, pad_to = kinds[number]
         yield Group(slots, documents, tuple(lengths[d] for d in documents), kind, sizes, partition, pad_to)

@@ -109,7 +109,7 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     """A colour for each document of these bars, the largest first: of hues that no neighbour has, the one with the
     least area so far. So large documents all differ, and small ones repeat the colours of small ones.
     """
-    neighbours, areas = _neighbours(bars), np.zeros(len(FILLS))
+    neighbours, areas = _find_neighbours(bars), np.zeros(len(FILLS))
     colors: dict[int, int] = {}
     for place, bar in enumerate(bars):
         if bar.document in colors:
@@ -125,7 +125,7 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     return colors
 
 
-def _neighbours(bars: Sequence[Bar]) -> list[list[int]]:
+def _find_neighbours(bars: Sequence[Bar]) -> list[list[int]]:
     """The bars that touch each bar, next to it or above it, or nearly."""
     slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))
     gap = NEAR * float(stop.max(initial=0.0))

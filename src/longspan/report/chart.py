@@ -201,17 +201,19 @@ def _draw_references(chart: Chart, frame: _Frame) -> str:
 
 
 def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """Lines over the whole height; their words at the foot, to the side that has room, none over those before."""
-    free = frame.left
-    for x, words in sorted(chart.events):
+    """Lines over the whole height; their words at the foot, to the side that has room, the longest first, none over
+    another.
+    """
+    places = list[tuple[float, float]]()
+    for x, words in sorted(chart.events, key=lambda event: (-len(event[1]), event[0])):
         if not frame.x[0] <= x <= frame.x[1]:
             continue
         at, width = float(frame.to_x(x)), CHARACTER * len(words)
         yield tag("path", class_="reference", d=f"M{at:.1f} {frame.top}V{frame.bottom}")
         start = at + 4 if at + 4 + width <= frame.right else at - 4 - width
-        if words and start >= free:
+        if words and start >= frame.left and all(start + width <= a or b <= start for a, b in places):
             yield label(words, start, frame.bottom - 6, "start", "label halo")
-            free = start + width
+            places.append((start, start + width))
 
 
 def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:

@@ -30,7 +30,7 @@ def _eval_sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterat
     yield section("Evaluations", _table(*_evaluations_table(models)))
     for difference in record.get("compare", {}).get("differences", ()):
         yield _difference_tables(difference, [str(model["target"]) for model in models])
-    charts = list(_charts(models))
+    charts = list(_loss_charts(models))
     if charts:
         yield section("Where the loss is", tag("div", *charts, class_="grid-2"))
     for picture in pictures:
@@ -95,7 +95,7 @@ def _difference_tables(difference: Mapping[str, Any], names: Sequence[str]) -> s
     return section(f"Difference, {difference['name'] or HELD_OUT}", tag("p", text(words), class_="note"), table)
 
 
-def _charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _loss_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The loss by position and by document length: a curve for each model and set."""
     by_position, by_length = dict[str, Any](), dict[str, Any]()
     for model in models:

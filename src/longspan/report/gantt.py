@@ -158,6 +158,7 @@ class _Canvas:
         return f"{value:g}" if self.timed else self.write_time(value)
 
     def _tick_values(self) -> list[tuple[float, float]]:
+        """Return the begin of a tick's panel and its value: seconds from 0, or 0 and the cap where they have room."""
         if self.picture.unit == "seconds":
             return [(0.0, value) for value in ticks(0, self.picture.end, 9)]
         panels = self.picture.panels

@@ -14,10 +14,10 @@ def tag(element: str, *content: str, **attributes: object) -> str:
     Underscores in names become hyphens, a trailing one is dropped; floats are written with one decimal; None leaves an
     attribute out and True writes it without a value.
     """
-    return f"<{element}{''.join(_attribute(*item) for item in attributes.items())}>{''.join(content)}</{element}>"
+    return f"<{element}{''.join(_attribute_text(*item) for item in attributes.items())}>{''.join(content)}</{element}>"
 
 
-def _attribute(name: str, value: object) -> str:
+def _attribute_text(name: str, value: object) -> str:
     name = name.rstrip("_").replace("_", "-") if name != "viewBox" else name
     if value is None or value is False:
         return ""
@@ -71,13 +71,13 @@ _META = '<meta charset="utf-8"><meta name="viewport" content="width=device-width
 _TIP = tag("div", id="tip", role="status", aria_live="polite", hidden=True)
 
 
-def page(title: str, body: Sequence[str], *, script: str = "", nonce: str = "") -> str:
+def page(title: str, body: Sequence[str], *, style: str = "", script: str = "", nonce: str = "") -> str:
     """The page of these parts, with its style and script.
 
-    A page that a server sends has a `script` more, and a `nonce` that its scripts carry: its policy is the server's.
+    A page that a server sends adds to both, and has a `nonce` that its script carries: its policy is the server's.
     """
     policy = "" if nonce else f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-    head = _META + policy + tag("title", text(title)) + tag("style", f"\n{style_sheet()}")
+    head = _META + policy + tag("title", text(title)) + tag("style", f"\n{style_sheet()}{style}")
     program = f"\n{room_text('page.js')}{script}"
     body = [PATTERNS, tag("main", *(f"\n{part}" for part in body)), _TIP, tag("script", program, nonce=nonce or None)]
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{"".join(body)}</body></html>\n'

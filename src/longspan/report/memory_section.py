@@ -46,7 +46,11 @@ def memory_section(run: RunFolder) -> str:
         sentences += " On CPUs the measured peak is the whole process's, with Python and its libraries."
     measures = tag("p", text(sentences), class_="sub")
     return section(
-        "Memory", measures, _bytes_picture(device, host, peak), _legend(device, host), _bytes_table(device, host, peak)
+        "Memory",
+        measures,
+        _bytes_picture(device, host, peak),
+        _bytes_legend(device, host),
+        _bytes_table(device, host, peak),
     )
 
 
@@ -110,7 +114,7 @@ def _bar_parts(name: str, values: Mapping[str, float], row: int, scale: float) -
     yield label(bytes_text(values["total"]), x + 6, y + HEIGHT / 2 + 4, "start")
 
 
-def _legend(device: Mapping[str, float], host: Mapping[str, float]) -> str:
+def _bytes_legend(device: Mapping[str, float], host: Mapping[str, float]) -> str:
     colors = {kind: color for color, kind in enumerate(KINDS)}
     entries = (
         tag("li", key(tag("rect", class_=f"b k{colors[kind]}", width=22, height=12)), text(f"{kind}: {KINDS[kind]}"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from longspan.errors import ConfigError, RunFolderError
-from longspan.files import naming_file, os_error_text
+from longspan.files import name_file_in_errors, os_error_text
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.cost import FORWARD_ALONE
 from longspan.plan.cost.cost_changes import scale_times
@@ -66,7 +66,7 @@ def write_report(run_dir: str | Path) -> Path:
     body = _run_body(run)
     path = run.path / "report.html"
     try:
-        with naming_file(path):
+        with name_file_in_errors(path):
             path.write_text(page(f"{run.name} · longspan", body), encoding="utf-8")
     except OSError as error:
         raise RunFolderError(os_error_text(error)) from error

@@ -25,7 +25,6 @@ from longspan.report.evaluation_sections import (
 from longspan.report.markup import section, tag, text
 from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
 from longspan.report.passkey import passkey_section
-from longspan.report.profile_section import profile_section
 from longspan.report.run_folder import CORRECTION, MTP_LOSS, EvalRow, RunFolder, last_evaluations, number
 from longspan.report.series import smooth
 from longspan.run.facts import RunFacts
@@ -121,7 +120,7 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
     if len(finite(run.train["bound_share"])):
         share = _column_curves(run, "bound_share", 2)
         yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
-    columns = [(part, f"{CORRECTION}{part}") for part in PARTS if part in (_ratios(run) or PARTS)]
+    columns = [(part, f"{CORRECTION}{part}") for part in PARTS if part in (_price_ratios(run) or PARTS)]
     if columns and any(len(finite(run.train[column])) for _, column in columns):
         lines = tuple(Series(part, run.step, run.train[column], i) for i, (part, column) in enumerate(columns))
         yield Chart("Correction of plans' prices", lines, "measured / predicted seconds")
@@ -168,12 +167,21 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     if run.samples:
         yield samples_section(run.samples)
     yield memory_section(run)
-    yield profile_section(run.path)
+    yield _profile_part(run)
     yield section("Steps", tag("div", *_small_figures(run), class_="grid-3"))
     if run.notes:
         yield section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
     if run.config_text:
         yield tag("section", tag("details", tag("summary", "Configuration"), tag("pre", text(run.config_text))))
+
+
+def _profile_part(run: RunFolder) -> str:
+    """The section of profiled steps, whose module imports torch; "" where there is no such folder."""
+    if not (run.path / "profiles").is_dir():
+        return ""
+    from longspan.report.profile_section import profile_section
+
+    return profile_section(run.path)
 
 
 def _run_header(run: RunFolder) -> str:
@@ -299,7 +307,7 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(bound) and run.facts is not None:
         detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
         yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
-    if "whole" in (ratios := _ratios(run)):
+    if "whole" in (ratios := _price_ratios(run)):
         of_parts = ", ".join(f"{part} {ratio:.2f}" for part, ratio in ratios.items() if part != "whole")
         yield "measured / predicted", f"{ratios['whole']:.2f}", f"seconds of the last steps; {of_parts}"
     measured, predicted = (finite(run.train[f"{name}encoder_share"]) for name in ("", "predicted_"))
@@ -310,7 +318,7 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         yield "encoder", f"{100 * np.median(measured):.0f}%", detail + f"mean, {as_planned:.2f} predicted"
 
 
-def _ratios(run: RunFolder) -> dict[str, float]:
+def _price_ratios(run: RunFolder) -> dict[str, float]:
     """Measured over predicted seconds at the end of a run whose prices were refined: of steps, and by part."""
     ratios = run.summary.get("measured_over_predicted")
     numbers = {str(name): number(value) for name, value in ratios.items()} if isinstance(ratios, dict) else {}

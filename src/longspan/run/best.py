@@ -38,7 +38,7 @@ class BestCheckpoint:
 
     def take_up(self, done: int, saved: Collection[int]) -> None:
         """Go on from what an earlier session noted, as far as those checkpoints are there."""
-        stored = run_on_first_rank(self._world, self._read, RunFolderError)
+        stored = run_on_first_rank(self._world, self._read_figures, RunFolderError)
         self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
 
     def is_new(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
@@ -52,7 +52,7 @@ class BestCheckpoint:
         before = f" (before: {self._bests[-1][1]:.6g} at step {self.step})" if self._bests else ""
         self._log(f"step {step} has the best {self.figure.column} so far, {value:.6g}{before}; its checkpoint is kept")
         self._bests = [*self._bests[-1:], (step, value)]
-        run_on_first_rank(self._world, self._write, RunFolderError)
+        run_on_first_rank(self._world, self._write_figures, RunFolderError)
         return True
 
     def _is_better(self, value: float) -> bool:
@@ -61,7 +61,7 @@ class BestCheckpoint:
         best = self._bests[-1][1]
         return value > best if self.figure.higher else value < best
 
-    def _read(self) -> list[tuple[int, float]]:
+    def _read_figures(self) -> list[tuple[int, float]]:
         """What the file has; nothing where it is of another figure or damaged."""
         try:
             stored = json.loads(self._file.read_text(encoding="utf-8"))
@@ -75,6 +75,6 @@ class BestCheckpoint:
             self._log(f"{self._file} is damaged: the best checkpoint is looked for anew")
             return []
 
-    def _write(self) -> None:
+    def _write_figures(self) -> None:
         bests = [{"step": step, "value": value} for step, value in self._bests]
         write_atomically(self._file, json.dumps({**vars(self.figure), "bests": bests}, indent=1))

@@ -73,8 +73,8 @@ def image_samples(
 
     def rows() -> list[dict[str, Any]]:
         tokenizer = load_tokenizer(folder)
-        made = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
-        return [{"step": step, "name": name, **row} for row in made]
+        sample_rows = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
+        return [{"step": step, "name": name, **row} for row in sample_rows]
 
     return run_on_first_rank(world, rows, DataError)  # which alone opens the pictures
 
@@ -167,7 +167,7 @@ class Evaluations:
 
     def evaluate_at_end(self) -> Final:
         """Evaluate all sets, the held-out documents at every degree; each is recorded once, however often it is run."""
-        done, at_degrees, named = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
+        done, at_degrees, set_evaluations = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
         for entry in self.run.sets:
             evaluations = list[Evaluation]()
             for evaluation in self._final_evaluations(entry, done):
@@ -177,9 +177,9 @@ class Evaluations:
                     return Final(stopped=signal)
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
-            (named if entry.name else at_degrees).extend(sorted(evaluations, key=_largest_degree))
+            (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=_largest_degree))
         self._write_samples(done)
-        return Final(tuple(at_degrees), tuple(named))
+        return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def _write_samples(self, done: int) -> None:
         """Write the model's answers for some documents of each set that has images."""

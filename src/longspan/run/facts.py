@@ -75,7 +75,7 @@ class RunFacts:
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Name and text of each line, for the console and the report."""
+        """Yield the name and the text of each line, for the console and the report."""
         experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
         sizes = f"{_size_text(self.parameters)} parameters, {_size_text(self.parameters_of_rank)} on a rank"
         sizes += f", {_size_text(self.trained)} trained" if self.trained else ""
@@ -115,9 +115,9 @@ class RunFacts:
             yield "caution", self.caution
 
     def _home_words(self) -> Iterator[str]:
-        """The slots of the home (of several hosts: those of one too), and its other degrees that are above 1."""
-        of_host = f" ({self.node_size} a host)" if self.hosts > 1 and self.node_size else ""
-        yield plural(self.home["slots"], "slot") + of_host
+        """Yield the slots of the home, on several hosts also those of a host, and each other degree that is above 1."""
+        host_text = f" ({self.node_size} a host)" if self.hosts > 1 and self.node_size else ""
+        yield plural(self.home["slots"], "slot") + host_text
         yield from (f"{name} {degree}" for name, degree in self.home.items() if name != "slots" and degree > 1)
         yield from ["sequence-parallel"] * self.sequence_parallel
 

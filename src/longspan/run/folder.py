@@ -31,7 +31,7 @@ from longspan.errors import (
     RunFolderError,
     plural,
 )
-from longspan.files import naming_file
+from longspan.files import name_file_in_errors
 from longspan.run.best import BestCheckpoint
 from longspan.run.facts import LOCK
 from longspan.run.refining import STATE
@@ -62,7 +62,7 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
     path = directory / LOCK
     file = path.open("a+", encoding="utf-8")
     try:
-        with naming_file(path):
+        with name_file_in_errors(path):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):

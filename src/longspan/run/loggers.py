@@ -116,17 +116,17 @@ class RunLoggers:
     @classmethod
     def open(cls, classes: Mapping[str, LoggerClass], start: RunStart, say: Callable[[str], None]) -> "RunLoggers":
         """Create the loggers one after another. Raises ConfigError, with the reason, if one cannot start."""
-        opened = cls({}, say)
+        loggers = cls({}, say)
         for name, make in classes.items():
             try:
-                opened._loggers[name] = make(start)
+                loggers._loggers[name] = make(start)
             except Exception as error:
-                opened.close()
+                loggers.close()
                 reason = f"{type(error).__name__}: {error}"
                 raise ConfigError(
                     f"the logger {name} of run.loggers cannot start: {reason}; or leave it out"
                 ) from error
-        return opened
+        return loggers
 
     def __enter__(self) -> "RunLoggers":
         return self

@@ -34,7 +34,7 @@ from longspan.run.evaluations import Evaluations, Final, save_plan
 from longspan.run.facts import LOCK
 from longspan.run.folder import Saves, run_lock
 from longspan.run.loggers import logger_classes
-from longspan.run.memory_short import memory_explained, record_history
+from longspan.run.memory_short import explain_memory, record_history
 from longspan.run.metrics_log import read_metrics
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
@@ -204,7 +204,7 @@ def _take_step(
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         _prepare_next_step(run, run.model, plans, step + 1)
     limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
-    with limit, memory_explained(run, step + 1), profiles.around_step(step + 1):
+    with limit, explain_memory(run, step + 1), profiles.around_step(step + 1):
         result = run.take_step(plan, documents, step)
     seconds = time.perf_counter() - started
     if is_usual:

@@ -25,17 +25,17 @@ NAMES = ("part", "planned", "measured")
 
 
 @contextmanager
-def memory_explained(run: TrainingRun, step: int) -> Iterator[None]:
+def explain_memory(run: TrainingRun, step: int) -> Iterator[None]:
     """A context of a step, counted from 1: an error of short memory gets a note with what the plan says, and a file.
 
-    >>> with memory_explained(run, 7):
+    >>> with explain_memory(run, 7):
     ...     run.take_step(plan, documents, 6)
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            error.add_note(_explain(run, step, error))
+            error.add_note(_write_explanation(run, step, error))
         raise
 
 
@@ -45,7 +45,7 @@ def record_history(run: TrainingRun) -> None:
         torch.cuda.memory._record_memory_history(max_entries=entries)
 
 
-def _explain(run: TrainingRun, step: int, error: BaseException) -> str:
+def _write_explanation(run: TrainingRun, step: int, error: BaseException) -> str:
     """Write the files of this rank; returns the table, and where they are."""
     rank, folder = run.world.rank, run.dir / FOLDER
     text = f"rank {rank} was out of memory in step {step}: {one_line(error)}\n{memory_table(run)}"

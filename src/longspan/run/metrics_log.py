@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longspan.files import as_json, json_values, naming_file, parse_json, read_lines, write_atomically
+from longspan.files import as_json, json_values, name_file_in_errors, parse_json, read_lines, write_atomically
 from longspan.run.loggers import RunLoggers
 
 _MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
@@ -62,7 +62,7 @@ class MetricsLog:
         """Append a row. Raises OSError, with the file's name, for what the disk refuses."""
         self.evaluated |= find_evaluations([row])
         if self._file is not None:
-            with naming_file(Path(self._file.name)):
+            with name_file_in_errors(Path(self._file.name)):
                 self._file.write(as_json(row) + "\n")
                 self._file.flush()
         if self._loggers is not None:

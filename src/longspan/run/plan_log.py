@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from longspan.files import naming_file
+from longspan.files import name_file_in_errors
 from longspan.plan import Cost, Plan
 from longspan.plan.plan_rows import plan_row
 
@@ -26,7 +26,7 @@ class PlanLog:
     def __init__(self, path: Path | None, *, after_step: int) -> None:
         self._file = None
         if path is not None:
-            with naming_file(path):
+            with name_file_in_errors(path):
                 self._file = path.open("a+b")
                 self._file.truncate(_bytes_up_to(path, after_step))
         self._cost: Cost | None = None  # of the last row of this session
@@ -44,7 +44,7 @@ class PlanLog:
         if self._file is None:
             return
         row, self._cost = plan_row(step, plan, after=self._cost), plan.cost
-        with naming_file(Path(self._file.name)):
+        with name_file_in_errors(Path(self._file.name)):
             self._file.write(row.encode() + b"\n")
             self._file.flush()
 

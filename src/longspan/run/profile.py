@@ -146,12 +146,12 @@ def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) 
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
     for name, start, end in events:
         by_kind[kind_of(name)].append((start, end))
-    seconds_by_kind, seen, covered = dict[str, float](), list[Interval](), 0.0
+    seconds_by_kind, seen, covered_seconds = dict[str, float](), list[Interval](), 0.0
     for kind in ORDER:
         seen = merge_intervals([*seen, *by_kind[kind]])
         total = sum(end - start for start, end in seen)
-        seconds_by_kind[kind], covered = total - covered, total
-    return seconds_by_kind | {"idle": max(0.0, seconds - covered)}
+        seconds_by_kind[kind], covered_seconds = total - covered_seconds, total
+    return seconds_by_kind | {"idle": max(0.0, seconds - covered_seconds)}
 
 
 def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16)
 
 
 def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same points of time in intervals that do not touch, in order."""
+    """Return the union of intervals as intervals that do not touch, in order."""
     disjoint: list[Interval] = []
     for start, end in sorted(intervals):
         if disjoint and start <= disjoint[-1][1]:

@@ -200,8 +200,8 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
         figures.append(f"bound {100 * row['bound_share']:.0f}%")
     if "encoder_share" in row:
         figures.append(f"encoder {100 * row['encoder_share']:.0f}%")
-    if of_depths := [f"{loss:.4f}" for name, loss in row.items() if name.startswith("mtp_loss_")]:
-        figures.append(f"mtp {'/'.join(of_depths)}")
+    if depth_losses := [f"{loss:.4f}" for name, loss in row.items() if name.startswith("mtp_loss_")]:
+        figures.append(f"mtp {'/'.join(depth_losses)}")
     return [*figures, _memory_text(row["memory_bytes"])]
 
 

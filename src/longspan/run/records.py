@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import ConfigError, RunFolderError
-from longspan.files import as_json, naming_file, write_atomically
+from longspan.files import as_json, name_file_in_errors, write_atomically
 from longspan.plan import Group, Plan
 from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
 from longspan.run.facts import RunFacts, facts_text
@@ -92,7 +92,7 @@ class GroupLog:
 
     def _write(self, rows: list[Row]) -> None:
         if rows and self._path is not None:
-            with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
+            with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
 
     def _new_cp_groups(self, plan: Plan, use: Use) -> dict[tuple[object, ...], Group]:
@@ -113,7 +113,10 @@ class GroupLog:
             yield {"kind": "cp", "use": use, "degree": group.degree, "level": level, "ranks": ranks, "over": carrier}
 
     def _levels_of_rank(self, group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Communication type and slots; for a2a+p2p the slots of the line of each level that contains this rank."""
+        """Yield the communication type and slots of each level of a group that this rank is in.
+
+        Of a2a+p2p the slots are those of the line of the level that contains this rank.
+        """
         kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
         for kind in dict.fromkeys(kinds):
             if kind != "a2a+p2p":

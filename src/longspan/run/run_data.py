@@ -79,18 +79,19 @@ def open_sets(
     """
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
-        opened = open_set(config, entry, world, log)
-        log(opened.describe_set())
-        if overlap := count_trained_files(corpus, opened):
+        evaluation_set = open_set(config, entry, world, log)
+        log(evaluation_set.describe_set())
+        if overlap := count_trained_files(corpus, evaluation_set):
             log(overlap)
-        sets.append(opened)
+        sets.append(evaluation_set)
     if not sets:
         return ()
     directory = Path(config.run.dir)
-    counts = run_on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
-    named = [load_metrics(s.config.metrics, s.config.metrics_key) for s in sets]
+    byte_counts = run_on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
+    metrics_by_set = [load_metrics(s.config.metrics, s.config.metrics_key) for s in sets]
     return tuple(
-        replace(s, metrics={**s.metrics, **metrics}, token_bytes=counts) for s, metrics in zip(sets, named, strict=True)
+        replace(s, metrics={**s.metrics, **metrics}, token_bytes=byte_counts)
+        for s, metrics in zip(sets, metrics_by_set, strict=True)
     )
 
 
@@ -165,10 +166,10 @@ def open_data(
     sets = run_on_every_rank(
         world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError
     )
-    return RunData(model, corpus, order, sets, _longest_document(config, corpus, order))
+    return RunData(model, corpus, order, sets, _longest_of_run(config, corpus, order))
 
 
-def _longest_document(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
+def _longest_of_run(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
     """Tokens and origin of the longest document that a planner receives."""
     lengths, data = corpus.lengths, config.data
     if not data.pack_to:

@@ -101,10 +101,10 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     plural = counted_parameters(run.model)  # of this rank's stages
     whole, trained = sum(p.numel() for p in plural), sum(p.numel() for p in plural if p.requires_grad)
     count_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
-    of_ranks = run.world.control.gather_objects((run.world.coordinates.pp, whole, trained, count_here))
-    of_stages = {pp: (whole, trained) for pp, whole, trained, _ in of_ranks}
-    wholes, all_trained = zip(*of_stages.values(), strict=True)
-    return sum(wholes), max(count_here for *_, count_here in of_ranks), sum(all_trained)
+    rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, whole, trained, count_here))
+    stage_counts = {pp: (whole, trained) for pp, whole, trained, _ in rank_counts}
+    wholes, all_trained = zip(*stage_counts.values(), strict=True)
+    return sum(wholes), max(count_here for *_, count_here in rank_counts), sum(all_trained)
 
 
 def _dtype_names(execution: Execution) -> dict[str, str]:

@@ -126,7 +126,7 @@ def set_up_model(
     A run that is `resumed` reads and draws no weights, because its checkpoint has them all; under [lora] the checkpoint
     has only the adapter, and the base model is read. Layers keep what a plan of memory chose, if there is one.
     """
-    vocabulary = _vocabulary_size(data, config)
+    vocabulary = _corpus_vocabulary_size(data, config)
     if config.mtp.depths and not resumed:
         log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
     images = data.images > 0
@@ -145,13 +145,13 @@ def set_up_model(
     return prepare_run_model(config, world, model, memory=memory, images=images)
 
 
-def _vocabulary_size(data: RunData, config: RunConfig) -> int:
+def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
     return data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
 
 
 def _fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
     """The model's configuration for this vocabulary and the longest document; raises if the tokenizer does not fit."""
-    vocabulary = _vocabulary_size(data, config)
+    vocabulary = _corpus_vocabulary_size(data, config)
     configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
     check_tokenizer(config, configuration, data.tokenizer_size)
     return scale_positions(configuration, config.model, *data.longest, log)
@@ -163,9 +163,9 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     """
     checkpoint = checkpoint_to_resume(config, world, log)
-    config, as_written, data = _open_documents(config, checkpoint, world, log)
+    config, as_written, data = _open_run_documents(config, checkpoint, world, log)
     configuration = _fit_configuration(data, config, world, log)
-    config, why_partition = _choose_partition(config, data, configuration, world, log)
+    config, why_partition = _choose_run_partition(config, data, configuration, world, log)
     config = use_measured_rows(config, world, log)
     data.check_fit(config, world)
     done = 0 if checkpoint is None else steps_done(checkpoint, world)
@@ -195,7 +195,7 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     return replace(run, memory=plan_on_ranks(replace(run_memory, config=run.config), memory, world))
 
 
-def _open_documents(
+def _open_run_documents(
     config: RunConfig, checkpoint: Path | None, world: World, log: LogLine
 ) -> tuple[RunConfig, RunConfig, RunData]:
     """Open the documents of a run; returns the configuration that they complete, that of config.toml, and the data."""
@@ -204,8 +204,10 @@ def _open_documents(
     use_machine(config, world, log)
     if config.model.path and checkpoint is None:
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
-    named = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
-    data = open_data(config, named, checkpoint, world, log)
+    named_configuration = run_on_every_rank(
+        world, lambda: model_configuration(config, config.data.vocab_size), ModelError
+    )
+    data = open_data(config, named_configuration, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
     as_written = replace(config, context=replace(config.context, node_size=node_size))
     config = set_epoch_steps(config, data.order, log)
@@ -217,7 +219,7 @@ def _open_documents(
     return config, as_written, data
 
 
-def _choose_partition(
+def _choose_run_partition(
     config: RunConfig, data: RunData, configuration: Any, world: World, log: LogLine
 ) -> tuple[RunConfig, str]:
     """The configuration with a partition in place of "auto", and why; before memory is planned, as types need it."""

@@ -55,5 +55,5 @@ class SlowSlots:
             )
         text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
         log(text)
-        for opened in open_worlds():  # each of which may have to say why it waits
-            opened.watch.notes = (*opened.watch.notes, text)[-KEPT:]
+        for open_world in open_worlds():  # each of which may have to say why it waits
+            open_world.watch.notes = (*open_world.watch.notes, text)[-KEPT:]

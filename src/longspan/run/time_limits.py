@@ -4,7 +4,7 @@ A number holds everywhere. With "auto" a step may last ten times as long as it i
 in the median where that is longer, and at least 60 s; an evaluation likewise. `LONG` holds where nothing is predicted,
 and where ranks wait for work of one of them: set-up, the first two steps and the first evaluation of each set, which
 compile kernels, checkpoints and saved models, loggers that upload, and all of a run whose plans are priced for another
-machine, as on CPUs. Work of one rank that sends signs of life (`waiting_for_all`) may last as long as it takes.
+machine, as on CPUs. Work of one rank that sends signs of life (`leave_together`) may last as long as it takes.
 """
 
 import time

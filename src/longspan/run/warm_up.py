@@ -93,11 +93,14 @@ def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
-    """Micro-batches in which every slot is in a copy of this group, with its own copy of the documents."""
-    degree, whole = group.degree, slots // group.degree * group.degree
-    blocks = [tuple(range(first, first + degree)) for first in range(0, whole, degree)]
+    """Return micro-batches in which every slot is in a copy of this group, with its own copy of the documents.
+
+    Where the group's degree does not divide the slots, the last slots have a second micro-batch.
+    """
+    degree, filled_slots = group.degree, slots // group.degree * group.degree
+    blocks = [tuple(range(first, first + degree)) for first in range(0, filled_slots, degree)]
     batches = [MicroBatch(tuple(replace(group, slots=block) for block in blocks))]
-    if whole < slots:
+    if filled_slots < slots:
         batches.append(MicroBatch((replace(group, slots=tuple(range(slots - degree, slots))),)))
     return batches
 
@@ -200,7 +203,7 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     training.world.control.barrier("end of the warm-up")
     if text := graphs_text():
         log(text)
-    log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {_memory_text(device)}")
+    log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {_peak_memory_text(device)}")
 
 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
@@ -241,7 +244,7 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router, mtp=mtp)
 
 
-def _memory_text(device: torch.device) -> str:
+def _peak_memory_text(device: torch.device) -> str:
     """Peak memory of the first rank, and the memory that its allocator has reserved."""
     line = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
     if device.type == "cuda":

@@ -100,9 +100,9 @@ class Passing:
     def __init__(self, chains: Chains, leaves: Flags, carries: Flags) -> None:
         self.chains: Chains = chains
         self._leaves, self._carries = leaves, carries
-        mine = chains.local_indices
-        self.leaving: Integers = np.flatnonzero(leaves[mine])  # of this member's runs, in held order
-        self.carrying: Integers = np.flatnonzero(carries[mine])
+        local_indices = chains.local_indices
+        self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # of this member's runs, in held order
+        self.carrying: Integers = np.flatnonzero(carries[local_indices])
         self.any: bool = bool(leaves.any())  # whether the members have anything to give each other
         self._counts: dict[tuple[int, int], list[int]] = {}
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
@@ -111,7 +111,7 @@ class Passing:
         """Count the rows that each member gives: its states one after another, then its transitions."""
         sizes = state_rows, transition_rows
         if sizes not in self._counts:
-            members = (self.chains.runs.member[which] for which in (self._leaves, self._carries))
+            members = (self.chains.runs.member[senders] for senders in (self._leaves, self._carries))
             states, transitions = (np.bincount(member, minlength=self.chains.degree) for member in members)
             self._counts[sizes] = (states * state_rows + transitions * transition_rows).tolist()
         return self._counts[sizes]
@@ -202,5 +202,5 @@ def state_bytes(
     if wrong := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise LayoutError(f"state_bytes got {', '.join(wrong)}; each is at least 1")
     chains = Chains(ShardPart(group, 0, group.slots[0], 0, world_key=-1), _CPU)
-    of_a_head = sum(chains.forward.count_rows(key_size * value_size, key_size**2 if delta else 1))
-    return of_a_head * heads * bytes_per_number
+    numbers_of_head = sum(chains.forward.count_rows(key_size * value_size, key_size**2 if delta else 1))
+    return numbers_of_head * heads * bytes_per_number

@@ -66,11 +66,11 @@ class Halo:
 
     def _arrival_table(self, chains: Chains, owners: Integers) -> Integers:
         """Make the table (runs, width) of which arriving rows, member by member, lie before each run; −1 for none."""
-        runs, mine, width = self._runs, chains.local_indices, self._width
+        runs, local_indices, width = self._runs, chains.local_indices, self._width
         arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
-        table = np.full((len(mine), width), -1, dtype=np.int64)
-        sizes = np.minimum(runs.start[mine], width)
+        table = np.full((len(local_indices), width), -1, dtype=np.int64)
+        sizes = np.minimum(runs.start[local_indices], width)
         table[np.arange(width) >= width - sizes[:, None]] = arrived
         return table
 
@@ -186,12 +186,20 @@ class _Convolved(torch.autograd.Function):
             for c, before in reversed(list(zip(ctx.chains, arrived, strict=True)))
         ]
         started = [_send_halo_gradients(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
-        of_parts = [part.gradients(ctx.kernel) for part in parts]
-        for part, of_part, handle in zip(parts, of_parts, started, strict=True):
+        part_gradients = [part.gradients(ctx.kernel) for part in parts]
+        for part, of_part, handle in zip(parts, part_gradients, started, strict=True):
             if handle is not None:
                 of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())
-        of_parameters = [_sum_gradients([of_part[1 + i] for of_part in of_parts]) for i in range(ctx.parameters)]
-        return None, None, None, join_part_rows([of_part[0] for of_part in reversed(of_parts)], x), *of_parameters
+        parameter_gradients = [
+            _sum_gradients([of_part[1 + i] for of_part in part_gradients]) for i in range(ctx.parameters)
+        ]
+        return (
+            None,
+            None,
+            None,
+            join_part_rows([of_part[0] for of_part in reversed(part_gradients)], x),
+            *parameter_gradients,
+        )
 
 
 class _Part(NamedTuple):

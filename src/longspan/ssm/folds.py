@@ -104,9 +104,9 @@ class _GatheredSummaries:
         self._sizes = self._shapes[0][1:].numel(), self._shapes[1][1:].numel()
         counts = passing.count_rows(*self._sizes)
         rows = states.new_empty((counts[chains.member], heads))
-        of_states = len(states) * self._sizes[0]
-        rows[:of_states].view(states.shape).copy_(states)
-        rows[of_states:].view(transitions.shape).copy_(transitions)
+        state_count = len(states) * self._sizes[0]
+        rows[:state_count].view(states.shape).copy_(states)
+        rows[state_count:].view(transitions.shape).copy_(transitions)
         channel = chains.channel
         self._places = passing.first_rows(*self._sizes, channel.starts(counts))
         self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, label)

@@ -63,10 +63,10 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     What several ranks of a pipeline stage hold alike is counted by one of them.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    counted = _Counted(world)
+    counts_here = _Counted(world)
     parts = [
-        torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_accumulation_dtype(dtype))).double().square().sum()
-        for dtype, of_dtype in _group_by_dtype(gradient for gradient in gradients if counted(gradient)).items()
+        torch.stack(torch._foreach_norm(tensors, 2, dtype=_sum_dtype(dtype))).double().square().sum()
+        for dtype, tensors in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
     ]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
 
@@ -98,9 +98,9 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
     """
     factor = max_norm / (norm + 1e-6)
     if factor < 1:
-        for dtype, of_dtype in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
+        for dtype, tensors in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
-            torch._foreach_mul_(of_dtype, torch.tensor(factor, dtype=_accumulation_dtype(dtype)))
+            torch._foreach_mul_(tensors, torch.tensor(factor, dtype=_sum_dtype(dtype)))
 
 
 class _Counted:
@@ -134,7 +134,7 @@ def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]
     return by_dtype
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -172,7 +172,7 @@ def check_finite(
     reports = dict(
         zip(
             world.home.ranks,
-            world.control.gather_objects(_make_report(model, not_finite()), "what is not finite"),
+            world.control.gather_objects(_report_not_finite(model, not_finite()), "what is not finite"),
             strict=True,
         )
     )
@@ -185,7 +185,7 @@ def check_finite(
 
 
 @torch.no_grad()
-def _make_report(model: nn.Module, items: Sequence[str]) -> _Report:
+def _report_not_finite(model: nn.Module, items: Sequence[str]) -> _Report:
     """Report which weights and gradients of this rank are not finite, and its largest weight."""
     weights = {name: local_tensor(p) for name, p in model.named_parameters()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}

@@ -195,7 +195,7 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Run all passes in the model's mode for the step, and sum gradients over the slots; returns the loss."""
     model, world, backward = passes.model, passes.world, passes.backward
-    run = _run_pipeline if isinstance(model, PipelineModel) else _run_model
+    run = _run_stages if isinstance(model, PipelineModel) else _run_model
     named = world.watch.naming("forward and backward passes", world.home.ranks)
     # Parameters that are whole for several passes are quantised once for all of them.
     stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or not fsdp_modules(model)
@@ -276,7 +276,7 @@ def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}
 
 
-def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+def _run_stages(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Run the passes of a model in stages; returns the sum of the loss on ranks of the last stage, 0 elsewhere.
 
     Micro-batches of padding are added where the schedule needs more of them. Schedules are torch's.

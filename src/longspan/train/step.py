@@ -132,7 +132,7 @@ def run_step(
         term.raise_error()
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
         sums = StepEnd(model, passes, batches, optimizer, max_grad_norm).finish(loss_sum)
-        of_terms = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
+        term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
     return StepResult(
         loss=sums.loss / passes.divisor,
         loss_sum=sums.loss,
@@ -143,7 +143,7 @@ def run_step(
         rows=sum(batch.shard.local_rows for batch in batches),
         micro_batches=len(plan.micro_batches),
         divisor=passes.divisor,
-        **{name: value for results in of_terms for name, value in results.items()},
+        **{name: value for results in term_results for name, value in results.items()},
     )
 
 

@@ -6,23 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, Llama4TextConfig, MambaConfig
 
 from longspan.comm import World
 from longspan.doctor.stock import whole_float64
-from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.activations.tiled_layers import TiledForward, check_tiles, tile_layers
-from longspan.model.activations.tiles import run_in_tiles
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import MtpLoss, run_step
-from longspan.train.memory.live_bytes import LiveBytes
-from tests.model.deep import answer, deep
-from tests.model.experts.moe_models import moe_model
+from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
 from tests.model.stock import gradients_of, texts, tiny, worst

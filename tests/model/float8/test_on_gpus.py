@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
-from longspan.model.float8 import products
+from longspan.model.float8 import scaled_products
 from longspan.model.float8.products import experts_in_float8, linear_in_float8
 from longspan.model.float8.quantise import Scaled, quantise_columns, quantise_rows
 from longspan.model.float8.weights import Float8Weight
@@ -58,7 +58,7 @@ def test_kernels_make_the_bits_of_torch_on_a_cpu(shape: tuple[int, ...], dtype: 
 def test_every_row_is_near_the_exact_product(
     widths: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "FAST_SUMS", fast)
+    monkeypatch.setattr(scaled_products, "FAST_SUMS", fast)
     torch.manual_seed(0)
     x, dy = numbers(ROWS, widths[0]).requires_grad_(), numbers(ROWS, widths[1])
     linear = nn.Linear(*widths, device="cuda", dtype=torch.bfloat16)
@@ -133,14 +133,22 @@ def test_experts_by_grouped_products_are_those_one_by_one(transposed: bool) -> N
     assert torch.equal(alone, grouped[0][130:137])
 
 
-@pytest.mark.parametrize("preset", ("qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "bamba-tiny"))
-def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str) -> None:
+KINDS = ("qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "bamba-tiny")
+
+
+@pytest.mark.parametrize(("preset", "compiled"), [*((preset, "none") for preset in KINDS), (KINDS[0], "layers")])
+def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str, compiled: str) -> None:
     lengths, losses = (300, 700, 24), list[float]()
     for float8 in ("", "rows"):
         with World(Layout(ranks=1)) as world:
             model = load_model(config=preset_config(preset, vocab_size=64), dtype="float32", seed=0)
             model = prepare(
-                model, world, float8=float8, compute_dtype=torch.bfloat16, activation_checkpointing="selective"
+                model,
+                world,
+                float8=float8,
+                compiled=compiled,
+                compute_dtype=torch.bfloat16,
+                activation_checkpointing="selective",
             )
             plan = plan_fixed(lengths, world.home, cp=1, max_tokens_per_slot=1024)
             losses.append(run_step(model, plan, texts(lengths), world).loss)
@@ -150,4 +158,4 @@ def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str) -> None:
 
 def test_scaled_rows_of_nothing() -> None:
     empty = Scaled(torch.empty(0, 64, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(0, device="cuda"))
-    assert products.multiply(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)
+    assert scaled_products.multiply(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)

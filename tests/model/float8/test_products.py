@@ -1,16 +1,19 @@
 """Rows in float8, and the products of linears and experts: each beside the formula in float64."""
 
 import math
+from types import MethodType
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from longspan.model.float8 import products, weights
 from longspan.model.float8.products import experts_in_float8, linear_in_float8
 from longspan.model.float8.quantise import quantise_columns, quantise_rows
 from longspan.model.float8.weights import Float8Weight
+from longspan.model.float8_layers import _run_linear
 from tests.model.float8.dense import DenseLinear, rounded
 
 
@@ -140,18 +143,28 @@ def test_a_layer_that_runs_again_leaves_out_its_last_product(monkeypatch: pytest
 
 
 @pytest.mark.whole
-def test_compiled_linears_are_the_same_bits() -> None:
+def test_compiled_linears_are_the_same_bits_and_no_other_length_compiles_anew() -> None:
     torch.manual_seed(0)
-    weight, here = nn.Parameter(torch.randn(64, 64)), Float8Weight()
+    model, graphs = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)), list[object]()
+    for module in (model[0], model[2]):
+        weights.add_float8_weights(module, ["weight"])
+        module.forward = MethodType(_run_linear, module)
+    model[0].weight.requires_grad_(False)
+    leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def compute(x: Tensor) -> Tensor:
-        return linear_in_float8(x * 1.5, weight, None, here) + 1
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
 
-    x, dy = torch.randn(6, 64, requires_grad=True), torch.randn(6, 64)
-    graph = torch.compile(compute, backend="aot_eager", fullgraph=True, dynamic=True)
-    ys = [graph(x), compute(x)]
-    gradients = [torch.autograd.grad(y, (x, weight), dy) for y in ys]
-    assert torch.equal(*ys) and all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    compiled = torch.compile(lambda x: model(x * 1.5) + 1, backend=compile_graph, fullgraph=True, dynamic=True)
+    counts = list[int]()
+    for rows in (6, 9, 30):
+        x, dy = torch.randn(1, rows, 64, requires_grad=True), torch.randn(1, rows, 64)
+        ys = [compiled(x), model(x * 1.5) + 1]
+        gradients = [torch.autograd.grad(y, (x, *leaves), dy) for y in ys]
+        assert torch.equal(*ys) and all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        counts.append(len(graphs))
+    assert counts == [1, 1, 1]
 
 
 def test_the_reference_rounds_as_float8_does() -> None:

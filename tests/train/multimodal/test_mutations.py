@@ -48,7 +48,7 @@ MUTATIONS = {
         "return loss_sum / self.divisor / self.world.home.slots", FAN_IN,
     ),
     "two slots of the encoder are swapped": Mutation(
-        OWNERS, "encoded |= {home.rank_at(slot, tp=tp)", "encoded |= {home.rank_at(slot ^ 1, tp=tp)", FAN_IN
+        OWNERS, "rows_by_rank |= {home.rank_at(slot, tp=tp)", "rows_by_rank |= {home.rank_at(slot ^ 1, tp=tp)", FAN_IN
     ),
     "two slots of the language model are swapped": Mutation(
         OWNERS, "needed[home.rank_at(slot, tp=tp, pp=pp)]", "needed[home.rank_at(slot ^ 1, tp=tp, pp=pp)]", FAN_IN

@@ -111,7 +111,7 @@ def test_sparse_gradients_are_refused() -> None:
         OnePassAdamW(table.parameters()).step()
 
 
-@pytest.mark.parametrize("arguments", [{"amsgrad": True}, {"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("arguments", [{"amsgrad": True}, {"fused": True}], ids=str)
 def test_arguments_that_only_torchs_has_choose_it(arguments: dict[str, Any]) -> None:
     assert type(build_optimizer(nn.Linear(3, 2), **arguments)) is optim.AdamW
     assert type(build_optimizer(nn.Linear(3, 2), maximize=True, eps=1e-6)) is OnePassAdamW

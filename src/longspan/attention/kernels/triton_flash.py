@@ -64,7 +64,7 @@ def device_lack(device: torch.device) -> str:
 
 
 @cache
-def _kernel_module() -> Any:
+def _flash_kernels() -> Any:
     return import_module("longspan.attention.kernels.triton_flash_kernels")
 
 
@@ -78,7 +78,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
     def launch_blocks(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
-        _kernel_module().forward[len(block_list), q.shape[1]](
+        _flash_kernels().forward[len(block_list), q.shape[1]](
             *(q, k, v, out, lse, block_list, *launch.cu_seqlens, q.shape[1] // k.shape[1]),
             *_score_arguments(launch, call),
             *numbers,
@@ -103,7 +103,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
     def launch_query_gradients(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
-        _kernel_module().query_gradients[len(block_list), q.shape[1]](
+        _flash_kernels().query_gradients[len(block_list), q.shape[1]](
             *(*tensors, dq, block_list, *shared, *_strides(dq)), **constants, **_block_constants(blocks)
         )
 
@@ -111,7 +111,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         block_list = launch.blocks(blocks.keys, of_keys=True)
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _BOTH_SUMS
         for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
-            _kernel_module().key_gradients[len(block_list), k.shape[1]](
+            _flash_kernels().key_gradients[len(block_list), k.shape[1]](
                 *(*tensors, dk, dv, block_list, *shared, *_strides(dk, dv)),
                 WANTS_K=wants[0],
                 WANTS_V=wants[1],
@@ -133,7 +133,7 @@ def _launch_fitting_blocks(
     for index in range(_fitting.get(key, 0), len(choices)):
         try:
             launch_blocks(choices[index])
-        except _kernel_module().OutOfResources:
+        except _flash_kernels().OutOfResources:
             if index + 1 == len(choices):
                 raise
             continue

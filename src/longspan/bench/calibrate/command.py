@@ -214,7 +214,7 @@ def calibration_text(record: dict[str, Any]) -> str:
             text_table(("what", "measured ms", "predicted ms", "error", ""), rows),
             text_table(("what", "TFLOP/s"), products),
             _figure_rows(of_machine),
-            _error_line(record),
+            _fit_errors_line(record),
             f"measured in {record['seconds']:.0f} s",
         ]
     )
@@ -234,7 +234,7 @@ def _sample_mark(measured: Machine, name: str) -> str:
     return "assumed" if name in measured.assumed_parts else ""
 
 
-def _error_line(record: dict[str, Any]) -> str:
+def _fit_errors_line(record: dict[str, Any]) -> str:
     """Write a line of the errors on what was held out."""
     held_out = sum(not row["fitted"] for row in record["samples"])
     parts = [f"{part} {100 * error:.1f} %" for part, error in record["errors"].items() if part != "all"]

@@ -36,7 +36,9 @@ def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Calla
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (settings.ranks,))
     model = _shard_model(settings, world, mesh)
-    optimizer = build_optimizer(model, settings.config.train.optimizer, lr=0.0)
+    name = settings.config.train.optimizer
+    fused: dict[str, Any] = {"fused": True} if name == "adamw" else {}  # as peers have it: torch's
+    optimizer = build_optimizer(model, name, lr=0.0, **fused)
     losses: list[float] = []
 
     def step() -> None:

@@ -14,7 +14,7 @@ import torch
 from longspan.bench.record import missing_row, write_unfinished
 from longspan.bench.step.hf_peer import PEER, make_peer_step
 from longspan.bench.step.settings import StepSettings
-from longspan.bench.timing import profile_run, time_run
+from longspan.bench.timing import profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.config.sections import RunConfig
@@ -149,13 +149,16 @@ def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
 
 
 def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Measure seconds of whole steps (the median, of the slowest rank), peak memory, parts, and what follows."""
+    """Measure seconds of whole steps (the median, of the slowest rank), peak memory, parts, and what follows.
+
+    Steps come one after another, as in training: the end of one and the beginning of the next overlap where they can.
+    """
     cuda = world.device.type == "cuda"
     for _ in range(settings.flags.warmup):
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = [time_run(step, world) for _ in range(settings.flags.repeats)]
+    times = time_in_turn(step, settings.flags.repeats, world)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     of_ranks = world.control.gather_objects((statistics.median(times), peak))
     seconds, tokens = max(s for s, _ in of_ranks), sum(settings.lengths)
@@ -174,8 +177,8 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
 
 
 def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Profile one more step on the first rank: its seconds by part and by kernel."""
-    parts, kernels, seconds = profile_run(step, world)
+    """Profile some more steps on the first rank: the seconds of one, by part and by kernel."""
+    parts, kernels, seconds = profile_in_turn(step, world)
     return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
 
 

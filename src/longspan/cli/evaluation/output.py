@@ -80,10 +80,10 @@ HELD_OUT = "held out"  # how tables call the documents of a run
 
 def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
     """Write everything that was found, tables with a blank line between them."""
-    return "\n\n".join(_result_tables(results, ranks))
+    return "\n\n".join(_iterate_tables(results, ranks))
 
 
-def _result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
+def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
     """Yield differences first, then the table of each subject, passkey grids, and a set's degrees or buckets."""
     first = results[0]
     pairs = [(difference, other) for other in results[1:] for difference in set_differences(first, other)]
@@ -92,8 +92,8 @@ def _result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str
     for result in results:
         yield f"{_result_title(result)} on {plural(ranks, 'rank')}\n{_evaluation_table(result)}"
         yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in retrieval_grids([result]))
-    for name in dict.fromkeys(of_set.evaluation.name for of_set in first.sets):
-        at_degrees = [of_set.evaluation for of_set in first.sets if of_set.evaluation.name == name]
+    for name in dict.fromkeys(set_result.evaluation.name for set_result in first.sets):
+        at_degrees = [set_result.evaluation for set_result in first.sets if set_result.evaluation.name == name]
         if len(at_degrees) > 1:
             yield f"{name or HELD_OUT}: {comparison_table(at_degrees)}"
         if len(results) == 1:
@@ -112,11 +112,11 @@ def _result_title(result: SubjectResult) -> str:
 
 def _evaluation_table(result: SubjectResult) -> str:
     """Write a row for each set and degree, and a column for each metric."""
-    metrics = list(dict.fromkeys(name for of_set in result.sets for name in of_set.evaluation.metrics))
+    metrics = list(dict.fromkeys(name for set_result in result.sets for name in set_result.evaluation.metrics))
     names = ["set", "type", "cp", "loss", "perplexity", *(name.replace("_", " ") for name in metrics)]
     return text_table(
         [*names, "documents", "tokens", "targets", "seconds"],
-        [_evaluation_row(of_set, metrics) for of_set in result.sets],
+        [_evaluation_row(set_result, metrics) for set_result in result.sets],
         left=2,
     )
 
@@ -161,7 +161,7 @@ def _difference_line(difference: Difference, first: SubjectResult, other: Subjec
     return (
         f"{difference.name or HELD_OUT}: {difference.unit.replace('_', ' ')} of {first.weights.title} "
         f"{difference.first:.6f}, of {other.weights.title} {difference.other:.6f}, "
-        f"difference {difference.difference:+.6f}{_error_text(difference.standard_error)}"
+        f"difference {difference.difference:+.6f}{_spread_text(difference.standard_error)}"
     )
 
 
@@ -170,8 +170,8 @@ def _difference_table(difference: Difference, first: SubjectResult, other: Subje
     unit = difference.unit.replace("_", " ")
     lines = [
         f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",
-        f"difference {difference.difference:+.6f}{_error_text(difference.standard_error)}; of documents, each counted "
-        f"once, {difference.document_difference:+.6f}{_error_text(difference.document_standard_error)}",
+        f"difference {difference.difference:+.6f}{_spread_text(difference.standard_error)}; of documents, each counted "
+        f"once, {difference.document_difference:+.6f}{_spread_text(difference.document_standard_error)}",
         f"{difference.lower:,} of {plural(difference.documents, 'document')} have a lower value",
     ]
     if difference.unit == "bits_per_byte":
@@ -186,5 +186,5 @@ def _difference_table(difference: Difference, first: SubjectResult, other: Subje
     yield "\n".join([*lines, table])
 
 
-def _error_text(error: float | None) -> str:
+def _spread_text(error: float | None) -> str:
     return "" if error is None else f" ± {error:.6f}"

@@ -93,7 +93,7 @@ def show_answer(answer: Answer, command: str, *, plot: tuple[str, ...], as_json:
     `command` is that of a run, behind which the keys stand.
     """
     for path in plot:
-        _write_picture(answer, path)
+        _write_answer_picture(answer, path)
         print(f"wrote {path}", file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(answer_json(answer))
@@ -104,7 +104,7 @@ def show_answer(answer: Answer, command: str, *, plot: tuple[str, ...], as_json:
     return 0
 
 
-def _write_picture(answer: Answer, path: str) -> None:
+def _write_answer_picture(answer: Answer, path: str) -> None:
     from longspan.report.markup import page, tag
 
     picture = answer_picture(answer)

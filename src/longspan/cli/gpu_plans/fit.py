@@ -61,7 +61,7 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
         try:
             fit = fit_run(way, steps)
         except PlanError as error:
-            refusals.append(((_slot_rows(way), -way.choice.widest_degree(way.home)), error))
+            refusals.append(((_row_limit(way), -way.choice.widest_degree(way.home)), error))
             continue
         if best is None or fit.seconds < best.seconds:
             best = fit
@@ -80,7 +80,7 @@ def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
     return Fit(run, plans, memory, run.seconds(plans, memory))
 
 
-def _slot_rows(run: RunOnGpus) -> int:
+def _row_limit(run: RunOnGpus) -> int:
     rows = run.config.context.max_tokens_per_slot
     return rows if isinstance(rows, int) and rows else MOST_ROWS
 

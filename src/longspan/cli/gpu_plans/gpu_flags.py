@@ -93,8 +93,8 @@ def asks_for_gpus(argv: Sequence[str]) -> bool:
             )
     if not names.isdisjoint(ASKING):
         return True
-    of_questions = {"--gpus", "--host_bytes", "--longest", "--tokens_per_step", "--epochs"}
-    if alone := [name for name, _ in clauses if name in of_questions or _is_key(name)]:
+    question_flags = {"--gpus", "--host_bytes", "--longest", "--tokens_per_step", "--epochs"}
+    if alone := [name for name, _ in clauses if name in question_flags or _is_key(name)]:
         flag = alone[0] if "." in alone[0] else alone[0].replace("_", "-")
         raise ConfigError(f"{flag} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4")
     return False
@@ -121,8 +121,8 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
         flag_of[key] = name
         keys += [key, *values]
     flags = parse_flags(kind, words, PROG)
-    of_keys = parse_flags(TrainFlags, keys, PROG, TrainFlags())
-    sections: dict[str, Any] = {name: getattr(of_keys, name) for name in section_kinds()}
+    key_flags = parse_flags(TrainFlags, keys, PROG, TrainFlags())
+    sections: dict[str, Any] = {name: getattr(key_flags, name) for name in section_kinds()}
     config = RunConfig(**sections)
     return flags, Question(config, frozenset(key[2:] for key in flag_of))
 
@@ -130,10 +130,12 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
 def set_model(question: Question, folder: str) -> Question:
     """Set the model of --model in the question. Raises ConfigError where no model is named, or more than one."""
     model = question.config.model
-    named = [key for key in ("path", "config", "preset") if getattr(model, key)]
-    if folder and named:
-        raise ConfigError(f"--model {folder} and model.{named[0]} {getattr(model, named[0])!r} both name a model")
-    if not folder and not named:
+    model_keys = [key for key in ("path", "config", "preset") if getattr(model, key)]
+    if folder and model_keys:
+        raise ConfigError(
+            f"--model {folder} and model.{model_keys[0]} {getattr(model, model_keys[0])!r} both name a model"
+        )
+    if not folder and not model_keys:
         raise ConfigError(
             "which model? give --model FOLDER (its config.json is enough), or --model.preset NAME, such as qwen3-8b"
         )
@@ -177,21 +179,21 @@ def find_source(flags: Any, question: Question) -> str:
     >>> source_of(PlanFlags(same="1x262144"), question)  # doctest: +SKIP
     'same'
     """
-    named = [name for name in ("lengths", "same", "distribution") if getattr(flags, name)]
-    named += ["data"] * question.gives_any("data.path")
-    if flags.longest and named:
+    sources = [name for name in ("lengths", "same", "distribution") if getattr(flags, name)]
+    sources += ["data"] * question.gives_any("data.path")
+    if flags.longest and sources:
         raise ConfigError(
-            f"--longest asks for the longest document, and --{named[0]} names documents; leave one of them out"
+            f"--longest asks for the longest document, and --{sources[0]} names documents; leave one of them out"
         )
-    if len(named) > 1:
-        raise ConfigError(f"--{' and --'.join(named)} are both given; give one of them")
-    if not named and not flags.longest:
+    if len(sources) > 1:
+        raise ConfigError(f"--{' and --'.join(sources)} are both given; give one of them")
+    if not sources and not flags.longest:
         raise ConfigError(
             "what shall fit? give --longest, documents of a step (--same 1x262144, --lengths FILE.json, "
             "--distribution NAME), or a run's --data PATH"
         )
-    _check_data_flags(question, named)
-    return named[0] if named else "longest"
+    _check_data_flags(question, sources)
+    return sources[0] if sources else "longest"
 
 
 def _check_data_flags(question: Question, named: Collection[str]) -> None:

@@ -23,7 +23,7 @@ def position_limit(model: Any) -> int | None:
     163840
     """
     limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _rope_parameters(model)
-    if not limit or _has_no_positions(model):
+    if not limit or _lacks_positions(model):
         return None
     kind, factor = _rope_type(rope), rope.get("factor") or 1.0
     if kind in ("linear", "dynamic"):
@@ -38,9 +38,7 @@ def can_scale(model: Any) -> bool:
     read = ConfigReader.read_whole(model)
     by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
     is_text = read.value("text_config") is None
-    return (
-        is_text and not by_layer and not _has_no_positions(model) and _rope_type(_rope_parameters(model)) == "default"
-    )
+    return is_text and not by_layer and not _lacks_positions(model) and _rope_type(_rope_parameters(model)) == "default"
 
 
 def _rope_parameters(model: Any) -> Mapping[str, Any]:
@@ -61,13 +59,15 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
-def _has_no_positions(model: Any) -> bool:
+def _lacks_positions(model: Any) -> bool:
     """Return whether a hybrid's attention has no positions."""
     read = ConfigReader.of(model)
     if not has_mixers(model):
         return False
-    named = (read.value("position_embedding_type") or "rope") != "rope"
-    return named or read.family in WITHOUT_ROTARY or (read.family == "zamba2" and not read.value("use_mem_rope"))
+    has_other_type = (read.value("position_embedding_type") or "rope") != "rope"
+    return (
+        has_other_type or read.family in WITHOUT_ROTARY or (read.family == "zamba2" and not read.value("use_mem_rope"))
+    )
 
 
 def scale_positions(run: RunOnGpus, longest: int) -> RunOnGpus:

@@ -73,14 +73,14 @@ def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: froz
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
     """Answer whether a run of these documents fits, with which keys, and how long it takes."""
-    sampled = _sample_documents(documents, PRICED[False])
+    sampled = _sample_run_documents(documents, PRICED[False])
     longest = Documents((documents.longest,))
     searched = [max(sampled, key=lambda step: sum(n * n for n in step.lengths)), longest]
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
     names = given | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
     try:
         way = find_fit(run, searched, choices).run
-        sampled = _sample_documents(documents, PRICED[way.choice.has_one_degree])
+        sampled = _sample_run_documents(documents, PRICED[way.choice.has_one_degree])
         plans = [way.plan(step.lengths, step.targets) for step in sampled]
         memory = way.plan_memory([*plans, way.plan(longest.lengths)])
     except PlanError as error:
@@ -107,14 +107,14 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
         return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
     most = config.encoder.max_rows or None
     loads = [
-        EncoderLoad.of(plan, of_step, cost, max_rows=most).seconds if any(of_step) else 0.0
-        for plan, of_step in zip(plans, images, strict=True)
+        EncoderLoad.of(plan, step_images, cost, max_rows=most).seconds if any(step_images) else 0.0
+        for plan, step_images in zip(plans, images, strict=True)
     ]
     seconds = sum(loads) / len(loads)
     return seconds, (f"{rows}, encoded in {seconds:.3g} s of these on H200s",)
 
 
-def _sample_documents(documents: RunDocuments, most: int) -> list[Documents]:
+def _sample_run_documents(documents: RunDocuments, most: int) -> list[Documents]:
     """Return the documents of at most so many steps of a run."""
     return [_step_documents(documents, step) for step in sample_steps(documents.steps, most)]
 

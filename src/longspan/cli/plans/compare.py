@@ -82,15 +82,15 @@ class CompareFlags(PlanningFlags):
 
 def check_comparison_flags(flags: CompareFlags) -> None:
     """Raise ConfigError for a flag of one plan with --compare, and for a flag of comparisons without it."""
-    of_both = {field.name for field in fields(PlanningFlags)} | {"compare"}
-    of_comparisons = {field.name for field in fields(CompareFlags)} - of_both
+    shared_flags = {field.name for field in fields(PlanningFlags)} | {"compare"}
+    comparison_flags = {field.name for field in fields(CompareFlags)} - shared_flags
     for field in fields(flags):
-        if field.name in of_both or getattr(flags, field.name) == field.default:
+        if field.name in shared_flags or getattr(flags, field.name) == field.default:
             continue
         name = f"--{field.name.replace('_', '-')}"
-        if flags.compare and field.name not in of_comparisons:
+        if flags.compare and field.name not in comparison_flags:
             raise ConfigError(f"{name} is of one plan, and --compare prices several; leave one of the two out")
-        if not flags.compare and field.name in of_comparisons:
+        if not flags.compare and field.name in comparison_flags:
             raise ConfigError(f"{name} is of comparisons; add --compare, or leave it out")
 
 
@@ -184,8 +184,8 @@ def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
 def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
     """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own."""
     for name, plan in _read_saved_plans(flags.plans):
-        of_flags = _slot_price(flags, plan.slots, plan.mode)
-        price = of_flags if flags.machine or flags.model else plan.cost
+        flags_price = _slot_price(flags, plan.slots, plan.mode)
+        price = flags_price if flags.machine or flags.model else plan.cost
         price = add_closing(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
         passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}

@@ -122,18 +122,15 @@ def _bar_words(simulation: Simulation, timed: bool) -> str:
 def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequence[Sensitivity] = ()) -> str:
     """Write simulations as a JSON object, with what wrong constants change if that was computed."""
     plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _simulation_json(s)) for name, s in rows]
-    of_plans: dict[str, Any] = {"title": title, "plans": plans}
+    content: dict[str, Any] = {"title": title, "plans": plans}
     if changes:
         names = ("constant", "factor", "moved", "regret")
-        of_plans["sensitivity"] = [{name: getattr(change, name) for name in names} for change in changes]
-    return json.dumps(of_plans, indent=1)
+        content["sensitivity"] = [{name: getattr(change, name) for name in names} for change in changes]
+    return json.dumps(content, indent=1)
 
 
 def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
-    """Write how the dynamic plan changes with each constant, the most harmful first; nothing if it was not computed.
-
-    Nothing if that was not computed.
-    """
+    """Write how the dynamic plan changes with each constant, the most harmful first; nothing if it was not computed."""
     if not changes:
         return []
     worst_first = sorted(changes, key=lambda change: -change.regret)
@@ -282,7 +279,7 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     """
     choices, best = comparison.choices, comparison.best
     places = np.arange(len(choices), dtype=np.float64)
-    filled = Series("filled up, documents repeated", places, _float_array([c.filled_seconds for c in choices]), 0)
+    filled_curve = Series("filled up, documents repeated", places, _float_array([c.filled_seconds for c in choices]), 0)
     planned = Series("planned, each once", places, _float_array([c.planned.seconds for c in choices]), 1, "marks")
     first, dynamic = choices[0], comparison.dynamic
     lines = [(first.filled_seconds, f"cp {first.cp}, filled up: {seconds_text(first.filled_seconds)}")]
@@ -296,7 +293,7 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     doubled = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
     chart = Chart(
         title=f"Predicted time of an evaluation over its degree\n{title}",
-        series=(filled, planned),
+        series=(filled_curve, planned),
         y_label="predicted seconds, logarithmic axis",
         x_label=f"context-parallel degree, {'logarithmic axis' if doubled else 'one after another'}",
         width=760,

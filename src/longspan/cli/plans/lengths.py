@@ -60,13 +60,13 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     if flags.distribution not in DISTRIBUTIONS:
         raise ConfigError(f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
     total = flags.tokens or 32768 * slots
-    drawn = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest_document)
-    return tuple(drawn.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
+    sample = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest_document)
+    return tuple(sample.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
 
 
 def read_json_lengths(path: str) -> tuple[int, ...]:
     """Read lengths from a JSON list, or from the "lengths" of a JSON object such as a plan."""
-    value = _read_json(path)
+    value = _read_lengths_json(path)
     if isinstance(value, dict):
         value = value.get("lengths")
     if not isinstance(value, list):
@@ -83,7 +83,7 @@ def _equal_lengths(text: str) -> tuple[int, ...]:
     return check_lengths([int(length)] * int(count))
 
 
-def _read_json(path: str) -> Any:
+def _read_lengths_json(path: str) -> Any:
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
         return parse_json(text)

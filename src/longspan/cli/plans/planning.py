@@ -108,7 +108,7 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     _check_depths(flags, machine)
     depths = flags.mtp_depths if training else 0
     if flags.tflops:
-        return _price_model(flags, depths)
+        return _price_model_on_tflops(flags, depths)
     if isinstance(machine, Cost):
         print_note(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
         return machine
@@ -120,16 +120,16 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
 
 def _check_depths(flags: PlanningFlags, machine: Machine | Cost | None) -> None:
     """Raise ConfigError for depths below 0, and for depths without a model that they could belong to."""
-    depths, of_model = flags.mtp_depths, isinstance(machine, Cost)
-    if depths < 0 or (depths and (of_model or not flags.model)):
-        model = f"--machine {flags.machine}, which was measured with what it has" if of_model else "no --model"
+    depths, is_model_cost = flags.mtp_depths, isinstance(machine, Cost)
+    if depths < 0 or (depths and (is_model_cost or not flags.model)):
+        model = f"--machine {flags.machine}, which was measured with what it has" if is_model_cost else "no --model"
         raise ConfigError(
             f"--mtp-depths {depths} with {model if depths > 0 else 'depths below 0'}; give --model FOLDER, whose last "
             "layer depths are like, and a number from 0"
         )
 
 
-def _price_model(flags: PlanningFlags, depths: int) -> Cost:
+def _price_model_on_tflops(flags: PlanningFlags, depths: int) -> Cost:
     """Price a model on devices of so many TFLOP/s."""
     if flags.machine or not 0 < flags.tflops < math.inf:
         reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed must be above 0"
@@ -148,8 +148,8 @@ def read_heads(flags: PlanningFlags) -> int | None:
         raise ConfigError(f"--heads {flags.heads} and --model {flags.model}, which says its own; give one of them")
     if flags.model:
         return read_query_heads(flags.model)
-    of_model = flags.machine and isinstance(read_machine(flags.machine, "--machine"), Cost)
-    return flags.heads or (None if of_model else DEFAULT_HEADS)
+    is_model_cost = flags.machine and isinstance(read_machine(flags.machine, "--machine"), Cost)
+    return flags.heads or (None if is_model_cost else DEFAULT_HEADS)
 
 
 def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:

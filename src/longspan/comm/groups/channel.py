@@ -195,7 +195,10 @@ class Channel:
         counts: tuple[Sequence[int], Sequence[int]],
         what: str,
     ) -> Handle:
-        """Runs of x and `into` lie in rank order; `counts` (sends, receives) are in member order."""
+        """Start one call of a communicator that sends runs of rows of x to all members and receives theirs in `into`.
+
+        Runs lie in the order of ranks in both tensors; `counts` (sends, receives) are in member order.
+        """
         sends, receives = ([runs[member] for member in self._by_rank] for runs in counts)
         with self.watch.during(what, self.ranks) as operation:
             work = communicator.alltoall_base(into, x, receives, sends)
@@ -266,7 +269,7 @@ class Channel:
 
 
 def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
-    """x (sum of counts, …), runs of `counts` rows, with its runs in another order; a copy where that differs."""
+    """Return x (sum of counts, …), runs of `counts` rows, with its runs in another order; x itself if it has that."""
     if list(order) == sorted(order):
         return x
     runs = x.split(list(counts))

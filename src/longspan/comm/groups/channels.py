@@ -103,7 +103,7 @@ class Channels:
         self._groups.make_parent("pipeline", pipelines, "pipeline")
         ranks = next(ranks for ranks in pipelines if self._rank in ranks)
         channel = Channel(self._groups, ranks, ranks.index(self._rank), self._device, "pipeline")
-        self._warm_up(channel)
+        self._warm_up_channel(channel)
         return channel
 
     @cached_property
@@ -128,7 +128,7 @@ class Channels:
             return self.find_channel(range(home.slots))
         self._groups.make_parent("everyone", [home.ranks], "everyone")
         channel = Channel(self._groups, home.ranks, home.ranks.index(self._rank), self._device, "everyone")
-        self._warm_up(channel)
+        self._warm_up_channel(channel)
         return channel
 
     @cached_property
@@ -140,7 +140,7 @@ class Channels:
     def make_parents(self) -> None:
         """Make the groups on which the slots of every plane talk point to point; entered by all ranks."""
         self._groups.make_parent("plane", self._home.planes(), "parent")
-        self._warm_up(self.find_channel(range(self._home.slots)))
+        self._warm_up_channel(self.find_channel(range(self._home.slots)))
 
     def connect_pairs(self) -> None:
         """Let every two slots of a plane exchange a number: NCCL connects two ranks at their first message, slowly."""
@@ -161,8 +161,8 @@ class Channels:
                     self._groups.add_communicator(ranks, group)
                     self._warm_up_group(group, ranks)
 
-    def _warm_up(self, channel: Channel) -> None:
-        """NCCL: every member enters a collective of the parent group, and one exchange with its neighbours."""
+    def _warm_up_channel(self, channel: Channel) -> None:
+        """Have NCCL connect the members: by a collective of the parent group, and an exchange with both neighbours."""
         self._warm_up_group(channel.group, channel.ranks)
         if self._device.type == "cuda" and channel.degree > 1:
             x = torch.zeros(1, device=self._device)
@@ -171,7 +171,7 @@ class Channels:
             torch.cuda.synchronize(self._device)
 
     def _warm_up_group(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
-        """NCCL: every member enters the first collective, after which any subset may talk point to point."""
+        """Have NCCL run a group's first collective, after which any of its members may talk point to point."""
         if self._device.type == "cuda":
             with self._groups.watch.during("warming a communicator", ranks):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)

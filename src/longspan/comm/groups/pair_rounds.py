@@ -96,8 +96,8 @@ class PairRounds:
         if self._partner is not None:
             value = combine(value, exchange(self._partner, value, sends=False))
         for bit in self._bits:
-            theirs = exchange(self._member(bit), value)
-            value = combine(theirs, value) if self._place & bit else combine(value, theirs)
+            partner_value = exchange(self._member(bit), value)
+            value = combine(partner_value, value) if self._place & bit else combine(value, partner_value)
         if self._partner is not None:
             exchange(self._partner, value, receives=False)
         return value

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from longspan.comm.rendezvous import connecting_at_first_message
+from longspan.comm.rendezvous import defer_connections
 from longspan.comm.watch import Watch
 from longspan.errors import CommError
 
@@ -101,8 +101,8 @@ class ProcessGroups:
         """Have torch make a group, and record it in `made`; None where this rank is no member."""
         started, timeout = time.monotonic(), timedelta(seconds=seconds)
         options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
-        of_host_values = kind in ("control", "saves") or backend != "gloo"  # then tensors travel over NCCL
-        connecting = connecting_at_first_message() if of_host_values else nullcontext()
+        takes_host_values = kind in ("control", "saves") or backend != "gloo"  # then tensors travel over NCCL
+        connecting = defer_connections() if takes_host_values else nullcontext()
         with self.watch.during(f"making the {kind} group", ranks), connecting:
             group = dist.new_group(
                 list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"longspan {kind}"

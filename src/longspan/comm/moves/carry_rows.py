@@ -56,7 +56,7 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     direct = arriving > 0 and np.array_equal(moves.places, np.arange(pool_rows))
     rows = _rows_by_name(moves, arriving, direct)
     pairs = [*moves.folds, *((_pool_places(source, moves, arriving), target) for source, target in moves.more)]
-    tensors = _copy_to_device([*rows.values(), *chain.from_iterable(pairs)], device)
+    tensors = _copy_indices_to_device([*rows.values(), *chain.from_iterable(pairs)], device)
     index = dict(zip(rows, tensors, strict=False))
     pairs_there = list(zip(tensors[len(rows) :: 2], tensors[len(rows) + 1 :: 2], strict=True))
     return DeviceMoves(
@@ -103,7 +103,10 @@ def _pool_places(places: Integers, moves: RowMoves, arriving: int) -> Integers:
 
 
 def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]:
-    """`local` and `arrived`, both empty where the result is made from the pool."""
+    """Return `local` and `arrived` of DeviceMoves, by which rows go to their places without the pool.
+
+    Both are empty where the result is made from the pool: where rows arrive in another order than the target's.
+    """
     arrived = np.flatnonzero((moves.places >= 0) & (moves.places < arriving))
     in_order = arrived[np.argsort(moves.places[arrived], kind="stable")]
     none = moves.places[:0]
@@ -115,13 +118,13 @@ def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]
     return stays[np.maximum(moves.places, 0)], in_order
 
 
-def _copy_to_device(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
+def _copy_indices_to_device(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
     joined = to_device(np.concatenate(arrays), device)
     return list(joined.split([len(array) for array in arrays]))
 
 
 def _as_slice(rows: Integers) -> slice | None:
-    """Rows that follow each other, or none, as a slice."""
+    """Return rows that follow each other, or none, as a slice; None for other rows."""
     if not len(rows):
         return slice(0, 0)
     run = slice(int(rows[0]), int(rows[0]) + len(rows))
@@ -203,7 +206,7 @@ def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
     elif moves.zeros:
         result.zero_()
     elif not moves.direct:
-        _take_rows(pool, moves.places, result)
+        _write_taken_rows(pool, moves.places, result)
         _zero(result, moves)
     if moves.more:
         total = wide(pool[moves.first])
@@ -212,7 +215,7 @@ def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
         result.index_copy_(0, moves.several, total.to(result.dtype))
 
 
-def _take_rows(pool: Tensor, places: Tensor | slice, result: Tensor) -> None:
+def _write_taken_rows(pool: Tensor, places: Tensor | slice, result: Tensor) -> None:
     """Set result = pool[places]."""
     if isinstance(places, slice):
         result.copy_(pool[places])

@@ -70,9 +70,9 @@ class Processor:
     def placeholder(self) -> int:
         """The token id whose places take the rows of images; it need not be the id of `token`."""
         ids = (getattr(part, "image_token_id", None) for part in (self.stock.tokenizer, self.stock))
-        named = next((int(i) for i in ids if i is not None), None)
+        known_id = next((int(i) for i in ids if i is not None), None)
         written: list[int] = self.stock.tokenizer(self.text(_SMALL), add_special_tokens=False)["input_ids"]
-        return named if named is not None and named in written else Counter(written).most_common(1)[0][0]
+        return known_id if known_id is not None and known_id in written else Counter(written).most_common(1)[0][0]
 
     @property
     def name(self) -> str:

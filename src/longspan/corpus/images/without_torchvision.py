@@ -113,14 +113,14 @@ def _class_name(folder: Path) -> str:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     settings = [_read_json(folder / name) for name in (*FILES[1::-1], "tokenizer_config.json")]
-    named = next((values["processor_class"] for values in settings if values.get("processor_class")), None)
-    named = named or PROCESSOR_MAPPING_NAMES.get(_read_json(folder / "config.json").get("model_type", ""))
-    if named is None:
+    class_name = next((values["processor_class"] for values in settings if values.get("processor_class")), None)
+    class_name = class_name or PROCESSOR_MAPPING_NAMES.get(_read_json(folder / "config.json").get("model_type", ""))
+    if class_name is None:
         raise DataError(
             f"neither {FILES[1]} nor {FILES[0]} in {folder} names a processor_class, and there is no config.json of a "
             "model that transformers has one for; save the model's processor there"
         )
-    return re.sub(r"Fast$", "", str(named))
+    return re.sub(r"Fast$", "", str(class_name))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -50,8 +50,8 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
             results.append(None)
         except RowError as error:
             results.append(BadRow(row.where, str(error)))
-    encoded = iter(tokenizer.encode(texts))
-    return [Sample(next(encoded), row=i) if bad is None else bad for i, bad in enumerate(results)]
+    encodings = iter(tokenizer.encode(texts))
+    return [Sample(next(encodings), row=i) if bad is None else bad for i, bad in enumerate(results)]
 
 
 def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:

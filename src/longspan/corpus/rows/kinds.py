@@ -56,7 +56,7 @@ def common_kind(rows: Sequence[Row]) -> Kind:
 
 
 def row_kind(row: Row) -> Kind:
-    """Return the kind of one row. Raises DataError if its keys are of no kind, or of two."""
+    """Return the kind of one row. Raises DataError if its keys belong to no kind, or to two."""
     kinds = _kinds_in(row.values)
     if len(kinds) > 1:
         raise DataError(f"{row.where} {_several_kinds(kinds)}")

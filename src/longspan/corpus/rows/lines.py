@@ -51,10 +51,10 @@ def end_line(encoding: RowEncoding) -> str | None:
     tokens = any_of_pattern(ends | special)
     if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
         return None
-    who = "marks no end of" if encoding.template.has_marks(None) else "writes no token behind"
+    does = "marks no end of" if encoding.template.has_marks(None) else "writes no token behind"
     return (
-        f"the chat template {who} the last turn of a conversation, so that this end is no target: chats of one turn do "
-        f"not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'})"
+        f"the chat template {does} the last turn of a conversation, so that this end is no target: chats of one turn "
+        f"do not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'})"
     )
 
 
@@ -69,12 +69,12 @@ def around_line(tokenizer: TextTokenizer) -> str:
 
 def special_line(special: dict[str, int], *, parsed: bool) -> str:
     """Report how often the names of special tokens occur in texts."""
-    named = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
+    names_text = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
     more_text = f" and {len(special) - 5} others" if len(special) > 5 else ""
     times = plural(sum(special.values()), "time")
     read = "are read as these tokens" if parsed else "are read as plain text"
     hint = "data.parse_special_tokens = " + ("false reads plain text" if parsed else "true parses them")
-    return f"names of special tokens stand in the texts {times}: {named}{more_text}; they {read} ({hint})"
+    return f"names of special tokens stand in the texts {times}: {names_text}{more_text}; they {read} ({hint})"
 
 
 def names_line(name: str, texts: int) -> str:

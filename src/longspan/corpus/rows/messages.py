@@ -31,7 +31,7 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
         raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
-        content = [_drop_nulls(part) for part in content]  # templates ask whether a part has a key
+        content = [_drop_null_values(part) for part in content]  # templates ask whether a part has a key
         message = {**message, "content": content}
         for k, part in enumerate(content):
             if images and part in ({"type": "image"}, {"type": "video"}):
@@ -42,12 +42,12 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
                 raise RowError(f"{name}.content[{k}] is {kind}; only parts of {read} are read")
     elif content is not None and not isinstance(content, str):
         raise RowError(f"{name}.content is {type_name(content)}; give a string: {preview(content)}")
-    _check_calls(message.get("tool_calls"), f"{name}.tool_calls")
+    _check_tool_calls(message.get("tool_calls"), f"{name}.tool_calls")
     _check_learnt(message, name)
     return message
 
 
-def _drop_nulls(part: Any) -> Any:
+def _drop_null_values(part: Any) -> Any:
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
@@ -84,7 +84,7 @@ def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[i
     return learnt
 
 
-def _check_calls(calls: Any, name: str) -> None:
+def _check_tool_calls(calls: Any, name: str) -> None:
     """Raise RowError unless these are calls, each of a function with a name."""
     if calls is None or calls == []:
         return
@@ -173,9 +173,9 @@ def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
 
 def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: Any) -> list[Mapping[str, Any]]:
     """Return the messages with another value of a field."""
-    changed = list(messages)
-    changed[field.message] = _put_value(messages[field.message], field.path, value)
-    return changed
+    copies = list(messages)
+    copies[field.message] = _put_value(messages[field.message], field.path, value)
+    return copies
 
 
 def _put_value(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:

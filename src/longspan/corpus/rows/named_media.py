@@ -108,22 +108,22 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
 
     Raises RowError for malformed entries, and if texts name something that the row lacks.
     """
-    by_key, of_parts = read_media(row.values, row.folder), _PartMedia(row.folder)
-    changed, named = dict(row.values), name_pattern(kinds_by_name(row.values))
+    by_key, part_media = read_media(row.values, row.folder), _PartMedia(row.folder)
+    values, pattern = dict(row.values), name_pattern(kinds_by_name(row.values))
     for key in _CONVERSATIONS:
         if isinstance(row.values.get(key), list):
-            changed[key] = of_parts.extract_media(row.values[key], key, named)
-    media = RowMedia(by_key.images or of_parts.images, by_key.videos or of_parts.videos)
+            values[key] = part_media.extract_media(row.values[key], key, pattern)
+    media = RowMedia(by_key.images or part_media.images, by_key.videos or part_media.videos)
     for kind, names, entries in (
-        ("image", by_key.images, of_parts.images),
-        ("video", by_key.videos, of_parts.videos),
+        ("image", by_key.images, part_media.images),
+        ("video", by_key.videos, part_media.videos),
     ):
         if names and entries:
             raise RowError(f'{len(entries)} parts bring {kind}s, and the row has "{kind}s" too; give them in one place')
     if not media:
         texts = [text for key in _TEXTS if isinstance(text := row.values.get(key), str)]
-        check_counts([kind for text in texts for kind in kinds_named(text, named)], media, "its texts")
-    return changed, media
+        check_counts([kind for text in texts for kind in kinds_named(text, pattern)], media, "its texts")
+    return values, media
 
 
 class _PartMedia:
@@ -135,7 +135,7 @@ class _PartMedia:
 
     def extract_media(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
         """Replace media by bare parts in messages, and by parts in texts with one of the `name_pattern`."""
-        changed = list[Any]()
+        new_messages = list[Any]()
         for i, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
             if isinstance(content, str) and name_pattern.search(content):
@@ -144,8 +144,8 @@ class _PartMedia:
                 parts = [cut for part in content for cut in _cut_part(part, name_pattern)]
                 parts = [self._bare_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
                 message = {**message, "content": parts}
-            changed.append(message)
-        return changed
+            new_messages.append(message)
+        return new_messages
 
     def _bare_part(self, part: Any, name: str) -> Any:
         """Return a bare part for an image or a video, which is collected; another part as it is."""
@@ -232,5 +232,5 @@ def _check_shows_nothing(part: Mapping[str, Any], name: str) -> None:
     """Raise RowError for a text part, or one without a type, that contains an image or a video too."""
     keys = [(kind, key) for kind in PARTS for key in _TYPES[kind] if part.get(key) not in (None, "")]
     for kind, key in keys[:1]:
-        of_type = f"of type {part['type']!r}" if part.get("type") else "without a type"
-        raise RowError(f'{name} is {of_type}, and has "{key}"; give it as a part {{"type": "{kind}", …}} of its own')
+        type_text = f"of type {part['type']!r}" if part.get("type") else "without a type"
+        raise RowError(f'{name} is {type_text}, and has "{key}"; give it as a part {{"type": "{kind}", …}} of its own')

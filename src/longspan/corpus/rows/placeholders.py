@@ -142,15 +142,15 @@ class RowImages:
 
     def text_sample(self, values: Mapping[str, Any], media: RowMedia) -> Sample:
         """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
-        text, named = require_string(values.get("text"), "text"), name_pattern(kinds_by_name(values))
+        text, pattern = require_string(values.get("text"), "text"), name_pattern(kinds_by_name(values))
         added = self.tokenizer.engine.get_added_tokens_decoder().values()
         special = any_of_pattern({token.content for token in added if token.special})
-        check_counts(kinds_named(text, named), media, "its text")
+        check_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos
-        for i, piece in enumerate(named.split(text)):
+        for i, piece in enumerate(pattern.split(text)):
             check_strings(piece, f"its text (piece {i + 1})", special)
-        expanded = self.expand(named.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
+        expanded = self.expand(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
         (opening, closing), end = self.tokenizer.surrounding_ids, self.tokenizer.end_of_text
         return self.with_images(Sample(np.array([*opening, *ids, *closing, *end], np.int64)), expanded)

@@ -100,8 +100,8 @@ class ChatTemplate:
 
         A text becomes a list of parts, or a list a text, if the template reads only the other form.
         """
-        fitted = [self._contents.get((m["role"], bool(tools)), _TEXT).fit(m) for m in messages]
-        return self._render_messages(fitted, tools, prompt=prompt, marks=marks)
+        contents = [self._contents.get((m["role"], bool(tools)), _TEXT).fit(m) for m in messages]
+        return self._render_messages(contents, tools, prompt=prompt, marks=marks)
 
     @cached_property
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
@@ -115,11 +115,11 @@ class ChatTemplate:
         It reads parts if they give the same text as one text, except blanks. Other templates write the list itself, as
         Python or JSON, or leave it out. Some read only parts, or only the first part.
         """
-        joined, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
-        contents = joined, text([joined]), text(_WORDS)
+        words_text, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
+        contents = words_text, text([words_text]), text(_WORDS)
         whole, part, parts = ("".join(self._render_content(role, content, tools).split()) for content in contents)
-        reads = all(word in parts for word in _WORDS) and (parts == whole or joined not in whole)
-        return _Contents(text=joined in whole or joined not in part, parts=reads)
+        reads = all(word in parts for word in _WORDS) and (parts == whole or words_text not in whole)
+        return _Contents(text=words_text in whole or words_text not in part, parts=reads)
 
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
         """Render a conversation with a message of this role and content; empty if the template refuses it."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from longspan.corpus.files import LogLine
 from longspan.errors import DataError
-from longspan.files import naming_file
+from longspan.files import name_file_in_errors
 
 NONE = "none"  # as data.cache: no tokens are stored
 _POLL_SECONDS, _NEWS_SECONDS = 0.2, 30.0
@@ -64,7 +64,7 @@ class Cache:
                 shutil.rmtree(folder)
             partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
             try:
-                with naming_file(partial):
+                with name_file_in_errors(partial):
                     build(partial)
                     _move_folder(partial, folder)
             finally:

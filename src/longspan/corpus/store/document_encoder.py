@@ -204,7 +204,7 @@ def cut_row(
     """
     step = longest or max(length, 1)
     parts = [part for part in _cut_outside_spans(length, step, uncut) if part.stop - part.start >= SHORTEST]
-    lost = length - sum(part.stop - part.start for part in parts)
+    lost_tokens = length - sum(part.stop - part.start for part in parts)
     if codes is not None:
         with_targets = [part for part in parts if (codes[part][1:] != NOTHING).any()]
         counts.update(masked_parts=len(parts) - len(with_targets))
@@ -213,7 +213,7 @@ def cut_row(
         counts.update(cut_texts=1, cut_tokens=length, cut_documents=len(parts))
     elif length < SHORTEST:
         counts.update(short_texts=1)
-    counts.update(lost_tokens=lost)
+    counts.update(lost_tokens=lost_tokens)
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Layers other than attention: state-space layers, routers, norms, depths of multi-token prediction, kernels' offsets."""
+"""Layers other than attention: state-space layers, routers, norms, multi-token prediction, offsets in kernels."""
 
 import ast
 from collections.abc import Sequence
@@ -48,14 +48,16 @@ def _states_of_documents(world: World) -> float:
     q, k, v, g, beta = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in shapes)
     inputs = (q, F.normalize(k, dim=-1), v, -g, beta)
     borders = np.cumsum((0, *_LENGTHS)).tolist()
-    exact = torch.cat([_scan_document(*(x[a:b] for x in inputs)) for a, b in pairwise(borders)])
+    exact = torch.cat([_scan_document([x[a:b] for x in inputs]) for a, b in pairwise(borders)])
     shard = bind(plan_fixed(_LENGTHS, world.home, 2).micro_batches[0], world)
-    out = linear_scan(*(shard.scatter(x) for x in inputs), shard)
+    q, k, v, g, beta = (shard.scatter(x) for x in inputs)
+    out = linear_scan(q, k, v, g, beta, shard)
     return tensor_error(out, shard.scatter(exact))
 
 
-def _scan_document(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Run the gated delta rule over one document: (n, H, V)."""
+def _scan_document(inputs: Sequence[Tensor]) -> Tensor:
+    """Run the gated delta rule over one document's q, k, v, g and beta: (n, H, V)."""
+    q, k, v, g, beta = inputs
     state, outs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), list[Tensor]()
     for t in range(len(q)):
         state = state * g[t].exp().unsqueeze(-1)
@@ -125,12 +127,12 @@ def _formulas_of_norms(world: World) -> float:
             weight: Any = norm.weight.detach().double()  # pyright: ignore[reportCallIssue]
             eps = next(float(getattr(norm, key)) for key in ("variance_epsilon", "eps") if hasattr(norm, key))
             exact = type(norm).forward(norm.double(), x)  # pyright: ignore[reportArgumentType]
-            worst = max(worst, _rounded_error(formula(x, weight, eps), exact))
+            worst = max(worst, _error_above_rounding(formula(x, weight, eps), exact))
         worst = worst if fused else float("inf")
     return worst
 
 
-def _rounded_error(result: Tensor, exact: Tensor) -> float:
+def _error_above_rounding(result: Tensor, exact: Tensor) -> float:
     """Return 0 where two results differ by rounding of float32 only, which norms compute in."""
     error = tensor_error(result, exact.detach().to(result.dtype))
     return 0.0 if error < 1e-6 else error

@@ -68,7 +68,7 @@ def _sums_of_log_probs(world: World) -> float:
     return max(loss_error(score, value) for score, value in zip(scores.sums.tolist(), sums, strict=True))
 
 
-def _clipped_gradients(world: World) -> float:
+def _norm_with_copies(world: World) -> float:
     """Clip to half of the dense norm: the norm that is reported, and that of the gradients afterwards."""
     config, documents = tiny_configuration(), draw_documents()
     norm = dense_answer(config, documents).norm
@@ -85,9 +85,8 @@ ERRORS = (
         "loss times the degree",
         "NVIDIA/Megatron-LM#673",
         happened="The loss of a rank was multiplied by the size of its context-parallel group before gradients were "
-        "averaged over data and context parallel ranks; whether the two cancel was discussed for two years, with runs "
-        "in which they did not.",
-        seen="The gradient norm of tp 1, cp 4 is not that of tp 1, cp 1 on the same batch.",
+        "averaged over data and context parallel ranks; whether the two cancel, the thread discusses into 2025.",
+        seen="The gradient norm at degree 4 is not that at degree 1 on the same batch.",
         prevented="A loss is a sum over targets, divided once by the plan's number of targets; gradients are a plain "
         "sum over slots. The degree stands in neither.",
         check=_step_at_degree_two,
@@ -148,7 +147,7 @@ ERRORS = (
         "them hold, such as norms of queries and keys, were counted as often as there are ranks.",
         seen="The reported norm grows with tp, and gradients are clipped too much.",
         prevented="The norm counts each element once, by the placement of its gradient.",
-        check=_clipped_gradients,
+        check=_norm_with_copies,
         pull=True,
         home=TP,
     ),

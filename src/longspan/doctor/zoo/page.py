@@ -11,18 +11,20 @@ from longspan.doctor.zoo.known_error import KnownError
 
 _HEAD = """# Silent errors of others
 
-This page lists {count} errors that happened in other systems without a message, and why each of them cannot happen here. They are no blame: the
-threads are where people found, measured and mostly repaired them, and each of them could have been ours.
+This page lists {count} errors that happened in other systems without a message, and says why each cannot happen here.
+
+They are no blame: the threads are where people found, measured and mostly repaired them, and each of them could have
+been ours. What a thread says is as of September 2026.
 
 ```bash
-longspan doctor --zoo           # runs a check for each on this machine: two processes on the CPU, about a minute
+longspan doctor --zoo           # a check for each on this machine: two processes on the CPU, about a minute
 longspan doctor --zoo --json
 ```
 
-A check computes in float64 and compares with a dense model or with integers: loss and every gradient within 1e-10. The exit code is 1 if one fails.
-The same checks are tests ([tests/zoo](../tests/zoo/test_zoo.py)), and each of them runs once more with the other system's error put into our source:
-it must fail then. What a thread says is as of September 2026; some of the errors are repaired. The text below is made from the records next to the checks
-([doctor/zoo](../src/longspan/doctor/zoo/__init__.py)).
+A check computes in float64 and compares with a dense model, or compares integers: loss and every gradient within 1e-10.
+The exit code is 1 if one fails. The same checks are tests ([tests/zoo](../tests/zoo/test_zoo.py)). There each of them
+runs once more with the other system's error put into our source, and must fail. The text below is made from the records
+next to the checks ([doctor/zoo](../src/longspan/doctor/zoo/__init__.py)).
 """
 
 

@@ -1,6 +1,6 @@
 """Runs the checks of the zoo over two fresh local processes on the CPU; an error of a check becomes its result.
 
->>> all(result.passed for result in run_zoo())
+>>> all(result.good for result in run_zoo())
 True
 """
 
@@ -30,7 +30,7 @@ class ZooResult:
     message: str = ""
 
     @property
-    def passed(self) -> bool:
+    def good(self) -> bool:
         """Whether the silent error does not happen here."""
         return self.error is not None and self.error <= LIMIT
 
@@ -61,8 +61,9 @@ def run_zoo(
                 text = f"{type(failure).__name__}: {failure}" if failure else "a rank ended without a result"
                 finished.append(ZooResult(KNOWN_ERRORS[pending.pop(0)], None, 0.0, text))
             results += finished
-            for result in finished if show is not None else ():
-                show(result)
+            if show is not None:
+                for result in finished:
+                    show(result)
     return results
 
 

@@ -55,8 +55,8 @@ def _one_epoch(world: World) -> float:
     return float(wrong)
 
 
-def _resumed_order(world: World) -> float:
-    """Count steps at which a resumed run would train on other documents, and epochs that repeat the first one's order."""
+def _order_after_resuming(world: World) -> float:
+    """Count steps that a resumed run takes with other documents, and epochs that repeat the first one's order."""
     order = _make_order()
     steps = order.steps_of_epochs(3.0)
     whole = [order.documents_of_step(step) for step in range(steps)]
@@ -67,7 +67,7 @@ def _resumed_order(world: World) -> float:
     return float(sum(a != b for a, b in zip(whole, resumed, strict=True)) + repeated)
 
 
-def _unfinished_save(world: World) -> float:
+def _newest_checkpoint(world: World) -> float:
     """Interrupt a save: the newest checkpoint is the one before it, and stays when old ones are removed."""
     with tempfile.TemporaryDirectory(prefix="longspan-zoo-") as folder:
         root = Path(folder)
@@ -120,7 +120,7 @@ ERRORS = (
         "came again, and others never came.",
         seen="Nothing, except a training loss that is a little too good after a restart.",
         prevented="The documents of a step are computed from the seed and the step; there is no state to lose.",
-        check=_resumed_order,
+        check=_order_after_resuming,
     ),
     KnownError(
         "the newest checkpoint is not there yet",
@@ -130,6 +130,6 @@ ERRORS = (
         seen="Nothing, until the process dies in that minute: then no checkpoint can be loaded.",
         prevented="A save is written under another name, and gets its own once every rank's files are durable; older "
         "ones are removed only then.",
-        check=_unfinished_save,
+        check=_newest_checkpoint,
     ),
 )

@@ -76,7 +76,8 @@ ERRORS = (
         "labels rolled inside a rank's part",
         "verl-project/verl#6268",
         happened="With fused kernels and sequence parallelism, labels were rolled after the sequence had been split: "
-        "the last position of each rank's part predicted the first token of that part.",
+        "the last position of each rank's part predicted the first token of that part. The same pair of features had "
+        "given wrong log-probabilities before (verl#3723).",
         seen="One wrong label a rank and micro-batch: log-probabilities of the policy differ from the sampler's, and "
         "quality falls slowly.",
         prevented="Labels are made inside documents, before anything is split; a rank reads the token after its last "

@@ -39,10 +39,10 @@ def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
             f"the tokenizers of {checked[0].subject.folder} and {checked[1].subject.folder} differ, and the documents "
             "of a run are kept as tokens: only texts can be compared; give --data"
         )
-    of_subjects = [_find_sets(request, weights, world, log) for weights in checked]
-    for first, other in zip(*of_subjects, strict=True):
+    subject_sets = [_find_sets(request, weights, world, log) for weights in checked]
+    for first, other in zip(*subject_sets, strict=True):
         _check_same_texts(first, other)
-    pairs = zip(of_subjects, checked, strict=True)
+    pairs = zip(subject_sets, checked, strict=True)
     return [(*_limit_sets(request, sets), *_passkey_sets(request, weights, world)) for sets, weights in pairs]
 
 
@@ -104,14 +104,18 @@ def _limit_sets(request: EvalRequest, sets: Sets) -> Sets:
 
 def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:
     """Raise DataError unless document d is the same whole text in both, read by two tokenizers."""
-    corpora = [of_name.documents.corpus for of_name in (first, other) if isinstance(of_name.documents, CorpusDocuments)]
+    corpora = [
+        named_documents.documents.corpus
+        for named_documents in (first, other)
+        if isinstance(named_documents.documents, CorpusDocuments)
+    ]
     if any(corpus.manifest.left_out.cut_texts for corpus in corpora):
         raise DataError(
             f"texts of --data {first.name} are cut into documents, by two tokenizers at different places; give "
             "--max-document-tokens 0, which cuts none, to compare models of different tokenizers"
         )
     short = [corpus.manifest.left_out.short_texts for corpus in corpora]
-    sources = [of_name.documents.origins for of_name in (first, other)]
+    sources = [named_documents.documents.origins for named_documents in (first, other)]
     one_a_file = len(set(sources[0])) == len(sources[0])
     if sources[0] != sources[1] or (any(short) and not one_a_file):
         raise DataError(

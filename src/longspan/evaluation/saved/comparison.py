@@ -60,11 +60,11 @@ def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Differenc
     sums, counts = (
         np.array(values).T for values in zip(*(_document_sums(result, unit) for result in (first, other)), strict=True)
     )
-    counted = (counts > 0).all(axis=1)  # sums and counts (D, 2)
-    sums, counts, lengths = sums[counted], counts[counted], np.array(first.evaluation.plan.lengths)[counted]
-    means, of_documents = sums.sum(0) / counts.sum(0), sums / counts
+    has_counts = (counts > 0).all(axis=1)  # sums and counts (D, 2)
+    sums, counts, lengths = sums[has_counts], counts[has_counts], np.array(first.evaluation.plan.lengths)[has_counts]
+    means, document_means = sums.sum(0) / counts.sum(0), sums / counts
     residuals = (sums - means * counts) / counts.sum(0)
-    differences = of_documents[:, 1] - of_documents[:, 0]
+    differences = document_means[:, 1] - document_means[:, 0]
     return Difference(
         name=first.evaluation.name,
         unit=unit,
@@ -136,7 +136,7 @@ def subject_record(result: SubjectResult) -> dict[str, Any]:
         "kind": result.weights.kind,
         "parallel": {key: parallel[key] for key in HOME},
         "changes": [asdict(change) for change in result.changes],
-        "evaluations": [evaluation_record(of_set) for of_set in result.sets],
+        "evaluations": [evaluation_record(set_result) for set_result in result.sets],
     }
 
 
@@ -157,16 +157,16 @@ def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, Passkey
     return [
         (result.weights.title if len(results) > 1 else "", grid)
         for result in results
-        for of_set in result.sets
-        if (grid := of_set.evaluation.passkey) is not None
+        for set_result in result.sets
+        if (grid := set_result.evaluation.passkey) is not None
     ]
 
 
 def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
     """Return one object for every document: target, set, cp, document, source, tokens, targets, loss."""
     return [
-        {"target": result.weights.title, "set": of_set.evaluation.name, "cp": of_set.evaluation.cp, **row}
+        {"target": result.weights.title, "set": set_result.evaluation.name, "cp": set_result.evaluation.cp, **row}
         for result in results
-        for of_set in result.sets
-        for row in of_set.evaluation.document_rows(of_set.sources)
+        for set_result in result.sets
+        for row in set_result.evaluation.document_rows(set_result.sources)
     ]

@@ -47,9 +47,9 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     """
     deadline = time.monotonic() + (request.seconds or math.inf)
     metrics = run_on_every_rank(world, partial(_load_set_metrics, request), ConfigError)
-    checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
-    sets = choose_sets(request, checked, world, log)
-    pairs = zip(checked, sets, strict=True)
+    checked_weights = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
+    sets = choose_sets(request, checked_weights, world, log)
+    pairs = zip(checked_weights, sets, strict=True)
     fits = [run_on_every_rank(world, partial(_fit_subject, request, *pair, world, log), ConfigError) for pair in pairs]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
         log(line)
@@ -91,24 +91,28 @@ def _fit_subject(
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
     folder = checked.tokenizer.folder
     sets = run_on_every_rank(
-        world, lambda: tuple(of_name.with_images(configuration, folder) for of_name in sets), DataError
+        world, lambda: tuple(named_documents.with_images(configuration, folder) for named_documents in sets), DataError
     )
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else read_training_rows(first.config).context
     config = set_usual_partition(replace(checked.subject.config, context=context))
-    config, of_hosts = fit_node_size(config, world.node_size, request.flag_keys)
+    config, host_changes = fit_node_size(config, world.node_size, request.flag_keys)
     config = set_node_size(config, world)
-    entries, changes = list[EvalConfig](), dict.fromkeys((*request.home_changes, *of_hosts))
-    for of_name in sets:
-        entry = find_set(config, of_name.name if of_name.name in request.sets else "", request.flag_keys)
-        of_set = longest if request.paths else max(of_name.documents.lengths)
-        entry, of_entry = fit_set(config, entry, world.home, heads, of_set, request.flag_keys)
+    entries, changes = list[EvalConfig](), dict.fromkeys((*request.home_changes, *host_changes))
+    for named_documents in sets:
+        entry = find_set(
+            config, named_documents.name if named_documents.name in request.sets else "", request.flag_keys
+        )
+        set_longest = longest if request.paths else max(named_documents.documents.lengths)
+        entry, set_changes = fit_set(config, entry, world.home, heads, set_longest, request.flag_keys)
         choice = PlanChoice.evaluation(config, entry, heads=heads)
-        room = 0 if "context.eval_max_tokens_per_slot" in request.flag_keys else of_set  # a given cap is not raised
+        room = (
+            0 if "context.eval_max_tokens_per_slot" in request.flag_keys else set_longest
+        )  # a given cap is not raised
         for at_degree in _list_choices(choice, request.degrees, room):
-            at_degree.check(of_set, world.home, f"the longest document ({of_set} tokens)")
+            at_degree.check(set_longest, world.home, f"the longest document ({set_longest} tokens)")
         entries.append(entry)
-        changes |= dict.fromkeys(of_entry)
+        changes |= dict.fromkeys(set_changes)
     return _Fit(checked, sets, config, configuration, tuple(entries), tuple(changes))
 
 
@@ -125,7 +129,7 @@ class _Evaluator:
     def run(self, log: LogLine, progress: Progress) -> SubjectResult:
         """Load the model, then evaluate each set at each degree."""
         fit = self.fit
-        images = any(getattr(of_name.documents, "items", ()) for of_name in fit.sets)
+        images = any(getattr(named_documents.documents, "items", ()) for named_documents in fit.sets)
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
         use_machine(fit.config, self.world, log)
@@ -148,25 +152,25 @@ class _Evaluator:
     ) -> Iterator[SetResult]:
         """Yield the result of each set at each degree."""
         bytes_of_ids = token_bytes(self.fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
-        for of_name, entry in zip(self.fit.sets, self.fit.entries, strict=True):
+        for named_documents, entry in zip(self.fit.sets, self.fit.entries, strict=True):
             choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
-                lengths, vpp = of_name.documents.lengths, self.fit.config.parallel.vpp
-                choice, _ = choose_degree_on_ranks(choice, lengths, self.world, log, name=of_name.name, vpp=vpp)
-            text_bytes = _count_text_bytes(of_name, bytes_of_ids) if is_first_rank(self.world) else ()
-            sources = of_name.documents.origins
-            for at_degree in _list_choices(choice, self.degrees, max(of_name.documents.lengths)):
+                lengths, vpp = named_documents.documents.lengths, self.fit.config.parallel.vpp
+                choice, _ = choose_degree_on_ranks(choice, lengths, self.world, log, name=named_documents.name, vpp=vpp)
+            text_bytes = _count_text_bytes(named_documents, bytes_of_ids) if is_first_rank(self.world) else ()
+            sources = named_documents.documents.origins
+            for at_degree in _list_choices(choice, self.degrees, max(named_documents.documents.lengths)):
                 options = EvaluationOptions(
                     step=step,
-                    name=of_name.name,
+                    name=named_documents.name,
                     loss_chunk_rows=self.fit.config.train.loss_chunk_rows,
                     metrics=self.metrics[entry.name],
                     token_bytes=bytes_of_ids,
                     attention_kernel=entry.attention_kernel or None,
                     stopped=partial(self._stop_reason, stop),
-                    progress=partial(progress, _progress_title(self.fit, of_name, at_degree)),
+                    progress=partial(progress, _progress_title(self.fit, named_documents, at_degree)),
                 )
-                result = evaluate(model, of_name.documents, at_degree, self.world, options)
+                result = evaluate(model, named_documents.documents, at_degree, self.world, options)
                 yield SetResult(result, sources, text_bytes)
 
     def _stop_reason(self, stop: StopSignal) -> str:

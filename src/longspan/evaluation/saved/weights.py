@@ -50,12 +50,12 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
-    configuration = run_on_every_rank(world, lambda: _read_configuration(subject), ModelError)
+    configuration = run_on_every_rank(world, lambda: _read_subject_configuration(subject), ModelError)
     loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)
 
 
-def _read_configuration(subject: Subject) -> PreTrainedConfig:
+def _read_subject_configuration(subject: Subject) -> PreTrainedConfig:
     """Read the configuration of a subject's model. Raises CheckpointError for a run without one."""
     run_dir = subject.weights.run_dir
     if run_dir is not None and not (run_dir / "config.json").is_file():

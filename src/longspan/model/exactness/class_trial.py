@@ -84,7 +84,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     """Try a small model of a class; that it cannot be run is a reason only if the trial is `required`."""
     try:
         model = _small_model(kind, config)
-        draws = _random_draws(model)
+        draws = _random_draw_reasons(model)
         return ClassTrial(tuple(_row_reasons(model.train(not draws))), draws)
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
@@ -160,7 +160,7 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _random_draws(model: PreTrainedModel) -> tuple[str, ...]:
+def _random_draw_reasons(model: PreTrainedModel) -> tuple[str, ...]:
     """Return why a class is refused if two runs with different seeds differ; else nothing."""
     outs: list[Tensor] = []
     for seed in (1, 2):

@@ -69,7 +69,7 @@ def spread_rows(x: Tensor, visits: Visits) -> Tensor:
 def sum_visits(done: Tensor, weights: Tensor, visits: Visits) -> Tensor:
     """Add up what the visits of each row made, (R · top_k, D), weighted by weights (R, top_k): (R, D).
 
-    In the dtype of `done`, or of the weights where these have more digits.
+    The sum has the dtype of `done`, or that of the weights where these have more digits.
     """
     return _Gather.apply(done, weights, *visits)  # pyright: ignore[reportReturnType]
 

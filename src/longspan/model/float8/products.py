@@ -15,31 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.model.float8 import scaled_products
 from longspan.model.float8.quantise import Scaled, quantise_rows
+from longspan.model.float8.scaled_products import multiply
 from longspan.model.float8.weights import Float8Weight
-
-FAST_SUMS = True
-"""Whether tensor cores add up products as they come, and not 128 at a time in float32: by far less than float8 rounds,
-and the same for a row whatever rows stand next to it."""
-
-
-def multiply(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows x (S, K) with the rows of w (N, K), and add a bias (N,): (S, N)."""
-    if not x.values.is_cuda:
-        y = x.dequantise() @ w.dequantise().t()
-        return (y if bias is None else y + bias).to(dtype)
-    if not x.values.numel():
-        return x.scales.new_zeros((len(x.values), len(w.values)), dtype=dtype)
-    y = torch._scaled_mm(
-        x.values,
-        w.values.t(),
-        scale_a=x.scales.unsqueeze(1),
-        scale_b=w.scales.unsqueeze(0),
-        bias=bias,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=FAST_SUMS,
-    )
-    return y.to(dtype)
 
 
 def linear_in_float8(x: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight) -> Tensor:
@@ -47,11 +26,13 @@ def linear_in_float8(x: Tensor, weight: Tensor, bias: Tensor | None, float8_weig
 
     >>> y = linear_in_float8(x, layer.weight, layer.bias, Float8Weight())  # (…, N)
     """
-    gradients = None
+    rows, gradients = x.reshape(-1, x.shape[-1]), None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-        gradients = _Gradients.apply(x.detach(), weight, bias)
+        unread = rows.new_empty(()).expand(rows.shape[0], weight.shape[0])
+        gradients = _Gradients.apply(rows.detach(), weight, bias, unread)
     plain_bias = None if bias is None else bias.detach()
-    return _Product.apply(x, gradients, weight.detach(), plain_bias, float8_weight)  # pyright: ignore[reportReturnType]
+    y: Any = _Product.apply(rows, gradients, weight.detach(), plain_bias, float8_weight)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class _Gradients(torch.autograd.Function):
@@ -62,17 +43,16 @@ class _Gradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, unread: Tensor) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.dtype = weight.dtype
-        return x.new_empty(()).expand(*x.shape[:-1], len(weight))  # read by nothing
+        return unread.view_as(unread)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
-        rows = dy.reshape(-1, dy.shape[-1])
-        of_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        return None, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+        of_weight = (dy.t() @ x).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class _Product(torch.autograd.Function):
@@ -82,29 +62,20 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gradients: Tensor | None, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight
     ) -> Tensor:
-        ctx.float8_weight = float8_weight
-        if torch.compiler.is_compiling():
-            ctx.save_for_backward(weight)
-        else:  # not saved: a layer that runs again would make its last product before it stops at what that saves
-            ctx.weight, ctx.version = weight, weight._version
-        rows = x.reshape(-1, x.shape[-1])
-        y = multiply(quantise_rows(rows), float8_weight.rows(weight), x.dtype, bias)
-        return y.view(*x.shape[:-1], len(weight))
+        # Not saved: a layer that runs again would make its last product before it stops at what that saves.
+        ctx.weight, ctx.version, ctx.float8_weight = weight, weight._version, float8_weight
+        return multiply(quantise_rows(x), float8_weight.rows(weight), x.dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         of_rows = None
         if ctx.needs_input_grad[0]:
-            rows = dy.reshape(-1, dy.shape[-1])
-            of_rows = multiply(quantise_rows(rows), ctx.float8_weight.columns(_read_weight(ctx)), dy.dtype)
-            of_rows = of_rows.view(*dy.shape[:-1], of_rows.shape[-1])
+            of_rows = multiply(quantise_rows(dy), ctx.float8_weight.columns(_read_weight(ctx)), dy.dtype)
         return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None
 
 
 def _read_weight(ctx: Any) -> Tensor:
     """Return the weight of the forward pass. Raises RuntimeError, as torch does, where it was changed since."""
-    if torch.compiler.is_compiling():
-        return ctx.saved_tensors[0]
     weight, version = ctx.weight, ctx.weight._version
     if version != ctx.version:
         raise RuntimeError(
@@ -169,7 +140,7 @@ def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] |
         pieces = zip(x.values.split(list(counts)), x.scales.split(list(counts)), w.values, w.scales, strict=True)
         return torch.cat([multiply(Scaled(rows, a), Scaled(matrix, b), dtype) for rows, a, matrix, b in pieces])
     values = w.values.transpose(-2, -1)
-    sums = {"out_dtype": torch.bfloat16, "use_fast_accum": FAST_SUMS}
+    sums = {"out_dtype": torch.bfloat16, "use_fast_accum": scaled_products.FAST_SUMS}
     return torch._scaled_grouped_mm(x.values, values, x.scales, w.scales, offs=ends, **sums).to(dtype)
 
 

@@ -2,7 +2,7 @@
 
 A row's scale is the largest of its absolute values over 448, the largest number of e4m3, so that what a row becomes
 depends on that row alone, whatever rows stand next to it and however they are split over ranks. On GPUs with Triton a
-row is read once; elsewhere, and where torch.compile traces, torch's operations do the same arithmetic.
+row is read once; elsewhere torch's operations do the same arithmetic.
 """
 
 from functools import cache
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
+# Operations of torch below have these in digits: torch.compile takes a number with a name for one that may change.
 LARGEST = 448.0  # number of e4m3
-_OF_LARGEST = 1 / LARGEST
 _LEAST = 1e-30  # of a row's largest number: below, rows become zeros, and the factor stays finite
 _MOST_COLUMNS = 16384  # of a row that a program holds at once
 _TILE = 64  # rows and columns of a block of a matrix
@@ -40,8 +40,7 @@ def quantise_rows(x: Tensor) -> Scaled:
     tensor([2.])
     """
     if (kernels := _find_kernels(x)) is None:
-        most = x.abs().amax(-1, keepdim=True).float().clamp_min(_LEAST)
-        return Scaled((x.float() * _factors(most)).to(FLOAT8), (most * _OF_LARGEST).squeeze(-1))
+        return quantise_by_torch(x)
     rows = x.reshape(-1, x.shape[-1])
     values = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -51,13 +50,23 @@ def quantise_rows(x: Tensor) -> Scaled:
         kernels.quantise_rows_kernel[(len(rows),)](
             *(rows, values, scales, width, rows.stride(0)),
             LARGEST=LARGEST,
-            OF_LARGEST=_OF_LARGEST,
+            OF_LARGEST=1 / LARGEST,
             LEAST=_LEAST,
             COLUMNS=columns,
             IN_ONE=width <= columns,
             num_warps=min(16, max(1, columns // 1024)),
         )
     return Scaled(values, scales)
+
+
+def quantise_by_torch(x: Tensor) -> Scaled:
+    """Bring rows (…, R, C) to float8 by torch's operations.
+
+    >>> quantise_by_torch(torch.tensor([[1.0, -896.0]])).values.dtype
+    torch.float8_e4m3fn
+    """
+    most = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-30)
+    return Scaled((x.float() * _factors(most)).to(FLOAT8), _scales(most).squeeze(-1))
 
 
 def quantise_columns(x: Tensor) -> Scaled:
@@ -81,17 +90,22 @@ def quantise_columns(x: Tensor) -> Scaled:
     kernels.largest_of_columns_kernel[(across, parts.shape[1], count)](matrices, parts, *sizes, **tile)
     most = parts.amax(1).clamp_min(_LEAST)
     kernels.quantise_columns_kernel[(down, across, count)](matrices, values, _factors(most), *sizes, **tile)
-    return Scaled(values, (most * _OF_LARGEST).view(values.shape[:-1]))
+    return Scaled(values, _scales(most).view(values.shape[:-1]))
+
+
+def _scales(most: Tensor) -> Tensor:
+    """Return the scales of rows with these largest numbers."""
+    return most * (1 / 448.0)
 
 
 def _factors(most: Tensor) -> Tensor:
     """Return what makes the largest numbers of rows LARGEST: a quotient, not torch's rounded inverse times LARGEST."""
-    return torch.full_like(most, LARGEST) / most
+    return torch.full_like(most, 448.0) / most
 
 
 def _find_kernels(x: Tensor) -> Any:
     """Find the module of the kernels where they can take this tensor, rows of elements in order; else None."""
-    if torch.compiler.is_compiling() or not x.is_cuda or x.stride(-1) != 1:
+    if not x.is_cuda or x.stride(-1) != 1:
         return None
     return kernel_module()
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from longspan.model.float8.quantise import Scaled, quantise_columns, quantise_rows
@@ -17,7 +16,7 @@ class Float8Weight:
     >>> float8_weight = Float8Weight()
     >>> float8_weight.keep(True)  # what `rows` and `columns` make from now on stays, until keep(False)
 
-    Inside what torch.compile made it is quantised in each pass.
+    Inside what torch.compile made, a weight is quantised in each pass (`compiled.py`).
     """
 
     def __init__(self) -> None:
@@ -36,16 +35,12 @@ class Float8Weight:
 
     def rows(self, weight: Tensor) -> Scaled:
         """Return the weight's rows in float8."""
-        if torch.compiler.is_compiling():  # a graph keeps nothing
-            return quantise_rows(weight.detach())
         rows = self._rows or quantise_rows(weight.detach())
         self._rows = rows if self._keeps else None
         return rows
 
     def columns(self, weight: Tensor) -> Scaled:
         """Return the weight's columns in float8, as rows."""
-        if torch.compiler.is_compiling():
-            return quantise_columns(weight.detach())
         columns = self._columns or quantise_columns(weight.detach())
         self._columns = columns if self._keeps else None
         return columns

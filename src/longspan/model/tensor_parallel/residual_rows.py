@@ -97,7 +97,7 @@ def final_norm_name(model: PreTrainedModel) -> str:
     return names[-1]
 
 
-def refuse_other_rows(model: PreTrainedModel) -> None:
+def refuse_rows_outside_region(model: PreTrainedModel) -> None:
     """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
     base, name, norm = decoder_model(model), type(model).__name__, final_norm_name(model)
     embedding, layers = usual_parts(model)[:2]

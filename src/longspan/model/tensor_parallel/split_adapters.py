@@ -44,7 +44,7 @@ ADAPTED = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)  
 
 
 def split_adapted(module: nn.Module, style: str, world: World, *, sequence_parallel: bool) -> None:
-    """Split an adapted linear and its adapter; what its style does to inputs and outputs holds for both."""
+    """Split an adapted linear and its adapter; both get the inputs, and give the outputs, that the style names."""
     layer: Any = module
     key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
     if style in (ROWWISE, SPLIT_INPUT):

@@ -35,7 +35,7 @@ from longspan.model.tensor_parallel.plan import (
 from longspan.model.tensor_parallel.residual_rows import (
     final_norm_name,
     layers_and_depths,
-    refuse_other_rows,
+    refuse_rows_outside_region,
     residual_regions,
     split_residuals,
 )
@@ -67,7 +67,7 @@ def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [of_one for of_one in places.values() if len(of_one) > 1]
 
 
-def share_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
+def share_parameters_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
     """Give modules that shared a parameter the first one's again, after each has made the same slice of it."""
     for (first, name), *others in places:
         for module, other in others:
@@ -80,7 +80,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
     if tp > 1:
         _check_plan(model, tp, sequence_parallel=sequence_parallel)
         if sequence_parallel:
-            refuse_other_rows(model)
+            refuse_rows_outside_region(model)
     elif sequence_parallel:
         raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
 
@@ -129,7 +129,7 @@ def split_over_ranks(
             wrap_forward(module, views={parameter: local_tensor})
         elif isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED):
             _split_linear(module, style, world, sequence_parallel=in_parts)
-    share_again(shared)
+    share_parameters_again(shared)
     _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
     for layer in layers_and_depths(model).values():
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank

@@ -56,7 +56,11 @@ def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: in
 
 
 def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
-    """Return a bound on the rows of others that the members of a ring see together, of each document."""
+    """Return a bound on the rows of others that the members of a ring see together, of each document.
+
+    Each of its at most 2 · degree runs sees window − 1 rows before it under a window, and under chunks the rows from
+    the start of its first row's chunk on.
+    """
     foreign = (degree - 1) * rows
     if window is not None:
         foreign = np.minimum(foreign, 2 * degree * min(window - 1, int(rows.max())))

@@ -118,7 +118,7 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
 def _row_seconds(cost: Cost) -> float:
     """Return the seconds of a row on one slot, with what short pieces of attention take longer.
 
-    They take as much at any degree, or more.
+    At any degree a row takes as much, or more.
     """
     return cost.linear_seconds + (cost.network.half_speed_rows * cost.attention_seconds if cost.network else 0.0)
 

@@ -89,8 +89,8 @@ class Cost:
         for name, choices in (("passes", get_args(Passes)), ("cp_comm_type", COMM_TYPES)):
             check_choice(f"{name} of a cost", getattr(self, name), choices)
         if self.forward and (self.forward.passes != "forward" or self.passes == "forward"):
-            both = "forward is the cost of forward passes only, in a cost of both passes"
-            raise PlanError(f"{both}; Cost.forward_only makes it")
+            refusal = "forward is the cost of forward passes only, in a cost of both passes"
+            raise PlanError(f"{refusal}; Cost.forward_only makes it")
         check_count("a2a_size, the slots that exchange heads,", self.a2a_size)
         check_count("heads of a cost", self.heads, least=0)
         check_count("node_size of a cost", self.node_size)
@@ -110,8 +110,10 @@ class Cost:
         """
         if self.passes == "forward":
             return self
-        of_ring = {"ring_bytes": self.network.block_share} if self.network else {}
-        shares = {name: value * (FORWARD_SHARES | of_ring).get(name, 1.0) for name, value in self.constants().items()}
+        ring_change = {"ring_bytes": self.network.block_share} if self.network else {}
+        shares = {
+            name: value * (FORWARD_SHARES | ring_change).get(name, 1.0) for name, value in self.constants().items()
+        }
         constants = self.forward.constants() if self.forward else shares
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states = self.states and self.states.forward_only()

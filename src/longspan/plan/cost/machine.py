@@ -194,8 +194,8 @@ class Machine(MachineFigures):
             ring_step_latency=self.ring_wait_seconds,
             bytes_per_value=bytes_per_number,
         )
-        of_experts = 1 / self.expert_flops_per_second - 1 / self.product_flops_per_second
-        constants["linear_seconds"] += 6 * shape.expert_weights * of_experts
+        expert_extra = 1 / self.expert_flops_per_second - 1 / self.product_flops_per_second
+        constants["linear_seconds"] += 6 * shape.expert_weights * expert_extra
         network = None
         if shape.layers:
             turns = 2 * bytes_per_number + max(4, bytes_per_number)  # keys and values twice, their gradients in float32
@@ -257,8 +257,8 @@ class Machine(MachineFigures):
         node_size = node_size or self.node_size
         prices = sorted(self._type_prices(group, call, node_size), key=lambda price: bool(price.impossible))
         best = min(prices, key=lambda price: price.seconds)
-        chosen = f"{best.name} is chosen: it is the fastest"
-        return (describe_group(group, call, node_size), *map(str, prices), chosen)
+        choice = f"{best.name} is chosen: it is the fastest"
+        return (describe_group(group, call, node_size), *map(str, prices), choice)
 
     def _type_prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
         nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
@@ -268,17 +268,17 @@ class Machine(MachineFigures):
 
     def _call_cost(self, call: AttentionCall) -> Cost:
         """Return the cost of one layer, which has nothing but this call."""
-        both, number = call.passes == "both", call.bytes_per_number
+        has_both, number = call.passes == "both", call.bytes_per_number
         keys, queries = call.kv_heads * call.width, call.heads * call.width
         turns = 2 * number + max(4, number)
         pair = 2 * queries / self.attention_flops_per_second / 2  # two products, of pairs below the diagonal
-        passes: Passes = "forward and backward" if both else "forward"
+        passes: Passes = "forward and backward" if has_both else "forward"
         return Cost(
             linear_seconds=0.0,
-            attention_seconds=pair * (3.5 if both else 1.0),
-            ring_bytes=float(keys * (turns if both else number)),
-            exchange_bytes=float((2 if both else 1) * number * (queries + keys)),
-            merge_seconds=(1.0 if both else 2 / 7) * self._merge_seconds(queries / 2),
+            attention_seconds=pair * (3.5 if has_both else 1.0),
+            ring_bytes=float(keys * (turns if has_both else number)),
+            exchange_bytes=float((2 if has_both else 1) * number * (queries + keys)),
+            merge_seconds=(1.0 if has_both else 2 / 7) * self._merge_seconds(queries / 2),
             ring_step_seconds=0.0,
             micro_batch_seconds=0.0,
             source="one layer",

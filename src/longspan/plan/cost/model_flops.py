@@ -69,8 +69,8 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
     pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks
     pairs_of_layers += shape.span_layers * later_pairs(spans)
     scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
-    of_rows = (4 if frozen else 6) * shape.weights + scans
-    return of_rows * sum(lengths) + 12 * shape.query_width * pairs_of_layers
+    row_flops = (4 if frozen else 6) * shape.weights + scans
+    return row_flops * sum(lengths) + 12 * shape.query_width * pairs_of_layers
 
 
 def _window_pairs(length: int, window: int) -> int:

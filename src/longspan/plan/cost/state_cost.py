@@ -162,13 +162,14 @@ class StateCost:
     def _count_states(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
         """Count the states and the transitions that a group sends.
 
-        Every run but a document's last sends a state; of these, every run but its first sends a transition.
+        A document's runs but the last send a state; of these, all but the first send a transition. A contiguous
+        partition has a boundary less than slots, and at each one document that goes on.
         """
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)
-        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))
-        cut = degree > 1
-        return np.where(cut, documents * (runs - 1), 0), np.where(cut, documents * np.maximum(runs - 2, 0), 0)
+        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document
+        states, transitions = documents * (runs - 1), documents * np.maximum(runs - 2, 0)
+        return np.where(degree > 1, states, 0), np.where(degree > 1, transitions, 0)
 
     def busiest_ratio(self, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
         """Return the attention of the busiest slot in a ring of `around`, over the mean of its slots.

@@ -148,7 +148,7 @@ def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
 
 
 def ring_share(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
-    """Return what of a ring's rows is sent: all, or under a narrow window or chunk those that are seen."""
+    """Return the share of its rows that a ring sends: 1, or under a narrow window or chunk what of them is seen."""
     (kind, inner), lengths = way, group.lengths
     around = group.degree // inner
     if kind == "all_gather" or not is_narrow(lengths, around, call.window, call.chunk):
@@ -172,37 +172,37 @@ def bytes_by_level(
     if network:
         copies = float(kv_copies(network.heads, network.kv_heads, inner))
         turns, widened = turns * copies, network.gradient_share / network.block_share if copies > 1 else 1.0
-        both = cost.passes != "forward"
-        gradients = network.gradient_share * turns if both else 0.0
-        swapped *= 1 - network.key_share + network.key_share * copies * ((1 + widened) / 2 if both else 1.0)
+        has_backward = cost.passes != "forward"
+        gradients = network.gradient_share * turns if has_backward else 0.0
+        swapped *= 1 - network.key_share + network.key_share * copies * ((1 + widened) / 2 if has_backward else 1.0)
     rings = [nodes[i::inner] for i in range(inner)]
     heads = [nodes[i : i + inner] for i in range(0, degree, inner)]
     if kind == "all_gather":
-        parts = ((turns - gradients, _ring_crossing([nodes])), (gradients, _pair_crossing([nodes])))
+        parts = (
+            (turns - gradients, _cross_host_share_of_rings([nodes])),
+            (gradients, _cross_host_share_of_pairs([nodes])),
+        )
     else:
-        parts = ((turns, _ring_crossing(rings)), (swapped, _pair_crossing(heads)))
+        parts = ((turns, _cross_host_share_of_rings(rings)), (swapped, _cross_host_share_of_pairs(heads)))
     across = math.fsum(sent * share for sent, share in parts)
     return {"inside": math.fsum(sent for sent, _ in parts) - across, "across": across}
 
 
-def _ring_crossing(rings: Sequence[Sequence[int]]) -> float:
+def _cross_host_share_of_rings(rings: Sequence[Sequence[int]]) -> float:
     """Return the share of the steps around rings of members on these hosts that lead to another host."""
     steps = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     return sum(a != b for a, b in steps) / len(steps)
 
 
-def _pair_crossing(sets: Sequence[Sequence[int]]) -> float:
+def _cross_host_share_of_pairs(sets: Sequence[Sequence[int]]) -> float:
     """Return the share of the pairs of members in these sets that are on two hosts."""
     pairs = sum(len(members) * (len(members) - 1) for members in sets)
-    together = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
-    return (sum(len(members) ** 2 for members in sets) - together) / pairs if pairs else 0.0
+    same_host = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
+    return (sum(len(members) ** 2 for members in sets) - same_host) / pairs if pairs else 0.0
 
 
 def _busiest_ratio(group: Group, call: AttentionCall, around: int) -> float:
-    """Return what the busiest member of a ring computes, over the mean of its members.
-
-    1 where their rows are zigzag.
-    """
+    """Return what the busiest member of a ring computes, over the mean of its members; 1 where rows are in zigzag."""
     if around == 1 or group.partition == "zigzag":
         return 1.0
     shares, lengths = Partition.contiguous(group.laid_out, around), np.array(group.lengths, dtype=np.int64)

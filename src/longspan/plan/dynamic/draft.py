@@ -177,12 +177,12 @@ class _FilledBins:
         item = np.array([a.item for a in draft.anchors] or [0], dtype=np.int64)
         seconds = np.array([a.seconds for a in draft.anchors] or [0.0])
         rows = np.array([a.rows for a in draft.anchors] or [0], dtype=np.int64)
-        there = anchor >= 0
-        merged = there & (parts[anchor] == 1)
-        apart = there & ~merged
-        self.merged = merged
-        self.anchor_tokens = np.where(merged, draft.problem.tokens[item[anchor]], 0)
-        self.anchor_squares = np.where(merged, draft.problem.squares[item[anchor]], 0)
+        has_anchor = anchor >= 0
+        is_shared = has_anchor & (parts[anchor] == 1)
+        apart = has_anchor & ~is_shared
+        self.merged = is_shared
+        self.anchor_tokens = np.where(is_shared, draft.problem.tokens[item[anchor]], 0)
+        self.anchor_squares = np.where(is_shared, draft.problem.squares[item[anchor]], 0)
         self.base_seconds = np.where(apart, seconds[anchor], 0.0)
         self.base_rows = np.where(apart, rows[anchor], 0)
 

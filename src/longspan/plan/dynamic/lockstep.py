@@ -238,20 +238,24 @@ class _Drafting:
         self.anchors.append(Anchor(micro_batch, item, parts, rows, seconds))
 
     def _place_late_anchor(self, item: int) -> None:
-        """Place an anchor that no micro-batch has time and slots for: in a bin, or in one that is made longer."""
+        """Place an anchor that no micro-batch has time and slots for.
+
+        One that fits a bin waits for the fillers. Another makes a micro-batch longer, or a new one: where that wastes
+        least.
+        """
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
             self.unplaced.append(item)
             return
-        least, chosen, width, seconds = np.inf, 0, 0, 0.0
+        least_loss, best, width, seconds = np.inf, 0, 0, 0.0
         for m, duration in enumerate([*self.durations, 0.0]):
             free = self.free[m].total if m < len(self.free) else self.problem.request.slots
             loss, degree, end = self.degrees.price_stretch(item, duration, free)
-            if loss < least:
-                least, chosen, width, seconds = loss, m, degree, end
-        if chosen == len(self.durations):
+            if loss < least_loss:
+                least_loss, best, width, seconds = loss, m, degree, end
+        if best == len(self.durations):
             self._add_micro_batch(seconds)
-        self.durations[chosen] = max(self.durations[chosen], seconds)
-        self._place_anchor(item, chosen, width, seconds)
+        self.durations[best] = max(self.durations[best], seconds)
+        self._place_anchor(item, best, width, seconds)
 
     def _add_micro_batch(self, duration: float) -> None:
         self.durations.append(duration)

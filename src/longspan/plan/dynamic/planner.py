@@ -71,7 +71,7 @@ def plan_dynamic(
     bad length.
     """
     request = Request.of(lengths, home, call_options(plan_dynamic, options, keywords))
-    degrees = _check_degrees(request, min_cp, max_cp)
+    degrees = _possible_degrees(request, min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))
     if not request.lengths:
         return request.plan((), "dynamic", max_cp=max_cp)
@@ -80,7 +80,7 @@ def plan_dynamic(
     return request.plan(_find_fastest_plan(problem, bound, effort), "dynamic", max_cp=problem.max_cp)
 
 
-def _check_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
+def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
     """Return the degrees that a group may have. Raises PlanError if none is possible."""
     slots = request.slots
     check_count("min_cp", min_cp)

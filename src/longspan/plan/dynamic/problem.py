@@ -46,8 +46,8 @@ def even_runs(slots: int, degrees: DegreeSet) -> Parts:
     pieces = -(-slots // degrees[-1])
     if slots // pieces < degrees[0]:
         pieces = slots // degrees[0]
-    used = min(slots, pieces * degrees[-1])
-    edges = [used * piece // pieces for piece in range(pieces + 1)]
+    used_slots = min(slots, pieces * degrees[-1])
+    edges = [used_slots * piece // pieces for piece in range(pieces + 1)]
     even = [(first, stop - first) for first, stop in pairwise(edges)]
     return even if all(width in degrees for _, width in even) else _uneven_runs(slots, degrees)
 
@@ -180,8 +180,8 @@ class Problem:
         """Split these slots into runs that hold a group, and what is left, if anything is."""
         start, slots = part
         pieces = [(start + offset, width) for offset, width in even_runs(slots, self.degrees)]
-        used = sum(width for _, width in pieces)
-        return pieces + ([(start + used, slots - used)] if used < slots else [])
+        used_slots = sum(width for _, width in pieces)
+        return pieces + ([(start + used_slots, slots - used_slots)] if used_slots < slots else [])
 
     @cached_property
     def sample_factor(self) -> int:

@@ -274,12 +274,12 @@ class EncoderLoad:
 
         >>> load = EncoderLoad.of(plan, [[256] * 16] * len(plan.lengths), shape.cost())  # doctest: +SKIP
         """
-        rows, home = [count for of_document in images for count in of_document], Layout(plan.slots)
+        rows, home = [count for document_images in images for count in document_images], Layout(plan.slots)
         waves = plan_dynamic(rows, home, max_tokens_per_slot=max_rows, max_cp=1, cost=cost, effort="fast")
         work = waves.timeline().busy.sum(0)
-        of_images = [float(sum(cost.work_seconds(n, n * n) for n in of_document)) for of_document in images]
+        image_seconds = [float(sum(cost.work_seconds(n, n * n) for n in document_images)) for document_images in images]
         return cls(
-            waves.predicted_seconds, float(work.max() / work.mean()), _replication_seconds(plan, of_images, cost)
+            waves.predicted_seconds, float(work.max() / work.mean()), _replication_seconds(plan, image_seconds, cost)
         )
 
 

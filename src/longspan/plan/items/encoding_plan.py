@@ -125,15 +125,15 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     _check_largest(table, rows, planning)
     plan = _plan_encoding(rows.counts, planning)
     micro_batches = plan.micro_batches
-    needed = rows_needed(rows, needed_by)
+    needed = find_needed_rows(rows, needed_by)
     wave_of_row = _wave_of_row(rows, micro_batches)
-    ahead = tuple(rows_needed(rows, needed_by, depth) for depth in range(1, needed_by.depths + 1))
+    ahead = tuple(find_needed_rows(rows, needed_by, depth) for depth in range(1, needed_by.depths + 1))
     ids = {rank: _order_rows([needed[rank], *(deeper[rank] for deeper in ahead)]) for rank in home.ranks}
     waves: list[Wave] = []
     for index, micro_batch in enumerate(micro_batches):
-        encoded = rows_encoded(rows, micro_batch, planning.home)
+        rows_by_rank = find_encoded_rows(rows, micro_batch, planning.home)
         needed_rows = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
-        encoded_rows = Partition.from_rows([encoded[rank] for rank in home.ranks])
+        encoded_rows = Partition.from_rows([rows_by_rank[rank] for rank in home.ranks])
         waves.append(Wave(micro_batch, encoded_rows, Partition.from_rows(needed_rows)))
     return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, ahead, needed_by.split_over_tp)
 
@@ -163,7 +163,7 @@ def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Int
     return np.repeat(wave_of_item, np.diff(rows.base))
 
 
-def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
+def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
     """Return for every rank the rows that it needs in each micro-batch of the language model's plan, in its row order.
 
     Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or where
@@ -174,32 +174,37 @@ def rows_needed(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict
     home, multiple = needed_by.home, needed_by.row_multiple
     needed: dict[int, list[ItemRows]] = {rank: [] for rank in home.ranks}
     for micro_batch in needed_by.micro_batches:
-        by_slot = _slot_rows(rows, micro_batch, home.slots, depth)
-        for slot, (of_slot, count) in enumerate(by_slot):
+        by_slot = _item_rows_of_slots(rows, micro_batch, home.slots, depth)
+        for slot, (slot_rows, count) in enumerate(by_slot):
             size = -(-max(count, 1) // multiple) * multiple // home.tp
             for tp in range(home.tp):
-                part = _part_rows(of_slot, size, tp) if needed_by.split_over_tp else of_slot
+                part = _part_rows(slot_rows, size, tp) if needed_by.split_over_tp else slot_rows
                 needed[home.rank_at(slot, tp=tp, pp=pp)].append(part)
     for rank in home.ranks:
         needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(needed_by.micro_batches)
     return needed
 
 
-def rows_encoded(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
+def find_encoded_rows(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
     """Return for every rank the rows that it has once a wave is encoded; documents of a wave are items."""
-    encoded: dict[int, Integers] = {}
+    rows_by_rank: dict[int, Integers] = {}
     for slot in range(home.slots):
         parts = [_NONE]
         for _, group in wave.groups_of(slot):
             segments = group.shares.segments(group.slots.index(slot))
             first = rows.base[np.asarray(group.documents, dtype=np.int64)[segments.document]]
             parts.append(expand_runs(first + segments.start, first + segments.stop))
-        encoded |= {home.rank_at(slot, tp=tp): np.concatenate(parts) for tp in range(home.tp)}
-    return encoded
+        rows_by_rank |= {home.rank_at(slot, tp=tp): np.concatenate(parts) for tp in range(home.tp)}
+    return rows_by_rank
 
 
-def _slot_rows(rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int) -> list[tuple[ItemRows, int]]:
-    """Return for every slot its rows of items, by local row, and the number of its local rows."""
+def _item_rows_of_slots(
+    rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int
+) -> list[tuple[ItemRows, int]]:
+    """Return for every slot its rows of items, by local row, and the number of its local rows.
+
+    A local row gets the row of the token that is `depth` further on in its document.
+    """
     parts: list[list[ItemRows]] = [[] for _ in range(slots)]
     counts = [0] * slots
     for group in micro_batch.groups:

@@ -131,8 +131,8 @@ class ItemTable:
         """Return the runs of positions of a document that items of these modalities take, joined where two touch."""
         first, last = np.searchsorted(self._spans.document, (document, document + 1))
         kinds = [self.modalities.index(modality) for modality in modalities if modality in self.modalities]
-        of_kinds = first + np.flatnonzero(np.isin(self._spans.modality[first:last], kinds))
-        start, stop = (keys[of_kinds] - document * self._stride for keys in (self._spans.start, self._spans.stop))
+        indices = first + np.flatnonzero(np.isin(self._spans.modality[first:last], kinds))
+        start, stop = (keys[indices] - document * self._stride for keys in (self._spans.start, self._spans.stop))
         opens = np.append(True, start[1:] != stop[:-1])[: len(start)]
         return list(zip(start[opens].tolist(), stop[np.roll(opens, -1)].tolist(), strict=True))
 
@@ -147,9 +147,9 @@ class ItemTable:
     def of(self, modality: str) -> ModalityRows:
         """Return the rows of one modality."""
         index = self.modalities.index(modality)
-        numbered = [(i, item.rows) for i, item in enumerate(self.items) if item.modality == modality]
-        items = np.array([i for i, _ in numbered], dtype=np.int64)
-        base = np.cumsum(np.array([0, *(rows for _, rows in numbered)], dtype=np.int64))
+        numbers_and_rows = [(i, item.rows) for i, item in enumerate(self.items) if item.modality == modality]
+        items = np.array([i for i, _ in numbers_and_rows], dtype=np.int64)
+        base = np.cumsum(np.array([0, *(rows for _, rows in numbers_and_rows)], dtype=np.int64))
         spans = _Spans(*(values[self._spans.modality == index] for values in self._spans))
         return ModalityRows(make_read_only(items), make_read_only(base), self._stride, spans)
 
@@ -166,16 +166,18 @@ class ItemTable:
         return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
 
     def _sort_spans(self) -> _Spans:
-        """Sort the spans of all items by document and position, as columns; the table is checked on the way."""
+        """Sort the spans of all items by document and position, as columns, and check items and spans on the way.
+
+        A row of the table has the fields of `_Spans`, and last the number of its item, for the check of overlaps.
+        """
         rows, next_row = list[tuple[int, ...]](), dict.fromkeys(self.modalities, 0)
         numbers = {modality: number for number, modality in enumerate(self.modalities)}
         for index, item in enumerate(self.items):
             self._check_item(index, item)
             for start, stop in item.spans:
-                key = item.document * self._stride
-                first = next_row[item.modality]
-                rows.append((key + start, key + stop, first, numbers[item.modality], item.document, index))
-                next_row[item.modality] = first + stop - start
+                base, row = item.document * self._stride, next_row[item.modality]
+                rows.append((base + start, base + stop, row, numbers[item.modality], item.document, index))
+                next_row[item.modality] = row + stop - start
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
         self._check_overlaps(table)
         return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))

@@ -38,7 +38,7 @@ class EncoderBytes:
 
     @cached_property
     def _mlp_width(self) -> float:
-        """Numbers of a patch inside a block's MLP, all of its products together."""
+        """Return how many numbers a patch has inside a block's MLP, in all of its products together."""
         shape = self._shape
         assert shape is not None
         layers = shape.full_layers + shape.window_layers
@@ -50,8 +50,8 @@ class EncoderBytes:
         shape, number = self._shape, self._settings.compute_bytes
         if shape is None or self._settings.encoder_trained != "all":
             return 0.0
-        of_block = _BLOCK_ROWS * shape.width + self._mlp_width
-        return self._patches * (shape.full_layers + shape.window_layers) * of_block * number
+        patch_numbers = _BLOCK_ROWS * shape.width + self._mlp_width
+        return self._patches * (shape.full_layers + shape.window_layers) * patch_numbers * number
 
     @property
     def _output_bytes(self) -> float:

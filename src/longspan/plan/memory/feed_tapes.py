@@ -41,7 +41,11 @@ def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
 
 
 def add_experts(builder: LayerBuilder, x: str) -> str:
-    """Add a router, the experts that rows visit, their weighted sums, and the experts that every row visits."""
+    """Add a router, the experts that rows visit, their weighted sums, and the experts that every row visits.
+
+    Returns the output. With expert parallelism a copy of a row arrives from another rank, is sorted by expert, and goes
+    back the same way; so the tape has two tensors more in each direction.
+    """
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
     weights, visits = feed_forward_weights(read, "experts"), read.count("num_experts_per_tok", "num_experts_per_token")
     gates, width = 1 + has_gate(read), expert_width(read)
@@ -51,21 +55,21 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
     share = _add_router(builder, x, visits)
     narrow = read.count("moe_latent_size") or builder.hidden
     size = builder.rows(visits * narrow)
-    going = tape.run("going", (x,), size)
+    copies = tape.run("going", (x,), size)
     if builder.ep > 1:
-        going = tape.run("sorted", (tape.run("arrived", (going,), size),), size)
+        copies = tape.run("sorted", (tape.run("arrived", (copies,), size),), size)
     inner = tape.run(
         "inner",
-        (going,),
+        (copies,),
         builder.rows(gates * visits * width),
-        saves=(going,) if trained else (),
+        saves=(copies,) if trained else (),
         weights=of_experts * gates / (gates + 1),
         work=builder.float8_work(
             visited(visits * narrow), visited(gates * visits * width), count * gates / (gates + 1)
         ),
     )
     product = _add_gate(builder, inner, visits * width)
-    coming = tape.run(
+    results = tape.run(
         "coming",
         (product,),
         size,
@@ -74,8 +78,8 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
         work=builder.float8_work(visited(visits * width), visited(visits * narrow), count / (gates + 1)),
     )
     if builder.ep > 1:
-        coming = tape.run("sent_back", (tape.run("unsorted", (coming,), size),), size)
-    out = tape.run("mixed", (coming, share), builder.rows(builder.hidden), saves=(coming, share))
+        results = tape.run("sent_back", (tape.run("unsorted", (results,), size),), size)
+    out = tape.run("mixed", (results, share), builder.rows(builder.hidden), saves=(results, share))
     return _add_shared_experts(builder, x, out, weights)
 
 

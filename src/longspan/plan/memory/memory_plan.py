@@ -107,9 +107,9 @@ class MemoryPlan:
         parts = [f"{count} {_WORDS[word]}" for word, count in counts.items()]
         first, *others = parts
         first_measure = f"{first.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first.split(' ', 1)[1]}"
-        of_all = f" of {gib_text(budget.device)}" if budget else ""
+        limit = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
-        used = f"{gib_text(self.device.total).removesuffix(' GiB') if budget else gib_text(self.device.total)}{of_all}"
+        used = f"{gib_text(self.device.total).removesuffix(' GiB') if budget else gib_text(self.device.total)}{limit}"
         measures = ", ".join([first_measure, *others]) + "".join(extras)
         return f"memory: {measures}; {used}, {gib_text(self.host.total)} on the host"
 

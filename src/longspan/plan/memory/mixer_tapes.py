@@ -47,7 +47,7 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
         (values, rolled),
         builder.rows(inner),
         saves=(values,),
-        also=keys | {"mixer_states": _state_bytes(builder, mixer)},
+        also=keys | {"mixer_states": _run_state_bytes(builder, mixer)},
         work=_scan_work(builder, mixer, inner),
     )
     normed = builder.add_gated_norm("mixer_normed", out, every, inner, 1, gate_first=True)
@@ -76,7 +76,7 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
         (*units, wide, rate),
         builder.rows(values),
         saves=(*units, wide),
-        also=chunks | {"mixer_states": _state_bytes(builder, mixer)},
+        also=chunks | {"mixer_states": _run_state_bytes(builder, mixer)},
         work=_scan_work(builder, mixer, values),
     )
     normed = builder.add_gated_norm("mixer_normed", out, gate, values, heads, gate_first=False)
@@ -99,7 +99,7 @@ def _scan_row_bytes(builder: LayerBuilder, width: float) -> float:
     return builder.rows(width, builder.number if builder.scans_by_kernels else WIDE)
 
 
-def _state_bytes(builder: LayerBuilder, mixer: MixerShape) -> float:
+def _run_state_bytes(builder: LayerBuilder, mixer: MixerShape) -> float:
     """Return the bytes of the states that enter runs."""
     return builder.load.runs * mixer.state / builder.tp * WIDE
 

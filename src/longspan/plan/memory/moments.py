@@ -147,14 +147,14 @@ class MicroBatchMoments:
         """Yield the bytes of a chunk of logits with sums of the head's gradient, and of these when they are scaled."""
         settings, number = self.peak.settings, self.peak.settings.compute_bytes
         vocabulary = self.peak.read.count("vocab_size") / self.peak.home.tp
-        of_logit = 2 * number + (0 if settings.gpu else max(4, number))
+        bytes_of_logit = 2 * number + (0 if settings.gpu else max(4, number))
         rows = max(1, round(self.load.rows * settings.target_share))
-        most = settings.loss_chunk_rows or max(1, int(_CHUNK_BYTES[settings.gpu] // (vocabulary * of_logit)))
+        most = settings.loss_chunk_rows or max(1, int(_CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit)))
         chunks = -(-rows // most)
         trained = self.peak.numbers.head.trained if settings.backward else 0.0
         wide = max(4, number) if chunks > 1 else number
         others = settings.depths * trained * wide  # sums of the other losses
-        yield others + -(-rows // chunks) * vocabulary * of_logit + trained * (wide * (chunks > 1) + number)
+        yield others + -(-rows // chunks) * vocabulary * bytes_of_logit + trained * (wide * (chunks > 1) + number)
         yield others + trained * (wide * 2 + number * (wide != number))
 
     def _backward_moments(self) -> Iterator[Bytes]:
@@ -168,13 +168,13 @@ class MicroBatchMoments:
         for i in reversed(range(len(self._layer_bytes))):
             layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
             activations -= layer.kept
-            coming = self._layer_bytes[i - 1].host if i else 0.0
+            fetched_bytes = self._layer_bytes[i - 1].host if i else 0.0
             others = self._other_weights_backward(i)
             own_bytes = layer.kept + layer.host
             yield self._make_moment(
                 gradients=summed,
                 gathered=others + self._whole_weights[i] + behind,
-                kept=activations + own_bytes + coming,
+                kept=activations + own_bytes + fetched_bytes,
                 work=layer.peaks.backward,
             )
             if peak.stays_whole:
@@ -182,7 +182,7 @@ class MicroBatchMoments:
             yield self._make_moment(
                 gradients=summed,
                 gathered=others + peak.summing_bytes(numbers),
-                kept=activations + coming,
+                kept=activations + fetched_bytes,
                 work=self.load.rows * peak.row_bytes,
             )
             behind = numbers.trained * peak.settings.reduce_bytes if peak.settings.shard_parameters else 0.0
@@ -191,10 +191,10 @@ class MicroBatchMoments:
     def _other_weights_backward(self, i: int) -> float:
         """Return the bytes of whole weights and gradients in the backward pass of layer i, without the layer's own."""
         peak = self.peak
-        of_root = peak.numbers.head.trained * peak.stage.predicts
+        root_numbers = peak.numbers.head.trained * peak.stage.predicts
         if peak.settings.depths and not peak.numbers.tied:  # depths read the embedding: it has a gradient by now
-            of_root += peak.numbers.embedding.trained * peak.stage.predicts
-        whole = self._root_weights + of_root * peak.settings.compute_bytes
+            root_numbers += peak.numbers.embedding.trained * peak.stage.predicts
+        whole = self._root_weights + root_numbers * peak.settings.compute_bytes
         if peak.stays_whole:
             return whole + sum(self._whole_weights) - self._whole_weights[i] + self._whole_gradients
         if peak.settings.gathered_once:
@@ -209,10 +209,10 @@ class MicroBatchMoments:
         rows = self.load.rows * peak.row_bytes
         if peak.stays_whole:  # layer by layer, then the root
             largest = max((peak.numbers.layers[i] for i in peak.stage.layers), key=lambda n: n.trained)
-            sent, of_root = (n.trained * peak.settings.reduce_bytes for n in (largest, root))
+            sent, root_bytes = (n.trained * peak.settings.reduce_bytes for n in (largest, root))
             whole = self._root_weights + sum(self._whole_weights) + self._whole_gradients + sent
             yield self._make_moment(gradients=peak.gradient_bytes(largest), gathered=whole, kept=0.0, work=rows)
-            yield self._make_moment(gradients=every, gathered=self._root_weights + 2 * of_root, kept=0.0, work=rows)
+            yield self._make_moment(gradients=every, gathered=self._root_weights + 2 * root_bytes, kept=0.0, work=rows)
         else:
             yield self._make_moment(gradients=before, gathered=peak.summing_bytes(root), kept=0.0, work=rows)
         images = EncoderBytes(peak)

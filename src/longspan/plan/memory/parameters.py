@@ -91,19 +91,19 @@ class ModelNumbers:
         mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
         layers = [_layer_numbers(read, kind, mixer, home, settings) for kind in kinds]
         hidden = read.count("hidden_size")
-        joined = 2 * hidden * hidden  # what a depth begins with
-        extra = Numbers(joined, joined if settings.trains_all else 0.0, 0.0, joined)
-        of_depth = [_layer_numbers(read, kind, mixer, home, settings) for kind in depth]
-        layers += [of_depth[0] + extra, *of_depth[1:]] * settings.depths
+        projection = 2 * hidden * hidden  # what a depth begins with
+        extra = Numbers(projection, projection if settings.trains_all else 0.0, 0.0, projection)
+        depth_numbers = [_layer_numbers(read, kind, mixer, home, settings) for kind in depth]
+        layers += [depth_numbers[0] + extra, *depth_numbers[1:]] * settings.depths
         table = hidden * read.count("vocab_size") / home.tp
         trained, (tower, tower_shape) = table if settings.trains_all else 0.0, _tower_numbers(config, settings)
-        of_table = Numbers(table, trained, 0.0, table)
+        table_numbers = Numbers(table, trained, 0.0, table)
         return cls(
             read,
             kinds + depth * settings.depths,
             tuple(layers),
-            of_table,
-            of_table,
+            table_numbers,
+            table_numbers,
             bool(read.value("tie_word_embeddings")),
             tower,
             len(kinds),

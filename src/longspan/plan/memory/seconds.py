@@ -40,9 +40,9 @@ def step_seconds(
 
     `needs` are those of the plans, and `cost` is of a rank. What layers add counts by the tokens of each step.
     """
-    of_layers, of_states = extra_seconds(config, memory, needs, machine)
-    of_token = of_layers / (memory.rows * needs.places[0].home.slots)
-    return mean(plan.timeline(cost).step_seconds + of_token * plan.tokens + of_states for plan in plans)
+    layer_seconds, state_seconds = extra_seconds(config, memory, needs, machine)
+    token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
+    return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens + state_seconds for plan in plans)
 
 
 def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
@@ -56,8 +56,8 @@ def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: 
     word: Measure = memory.recomputation
     alike = tuple("none" if measure == "none" else word for measure in memory.measures)
     without_states = prices.seconds(on_device)
-    of_most = prices.seconds(replace(on_device, measures=alike))
-    return without_states - of_most, prices.seconds(memory) - without_states
+    most_seconds = prices.seconds(replace(on_device, measures=alike))
+    return without_states - most_seconds, prices.seconds(memory) - without_states
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class MemoryPrices:
         layers = sum(self._layer_seconds(index, word) for index, word in enumerate(memory.measures))
         gather = 0.0 if memory.gathered_once else self._gather_seconds
         states = memory.host.states if memory.offload_states else 0
-        copied = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
-        return layers + gather + copied
+        state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
+        return layers + gather + state_copies
 
     def _layer_seconds(self, index: int, word: str) -> float:
         kind, _, host = word.partition("+")

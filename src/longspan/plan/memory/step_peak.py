@@ -73,9 +73,9 @@ class StepPeak:
             tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).make_tape(
                 key[0], load, lean=measure.startswith("selective")
             )
-            of_layer = _tape_bytes(tape, measure)
+            bytes_of_layer = _tape_bytes(tape, measure)
             around = _OF_A_DEPTH * load.rows * self.row_bytes * is_depth
-            self.layers_so_far[key] = replace(of_layer, kept=of_layer.kept + around)
+            self.layers_so_far[key] = replace(bytes_of_layer, kept=bytes_of_layer.kept + around)
         return self.layers_so_far[key]
 
     @cached_property
@@ -97,21 +97,22 @@ class StepPeak:
         weights = (every.share - trained) * settings.parameter_bytes + trained * settings.weight_bytes
         return Bytes(
             weights=int(weights / self.shards),
-            states=0 if settings.offload_states else self._state_bytes(),
+            states=0 if settings.offload_states else self._optimizer_state_bytes(),
             communicators=self._communicator_bytes(),
         )
 
-    def _state_bytes(self) -> int:
-        settings, every, tower = self.settings, self.all_numbers, self.numbers.tower
+    def _optimizer_state_bytes(self) -> int:
+        """Return the bytes of the optimizer's states of this rank's shards: of all that is trained, the tower apart."""
+        settings, numbers, tower = self.settings, self.all_numbers, self.numbers.tower
         if not settings.backward:
             return 0
-        trained = every.share - tower.share + tower.trained if settings.trains_all else every.adapters + tower.trained
+        trained = (numbers.share - tower.share if settings.trains_all else numbers.adapters) + tower.trained
         return int(trained * settings.weight_bytes * settings.state_numbers / self.shards)
 
     @property
     def update_state_bytes(self) -> int:
         """Bytes of states on the device during an update: all, or of those on the host the most that it copies."""
-        every = self._state_bytes()
+        every = self._optimizer_state_bytes()
         return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every
 
     def _communicator_bytes(self) -> int:
@@ -152,7 +153,7 @@ class StepPeak:
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
         """Return the bytes that wait on the host: activations of the largest load, and states."""
         activations = max(sum(self.layer_bytes(i, load, measures[i]).host for i in self.stage.layers) for load in loads)
-        states = self._state_bytes() if self.settings.offload_states else 0
+        states = self._optimizer_state_bytes() if self.settings.offload_states else 0
         return Bytes(kept=int(activations * self.in_flight) if self.settings.backward else 0, states=states)
 
 

@@ -226,7 +226,7 @@ def plan_padded(
     cp = request.check_degree(home, cp)
     groups = request.slots // cp
     return request.plan(
-        [_deal_documents(request, cp, rounds) for rounds in _divide_documents(request, cp, groups)], "padded"
+        [_deal_round(request, cp, rounds) for rounds in _divide_documents(request, cp, groups)], "padded"
     )
 
 
@@ -239,7 +239,7 @@ def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
     return [range(start, min(start + at_once * groups, count)) for start in range(0, count, at_once * groups)]
 
 
-def _deal_documents(request: Request, cp: int, documents: range) -> MicroBatch:
+def _deal_round(request: Request, cp: int, documents: range) -> MicroBatch:
     """Deal documents to groups in turn, round after round."""
     pad, groups = max(request.lengths), request.slots // cp
     documents_of_groups = [documents[g::groups] for g in range(min(groups, len(documents)))]

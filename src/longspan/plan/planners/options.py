@@ -81,12 +81,12 @@ class PlanKeywords(TypedDict, total=False):
 def shows_options(planner: Planner) -> Planner:
     """Give a planner with `**keywords: Unpack[PlanKeywords]` a signature that lists every option and its default."""
     signature = inspect.signature(planner)
-    named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
         inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
         for field in fields(PlanOptions)
     ]
-    planner.__signature__ = signature.replace(parameters=[*named, *options])  # pyright: ignore[reportFunctionMemberAccess]
+    planner.__signature__ = signature.replace(parameters=[*parameters, *options])  # pyright: ignore[reportFunctionMemberAccess]
     return planner
 
 

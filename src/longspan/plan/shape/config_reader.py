@@ -34,7 +34,7 @@ class ConfigReader:
         """Read the configuration of a whole model, in which those of its text model and encoders are."""
         where = type(config).__name__
         if isinstance(config, (str, Path)):
-            config, where = _read_file(Path(config))
+            config, where = _read_config_json(Path(config))
         return cls(config, where)
 
     @property
@@ -83,7 +83,7 @@ class ConfigReader:
         return self.count(*names)
 
 
-def _read_file(path: Path) -> tuple[Any, str]:
+def _read_config_json(path: Path) -> tuple[Any, str]:
     """Read a config.json, or that of a folder; returns its object and its path. Raises PlanError for anything else."""
     file = path / "config.json" if path.is_dir() else path
     try:

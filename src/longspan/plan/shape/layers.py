@@ -61,10 +61,10 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 
 def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
     """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does."""
-    named: Sequence[str] = read.value("mtp_layers_block_type") or [
+    type_names: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
-    kinds = [_OLDER_NAMES.get(kind, kind) for kind in named]
+    kinds = [_OLDER_NAMES.get(kind, kind) for kind in type_names]
     return [kind if kind in types else _INSTEAD.get(kind, kind) for kind in kinds]
 
 
@@ -81,9 +81,9 @@ def sliding_window(read: ConfigReader) -> int:
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
     """Return what one layer consists of: its attention, whether it has a mixer, and its MLP or experts."""
-    both = kind == "hybrid"  # attention and a mixer side by side
-    attention = ATTENTION[0] if both else kind if kind in ATTENTION else ""
-    mixes = both or kind in MIXING
+    is_hybrid = kind == "hybrid"  # attention and a mixer side by side
+    attention = ATTENTION[0] if is_hybrid else kind if kind in ATTENTION else ""
+    mixes = is_hybrid or kind in MIXING
     if separate:
         return LayerKind(attention, mixes, {"mlp": "dense", "moe": "experts"}.get(kind, ""))
     if _is_mamba2(read) or has_shared_blocks(read):
@@ -134,10 +134,10 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     """Return whether a layer has experts, by any of the keys with which configurations say so."""
     if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
         return False
-    if isinstance(listed := read.value("moe_layers"), list):
-        return layer in cast(list[int], listed)
-    if isinstance(listed := read.value("mlp_layer_types"), list):
-        return cast(list[str], listed)[layer] == "sparse"
+    if isinstance(moe_layers := read.value("moe_layers"), list):
+        return layer in cast(list[int], moe_layers)
+    if isinstance(moe_layers := read.value("mlp_layer_types"), list):
+        return cast(list[str], moe_layers)[layer] == "sparse"
     dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
     every = read.count("decoder_sparse_step") or 1
     first = read.count("first_k_dense_replace", "num_dense_layers")
@@ -217,7 +217,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate
     if kind == "dense":
-        width = _dense_width(read)
+        width = _dense_mlp_width(read)
         return Weights(products * hidden * width, hidden * width)
     if not kind:
         return Weights(0, 0)
@@ -243,7 +243,7 @@ def _shared_width(read: ConfigReader, expert_width: int) -> int:
     ) * expert_width
 
 
-def _dense_width(read: ConfigReader) -> int:
+def _dense_mlp_width(read: ConfigReader) -> int:
     """Return the width of an MLP without experts."""
     if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):
         return _lfm2_width(read)

@@ -27,13 +27,13 @@ def sample_lengths(
         raise PlanError(f"unknown distribution {name!r}; use one of {', '.join(DISTRIBUTIONS)}")
     if tokens < 1 or not 1 <= shortest <= longest:
         raise PlanError(f"tokens {tokens}, shortest {shortest} and longest {longest} make no documents; use at least 1")
-    random, drawn, total = np.random.default_rng(seed), [np.zeros(0, np.int64)], 0
+    random, samples, total = np.random.default_rng(seed), [np.zeros(0, np.int64)], 0
     while total < tokens:
         batch = np.clip(_draw_lengths(name, random, 4096).astype(np.int64), shortest, longest)
         batch = batch[: int(np.searchsorted(np.cumsum(batch), tokens - total)) + 1]
-        drawn.append(batch)
+        samples.append(batch)
         total += int(batch.sum())
-    return np.concatenate(drawn)
+    return np.concatenate(samples)
 
 
 def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray[np.float64]:

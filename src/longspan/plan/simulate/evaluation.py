@@ -202,16 +202,16 @@ def which_degree(
         accumulation=accumulation or home.pp,
         vpp=vpp,
     )
-    tried = list(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
-    refused = {cp: reason for cp in tried if (reason := _refusal_text(evaluation, cp))}
-    if len(refused) == len(tried):
+    degrees_to_try = list(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
+    refused = {cp: reason for cp in degrees_to_try if (reason := _refusal_text(evaluation, cp))}
+    if len(refused) == len(degrees_to_try):
         least = evaluation.least_cap(home.slots)
         raise PlanError(
-            f"no degree of {tuple(tried)} is possible for an evaluation whose longest document has "
+            f"no degree of {tuple(degrees_to_try)} is possible for an evaluation whose longest document has "
             f"{max(evaluation.lengths)} rows, at max_tokens_per_slot {evaluation.cap}: {'; '.join(refused.values())}; "
             f"raise max_tokens_per_slot to {least} or more, or use another cp_comm_type"
         )
-    choices = tuple(_price_degree(evaluation, cp) for cp in tried if cp not in refused)
+    choices = tuple(_price_degree(evaluation, cp) for cp in degrees_to_try if cp not in refused)
     comparison = DegreeComparison(choices, None, tuple(refused.values()))
     dynamic, why_not = _dynamic_plan(evaluation, comparison.best.options, *dynamic_degrees)
     return replace(comparison, dynamic=dynamic, left_out=(*comparison.left_out, *why_not))
@@ -233,27 +233,28 @@ def _price_degree(evaluation: _Evaluation, cp: int) -> DegreeChoice:
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
     batches = _fill_passes(evaluation.lengths, slots, cp, accumulation, options)
     seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
-    filled = run_pipeline(seconds, None, evaluation.home.pp).seconds
+    filled_seconds = run_pipeline(seconds, None, evaluation.home.pp).seconds
     steps = sum(len(batch.groups) for batch in batches)
-    return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled, planned, options)
+    return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled_seconds, planned, options)
 
 
 def _fill_passes(
     lengths: tuple[int, ...], slots: int, cp: int, accumulation: int, options: PlanOptions
 ) -> list[MicroBatch]:
-    """Fill whole passes of `accumulation` micro-batches, a document a group; the first follows the last."""
-    groups, kind = (
-        slots // cp,
-        options.cp_comm_type if isinstance(options.cp_comm_type, str) else tuple(options.cp_comm_type),
-    )
+    """Fill whole passes of `accumulation` micro-batches, each group with one document.
+
+    After the last document they go on with the first, until the last pass is full.
+    """
+    groups, types = slots // cp, options.cp_comm_type
+    kind = types if isinstance(types, str) else tuple(types)
     sizes = options.hierarchical_context_parallel_sizes
     levels = {} if sizes is None else {"hierarchical_context_parallel_sizes": level_sizes(sizes, cp)}
     passes = -(-len(lengths) // (groups * accumulation))
     batches: list[MicroBatch] = []
     for start in range(0, passes * accumulation * groups, groups):
         documents = [d % len(lengths) for d in range(start, start + groups)]
-        made = (Group(tuple(range(g * cp, (g + 1) * cp)), (d,), (lengths[d],)) for g, d in enumerate(documents))
-        batches.append(MicroBatch(tuple(replace(group, cp_comm_type=kind, **levels) for group in made)))
+        plain_groups = (Group(tuple(range(g * cp, (g + 1) * cp)), (d,), (lengths[d],)) for g, d in enumerate(documents))
+        batches.append(MicroBatch(tuple(replace(group, cp_comm_type=kind, **levels) for group in plain_groups)))
     return batches
 
 

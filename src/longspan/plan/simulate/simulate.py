@@ -97,19 +97,19 @@ def _schedule_action(kind: Literal["forward", "backward"], k: int, stages: int, 
 
 def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], ...], chunks: int) -> float:
     """Run all stages, each action when its stage is free and its input is there; returns when the last one ends."""
-    stages, ended = len(order), dict[tuple[Action, int], float]()
+    stages, end_times = len(order), dict[tuple[Action, int], float]()
     clock, place = [0.0] * stages, [0] * stages
     while any(place[s] < len(order[s]) for s in range(stages)):
         has_progress = False
         for stage, actions in enumerate(order):
             while place[stage] < len(actions):
                 action = actions[place[stage]]
-                ready = _input_time(action, stage, stages, chunks, ended)
+                ready = _input_time(action, stage, stages, chunks, end_times)
                 if ready is None:
                     break
                 action_seconds = float(seconds[action.kind][action.micro_batch])
                 clock[stage] = max(clock[stage], ready) + action_seconds / (stages * chunks)
-                ended[action, stage] = clock[stage]
+                end_times[action, stage] = clock[stage]
                 place[stage], has_progress = place[stage] + 1, True
         assert has_progress, "the schedule waits for itself"
     return float(max(clock))

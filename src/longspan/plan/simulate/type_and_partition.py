@@ -65,10 +65,7 @@ def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | 
 
 
 def plan_type_text(plan: Plan) -> str:
-    """Write the communication types of a plan's groups of several slots; "" if no group has several slots.
-
-    "" if no group has several slots.
-    """
+    """Write the communication types of a plan's groups of several slots; "" if no group has several slots."""
     groups = [g for g in chain.from_iterable(batch.groups for batch in plan.micro_batches) if g.degree > 1]
     kinds = (g.cp_comm_type if isinstance(g.cp_comm_type, str) else "/".join(g.cp_comm_type) for g in groups)
     names = list(dict.fromkeys(chain.from_iterable(kind.split("/") for kind in kinds)))
@@ -156,9 +153,9 @@ def which_partition(
     if not ways:
         raise PlanError(f"no way to deal out rows is possible: {'; '.join(refused.values())}")
     least = min(way.seconds for way in ways)
-    chosen = next(way for way in ways if way.seconds <= CLOSE * least)
-    others = sorted((way for way in ways if way is not chosen), key=lambda way: way.seconds)
-    return PartitionChoice((chosen, *others), tuple(f"{name} is not possible" for name in refused))
+    choice = next(way for way in ways if way.seconds <= CLOSE * least)
+    others = sorted((way for way in ways if way is not choice), key=lambda way: way.seconds)
+    return PartitionChoice((choice, *others), tuple(f"{name} is not possible" for name in refused))
 
 
 def plan_with_partition(
@@ -175,7 +172,7 @@ def plan_with_partition(
 
 
 def way_text(options: PlanOptions) -> str:
-    """Write a way in words."""
+    """Write a partition and the communication types under which a plan is made in words."""
     types: str | Sequence[str] = options.cp_comm_type
     kind = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
     return f"{options.partition} under {kind}"

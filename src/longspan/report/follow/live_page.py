@@ -27,7 +27,8 @@ _WORDS = {"waiting": "waits", "running": "trains", "done": "done", "stopped": "s
 def live_page(live: LiveRun, *, nonce: str) -> str:
     """The whole page, whose script asks for the parts that change."""
     parts = (tag("div", markup, data_part=name) for name, markup in live_parts(live).items())
-    return page(live_title(live), [*parts], script=room_text("follow.js"), nonce=nonce)
+    style, script = room_text("follow.css"), room_text("follow.js")
+    return page(live_title(live), [*parts], style=style, script=script, nonce=nonce)
 
 
 def live_title(live: LiveRun) -> str:
@@ -109,15 +110,15 @@ def _figures(live: LiveRun) -> Iterator[tuple[str, str, str]]:
     if rows := live.run.held_out:
         yield "evaluation loss", f"{rows[-1].loss:.4f}", f"after step {rows[-1].step:,}; degree {rows[-1].degree}"
     if len(speed):
-        yield "tokens per second", number_text(float(np.median(speed[-RECENT:]))), _of_last(speed)
+        yield "tokens per second", number_text(float(np.median(speed[-RECENT:]))), _median_words(speed)
     if len(seconds):
         time = seconds_text(float(np.median(seconds[-RECENT:])))
-        yield "time of a step", time, f"{_of_last(seconds)}; {seconds_text(float(seconds.sum()))} in all"
+        yield "time of a step", time, f"{_median_words(seconds)}; {seconds_text(float(seconds.sum()))} in all"
     if len(peak):
         yield "peak memory", bytes_text(float(peak.max())), "of a process"
 
 
-def _of_last(values: np.ndarray) -> str:
+def _median_words(values: np.ndarray) -> str:
     return f"median of the last {plural(min(RECENT, len(values)), 'step')}"
 
 

@@ -65,10 +65,10 @@ class LiveRun:
     @property
     def steps(self) -> int:
         """How many steps the run is to take; 0 where that is not known."""
-        values = [self.run.facts.steps if self.run.facts else 0, self.run.summary.get("steps"), self._configured()]
+        values = [self.run.facts.steps if self.run.facts else 0, self.run.summary.get("steps"), self._steps_key()]
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
 
-    def _configured(self) -> object:
+    def _steps_key(self) -> object:
         train = self.run.config.get("train")
         return train.get("steps") if isinstance(train, dict) else 0
 

@@ -24,10 +24,10 @@ TOWER_PARTS = frozenset((PROJECTOR, TOWER))
 def check_model_keys(config: RunConfig, *, training: bool) -> None:
     """Raise ConfigError for keys that name no model or several, lack `lr`, or scale positions as they may not."""
     model = config.model
-    named = [key for key in ("path", "config", "preset") if getattr(model, key)]
-    if len(named) > 1:
+    keys = [key for key in ("path", "config", "preset") if getattr(model, key)]
+    if len(keys) > 1:
         raise ConfigError(
-            f"{' and '.join(f'model.{key} = {getattr(model, key)!r}' for key in named)} name more than one model; keep "
+            f"{' and '.join(f'model.{key} = {getattr(model, key)!r}' for key in keys)} name more than one model; keep "
             "path to train a folder's weights, config for random weights of a configuration, or preset"
         )
     if model.preset_name and model.preset_name not in PRESETS:

@@ -23,7 +23,7 @@ MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents."""
     for key, kernel in _kernel_keys(config):
-        _check_kernel(key, kernel)
+        _check_kernel_name(key, kernel)
     _check_mixer_kernels(config.context.mixer_kernels)
     if config.context.cost_model:
         check_cost(config.context.cost_model, config.run.machine)
@@ -39,7 +39,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
                 f"{choice.degree_key} out"
             )
         if choice.has_one_degree:
-            _check_degree(choice, home)
+            _check_degree_divides(choice, home)
         choice.check(longest.value or 1, home, f"{longest.key} {longest.value or 1}")
 
 
@@ -94,7 +94,7 @@ def _kernel_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"{entry.prefix}attention_kernel", entry.attention_kernel
 
 
-def _check_kernel(key: str, name: str) -> None:
+def _check_kernel_name(key: str, name: str) -> None:
     if name and name not in ATTENTION_KERNELS:
         raise ConfigError(f"{key} is {name!r}; {nearest_hint(name, ATTENTION_KERNELS)}")
 
@@ -109,7 +109,7 @@ def _check_mixer_kernels(names: tuple[str, ...]) -> None:
         raise ConfigError(f"context.mixer_kernels are {', '.join(names)}; give only torch, or the others")
 
 
-def _check_degree(choice: PlanChoice, home: Layout) -> None:
+def _check_degree_divides(choice: PlanChoice, home: Layout) -> None:
     """Raise ConfigError, with degrees that fit, for a degree that does not divide the slots."""
     if not choice.degree or home.slots % choice.degree == 0:
         return

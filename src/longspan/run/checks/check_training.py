@@ -56,8 +56,8 @@ def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collec
     """Keys whose value is not needed, or is known later."""
     if section != "train":
         return ()
-    of_epochs = config.train.epochs and config.train.warmup_steps == NOT_GIVEN  # it follows from the corpus
-    return ("warmup_steps",) * bool(of_epochs) + ("lr",) * (not training)
+    follows_from_corpus = config.train.epochs and config.train.warmup_steps == NOT_GIVEN  # it follows from the corpus
+    return ("warmup_steps",) * bool(follows_from_corpus) + ("lr",) * (not training)
 
 
 def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collection[str] = ()) -> None:

@@ -93,9 +93,9 @@ def _torch_backward(
     weight, bias, silu = convolution
     with torch.enable_grad():
         leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
-        of_bias = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
-        out = _convolve_runs(leaves[0], arrived, Convolution(leaves[1], of_bias, silu), before)
-    every = [y if y is not None and y.requires_grad else None for y in (*leaves, of_bias)]
+        bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
+        out = _convolve_runs(leaves[0], arrived, Convolution(leaves[1], bias_leaf, silu), before)
+    every = [y if y is not None and y.requires_grad else None for y in (*leaves, bias_leaf)]
     gradients = iter(torch.autograd.grad(out, [y for y in every if y is not None], dout))
     dx, dweight, dbias = (None if y is None else next(gradients) for y in every)
     assert dx is not None
@@ -222,7 +222,7 @@ _WIDTHS = range(2, 5)
 _CHANNELS = 8  # their number is a multiple of it
 
 
-def _package_lack(x: Tensor, weight: Tensor) -> str:
+def _conv1d_lack(x: Tensor, weight: Tensor) -> str:
     """Return what causal_conv1d needs that is not there; "" if nothing."""
     channels, width = weight.shape
     if x.dtype not in _DTYPES:
@@ -252,8 +252,17 @@ def _package_backward(
     rows, state = _rows_and_state(x, arrived, runs, before)
     weight, bias, silu = convolution
     is_single = len(runs.lengths) == 1
-    of_rows = dout.contiguous() if is_single else torch.zeros_like(rows).index_copy_(0, before.local, dout)
-    arguments = (_channels_last(rows), weight.contiguous(), bias, _channels_last(of_rows), None, state, None, None)
+    row_gradients = dout.contiguous() if is_single else torch.zeros_like(rows).index_copy_(0, before.local, dout)
+    arguments = (
+        _channels_last(rows),
+        weight.contiguous(),
+        bias,
+        _channels_last(row_gradients),
+        None,
+        state,
+        None,
+        None,
+    )
     drows, dweight, dbias, _ = _conv_package().causal_conv1d_bwd_function(*arguments, False, silu)
     drows = drows.squeeze(0).t()
     return drows if is_single else drows.index_select(0, before.local), dweight, dbias
@@ -281,7 +290,7 @@ def _conv_package() -> Any:
 
 
 PACKAGE_CONVOLUTION = ConvolutionKernel(
-    "causal_conv1d", _package_lack, _package_forward, _package_backward, write_first, arrived_gradients
+    "causal_conv1d", _conv1d_lack, _package_forward, _package_backward, write_first, arrived_gradients
 )
 
 

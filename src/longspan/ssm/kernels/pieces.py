@@ -55,9 +55,9 @@ class Pieces:
         b, m = take_runs(states, first), take_runs(transitions, first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             with_place = np.flatnonzero(self._counts[runs] > place)
-            of_run = first[with_place] + place
-            later = take_runs(transitions, of_run)
-            b = _replace_rows(b, with_place, apply_maps(later, take_runs(b, with_place), take_runs(states, of_run)))
+            number = first[with_place] + place
+            later = take_runs(transitions, number)
+            b = _replace_rows(b, with_place, apply_maps(later, take_runs(b, with_place), take_runs(states, number)))
             m = _replace_rows(m, with_place, later @ take_runs(m, with_place))
         return b, m
 
@@ -69,11 +69,11 @@ class Pieces:
         put_runs(result, self._starts, of_runs)
         for place in range(1, int(self._counts.max())):
             before = self._starts[self._counts > place] + place - 1
-            of_run = before - self.first
+            number = before - self.first
             put_runs(
                 result,
                 before + 1,
-                apply_maps(take_runs(transitions, of_run), take_runs(result, before), take_runs(states, of_run)),
+                apply_maps(take_runs(transitions, number), take_runs(result, before), take_runs(states, number)),
             )
         return result
 
@@ -83,9 +83,9 @@ class Pieces:
         result = take_runs(entry_gradients, last - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             with_place = np.flatnonzero(self._counts[runs] > place)
-            of_run = last[with_place] - place - self.first
+            number = last[with_place] - place - self.first
             entered = apply_maps(
-                take_runs(transitions, of_run).mT, take_runs(result, with_place), take_runs(entry_gradients, of_run)
+                take_runs(transitions, number).mT, take_runs(result, with_place), take_runs(entry_gradients, number)
             )
             result = _replace_rows(result, with_place, entered)
         return result
@@ -99,12 +99,12 @@ class Pieces:
         put_runs(result, last, leaving)
         for place in range(1, int(self._counts.max())):
             after = last[self._counts > place] - place + 1
-            of_run = after - self.first
+            number = after - self.first
             put_runs(
                 result,
                 after - 1,
                 apply_maps(
-                    take_runs(transitions, of_run).mT, take_runs(result, after), take_runs(entry_gradients, of_run)
+                    take_runs(transitions, number).mT, take_runs(result, after), take_runs(entry_gradients, number)
                 ),
             )
         return result

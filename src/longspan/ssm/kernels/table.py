@@ -47,14 +47,11 @@ def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: 
 
 
 def describe_kernels(dtype: torch.dtype, device: torch.device, kernel_names: Sequence[str] = ()) -> str:
-    """Name the kernels of recurrences in this dtype on this device, and what a GPU needs for faster ones.
-
-    And what a GPU needs for faster ones.
-    """
+    """Name the kernels of recurrences in this dtype on this device, and what a GPU needs for faster ones."""
     if TORCH_ONLY in kernel_names:
         return "torch's operations, as asked for"
-    named = " and ".join(f"{name} ({tried})" for name, tried in PACKAGES.items() if name in kernel_names)
-    by_name = f"{named}, as asked for, and " if named else ""
+    packages_text = " and ".join(f"{name} ({version})" for name, version in PACKAGES.items() if name in kernel_names)
+    by_name = f"{packages_text}, as asked for, and " if packages_text else ""
     if not (lacking := fla_lack(dtype, device)):
         return f"{by_name}flash-linear-attention's kernels"
     return f"{by_name}torch's operations" + (f" (faster kernels want {lacking})" if device.type == "cuda" else "")

@@ -91,8 +91,8 @@ class ComingSteps:
     def rows_to_try(self, config: RunConfig) -> list[int]:
         """List the rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
 
-        From those that the longest document needs in the widest group to those with which the heaviest step is one
-        micro-batch, doubling.
+        The first hold the longest document in the widest group. The numbers double until the heaviest step is one
+        micro-batch.
         """
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]

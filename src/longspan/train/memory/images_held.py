@@ -59,16 +59,16 @@ def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: i
     step_bytes = wave = 0.0
     wave_rows, row = 0, 0.0
     for encoder in model.encoder_settings.values():
-        of_slot = UNEVEN * rows / encoder.world.home.slots
+        slot_rows = UNEVEN * rows / encoder.world.home.slots
         tokens = image_tokens(model.config)
         width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
         itemsize = next(encoder.module.parameters()).element_size()
         step_bytes += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots
         row = _measure_row_bytes(encoder, tokens)
-        wave_rows = math.ceil(min(encoder.max_rows_per_slot or of_slot, of_slot))
+        wave_rows = math.ceil(min(encoder.max_rows_per_slot or slot_rows, slot_rows))
         wave = max(wave, row * wave_rows)
         if not (encoder.recompute or encoder.frozen):
-            step_bytes += row * of_slot
+            step_bytes += row * slot_rows
     step_bytes, wave, row = world.control.largest_of([step_bytes, wave, row], "bytes of images")
     return ImagesHeld(round(step_bytes), round(wave), wave_rows, row)
 

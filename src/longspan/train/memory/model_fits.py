@@ -167,10 +167,10 @@ def _check_room(config: RunConfig, needed: NeededBytes, room: Room, home: Layout
         return
     parts = [("weights", needed.weights), ("gradients", needed.gradients), ("optimizer states", needed.states)]
     parts.append(("gathered layers", needed.gathered))
-    figures = ", ".join(f"{name} {_gib_text(size)}" for name, size in parts if size)
+    figures = ", ".join(f"{name} {_room_text(size)}" for name, size in parts if size)
     raise ConfigError(
-        f"the model does not fit: a rank needs at least {_gib_text(needed.total)} before any activation ({figures}; "
-        f"parameters over {plural(needed.shards, 'shard')}), and {room.where} has {_gib_text(room.size)} free; "
+        f"the model does not fit: a rank needs at least {_room_text(needed.total)} before any activation ({figures}; "
+        f"parameters over {plural(needed.shards, 'shard')}), and {room.where} has {_room_text(room.size)} free; "
         + _advise_remedy(config, needed, room, home)
     )
 
@@ -192,5 +192,5 @@ def _advise_remedy(config: RunConfig, needed: NeededBytes, room: Room, home: Lay
     return f"no number of such GPUs would do with these keys, for what is gathered has no room; try {' or '.join(keys)}"
 
 
-def _gib_text(size: int) -> str:
+def _room_text(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"

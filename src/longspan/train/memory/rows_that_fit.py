@@ -48,9 +48,9 @@ def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer,
     states = 0 if optimizer.state or on_host else measure_state_bytes(OptimizerChoice.of(train), model)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        taken = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
-        most = train.memory_fraction * (torch.cuda.mem_get_info(device)[0] + taken)
-        return (train.memory_bytes or most) - taken - states
+        taken_bytes = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
+        most = train.memory_fraction * (torch.cuda.mem_get_info(device)[0] + taken_bytes)
+        return (train.memory_bytes or most) - taken_bytes - states
     if not train.memory_bytes:
         return float(CPU_BUDGET)
     moments = [] if on_host else tree_leaves(list(optimizer.state.values()))
@@ -224,8 +224,8 @@ def fit_by_probes(
     if first_guess is not None and (rows := probes.guess_rows(first_guess)) > probes.first:
         probes.run(rows)
         return probes.fit_rows()
-    probes.run(probes.second_rows())
-    third_rows = probes.third_rows()
+    probes.run(probes.choose_second_rows())
+    third_rows = probes.choose_third_rows()
     if third_rows > probes.largest_rows:
         probes.run(third_rows)
     return probes.fit_rows()
@@ -267,15 +267,18 @@ class _Probes:
         """Return the rows of a probe of a guess, below what did not fit before."""
         return self._round_rows(min(guess, self._row_limit / 2))
 
-    def second_rows(self) -> int:
-        """Return the rows of the second probe: more than the first had if they surely fit, otherwise half as many."""
+    def choose_second_rows(self) -> int:
+        """Choose the rows of the second probe: more than the first had if they surely fit, otherwise half as many.
+
+        They are at most half of the rows that are known not to fit: a probe must not run out of memory.
+        """
         rows, bytes_of_ranks = self._probed[0]
         room = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
         larger = self._round_rows(min(self._sizes[1], rows * room, self._row_limit / 2))
         return larger if larger >= rows + rows // 4 else self._round_rows(rows / 2)
 
-    def third_rows(self) -> int:
-        """Return half of the rows that fit by now."""
+    def choose_third_rows(self) -> int:
+        """Choose the rows of the third probe: half of those that fit by the first two."""
         return self._round_rows(min(self.fit_rows().rows / 2, FARTHEST * self.largest_rows, self._row_limit / 2))
 
     def fit_rows(self) -> RowsThatFit:

@@ -70,7 +70,7 @@ class OptimizerChoice:
             if self.is_one_pass:
                 return OnePassAdamW(parameters, **settings, rounding=rounding)
             if self.name == "adamw":  # torch's own, as its arguments ask for
-                settings = {"fused": not settings.get("foreach")} | settings
+                settings = {"fused": True} | settings
             return self.kind(parameters, **settings)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(

@@ -81,14 +81,14 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
             f"({plural(sum(request.lengths), 'token')}) that it received, in their order"
         )
     try:
-        checked = request.plan(plan.micro_batches, name)
-        _check_heads(checked, options, home)
+        checked_plan = request.plan(plan.micro_batches, name)
+        _check_own_heads(checked_plan, options, home)
     except PlanError as error:
         raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error
-    return checked
+    return checked_plan
 
 
-def _check_heads(plan: Plan, options: PlanOptions, home: Layout) -> None:
+def _check_own_heads(plan: Plan, options: PlanOptions, home: Layout) -> None:
     """Raise PlanError for groups whose number of slots does not divide the query heads that a2a exchanges."""
     groups = (group for batch in plan.micro_batches for group in batch.groups)
     for degree, kind, sizes in dict.fromkeys(

@@ -49,12 +49,12 @@ def choose_partition(
     if config.context.partition != AUTO or cost.states is None:
         return set_usual_partition(config), ""
     choice = PlanChoice.training(config, cost=cost, heads=heads)
-    chosen = _choose_way(choice, lengths, home)
-    context, options = config.context, chosen.options
+    way = _choose_way(choice, lengths, home)
+    context, options = config.context, way.options
     if context.cp_comm_type == AUTO:
         context = replace(context, cp_comm_type=options.cp_comm_type)
     config = replace(config, context=replace(context, partition=options.partition))
-    return _set_evaluation_partitions(config, home, heads), chosen.reason
+    return _set_evaluation_partitions(config, home, heads), way.reason
 
 
 def set_usual_partition(config: RunConfig) -> RunConfig:

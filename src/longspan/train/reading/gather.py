@@ -41,7 +41,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     Raises DataError on every rank for documents that one cannot read, that have items, for values that documents of one
     rank have and those of another have not, and where two ranks bring the same documents.
     """
-    return _gather_facts(_read_documents(lambda: enumerate(_iterate_documents(local)), world), world)
+    return _gather_facts(_read_local_documents(lambda: enumerate(_iterate_documents(local)), world), world)
 
 
 def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocuments":
@@ -56,7 +56,7 @@ def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocument
     shares = deal_documents([len(document) for document in documents], len(world.home.ranks))
     share = shares[world.home.ranks.index(world.rank)]
     return _gather_facts(
-        _read_documents(lambda: ((number, documents[number]) for number in share), world), world, shares
+        _read_local_documents(lambda: ((number, documents[number]) for number in share), world), world, shares
     )
 
 
@@ -77,7 +77,7 @@ def deal_documents(lengths: Sequence[int], ranks: int) -> tuple[tuple[int, ...],
 # ---- what a rank reads, and what it tells the others of it
 
 
-def _read_documents(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
+def _read_local_documents(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
     """Read this rank's documents, by number; where a rank cannot, all raise DataError."""
 
     def read_local() -> "_Local":
@@ -106,7 +106,10 @@ class _Local:
         self._names, self._labelled = NamesOfValues(), False
 
     def add_document(self, number: int, document: Any) -> None:
-        """Read a document. Raises DataError for what is none, and for values that others have not."""
+        """Read a document, check it, and keep its facts and its rows; numbers are kept as the bits of float64.
+
+        Raises DataError for what is no document, and for values that the documents before have not.
+        """
         if isinstance(document, Mapping):
             raise DataError(
                 f"document {number} is a {type(document).__name__} of {', '.join(map(str, document))}; give its token "
@@ -130,8 +133,9 @@ class _Local:
                 f"document {number} gave {wrong!r} of shape {np.shape(values[wrong])} for {len(positions)} positions; "
                 "give a number for each"
             )
-        targets, before = int((labels[1:] != NO_TARGET).sum()), count_prefix_rows(document, number, len(ids))
-        self._facts.append((len(ids), targets, before, len(getattr(document, "pieces", ())), int(WEIGHTS in values)))
+        targets, prefix_rows = int((labels[1:] != NO_TARGET).sum()), count_prefix_rows(document, number, len(ids))
+        pieces = len(getattr(document, "pieces", ()))
+        self._facts.append((len(ids), targets, prefix_rows, pieces, int(WEIGHTS in values)))  # as in `_Share.facts`
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
         bits = {
@@ -153,9 +157,9 @@ class _Local:
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return all rows, (n, columns); weights are 1 in documents that give none."""
-        one = np.float64(1).view(np.int64)
+        weight_bits = np.float64(1).view(np.int64)
         rows = [
-            np.stack([read.get(name, np.broadcast_to(one, len(read[IDS]))) for name in columns], axis=1)
+            np.stack([read.get(name, np.broadcast_to(weight_bits, len(read[IDS]))) for name in columns], axis=1)
             for read in self._read
         ]
         return np.concatenate([np.empty((0, len(columns)), dtype=np.int64), *rows])
@@ -191,7 +195,7 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
     """Gather all ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
     shares = world.control.gather_objects(local.describe_share(), "lengths of documents")
-    _check_names(shares, world.home.ranks)
+    _check_value_names(shares, world.home.ranks)
     if numbers is None:
         _refuse_copies(shares, world.home.ranks)
         ends = np.cumsum([len(share.facts) for share in shares]).tolist()
@@ -210,7 +214,7 @@ def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] 
     return GatheredDocuments(world, tuple(numbers[index]), tuple(columns), ends, Facts(*facts.T), rows, rows)
 
 
-def _check_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
+def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
     """Raise DataError, on every rank, where documents of some ranks have values that those of others have not."""
     having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
     every = sorted({name for _, share in having for name in share.names})

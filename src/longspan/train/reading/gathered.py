@@ -128,8 +128,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
                     segments = group.shares.segments(member)
                     runs = segments.start, segments.stop, numbers[segments.document]
                     by_slot[slot].append(self._rows_to_read(*runs, ahead=depths + 1))
-        merged = [_merge_runs(np.concatenate(runs)) for runs in by_slot]
-        return [merged[home.coordinates(rank).slot] for rank in home.ranks]
+        merged_runs = [_merge_runs(np.concatenate(runs)) for runs in by_slot]
+        return [merged_runs[home.coordinates(rank).slot] for rank in home.ranks]
 
     def _rows_to_read(self, start: Integers, stop: Integers, document: Integers, *, ahead: int) -> Integers:
         """Return the runs that are read for these positions of documents, and their last labels: (runs, 2)."""
@@ -215,10 +215,10 @@ def _one_run(start: int, stop: int) -> Integers:
 
 
 def _merge_runs(runs: Integers) -> Integers:
-    """Merge the rows of runs (n, 2), each once, to ascending runs."""
+    """Merge runs of rows that may overlap to ascending runs that do not; (n, 2), the first row and the end of each."""
     if not len(runs):
         return runs
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     reach = np.maximum.accumulate(runs[:, 1])
-    opens = np.append(0, np.flatnonzero(runs[1:, 0] > reach[:-1]) + 1)
-    return np.stack([runs[opens, 0], reach[np.append(opens[1:], len(runs)) - 1]], axis=1)
+    firsts = np.append(0, np.flatnonzero(runs[1:, 0] > reach[:-1]) + 1)  # runs that begin after the end of all before
+    return np.stack([runs[firsts, 0], reach[np.append(firsts[1:], len(runs)) - 1]], axis=1)

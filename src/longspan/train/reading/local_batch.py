@@ -99,9 +99,9 @@ def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
 def reading_error(error: Exception, world: World) -> DataError:
     """Make the error that all ranks raise where this one cannot read its rows."""
     message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    named = DataError(f"rank {world.rank} could not read its rows: {message}")
-    named.__cause__ = error
-    return named
+    rank_error = DataError(f"rank {world.rank} could not read its rows: {message}")
+    rank_error.__cause__ = error
+    return rank_error
 
 
 def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
@@ -180,9 +180,9 @@ def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> I
     stands decides the positions after it. Raises DataError for positions of another shape.
     """
     lengths = {d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)}
-    of_document, rows = documents_and_positions(shard)
+    document_of_row, rows = documents_and_positions(shard)
     by_document = {
-        d: _check_positions(positions_of(d), d, lengths[d]) for d in np.unique(of_document).tolist() if d >= 0
+        d: _check_positions(positions_of(d), d, lengths[d]) for d in np.unique(document_of_row).tolist() if d >= 0
     }
     parts = {len(positions) for positions in by_document.values() if positions is not None}
     if not parts:
@@ -192,7 +192,9 @@ def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> I
     positions = np.tile(rows, (parts.pop(), 1))
     for document, parts_of_one in by_document.items():
         if parts_of_one is not None:
-            places = np.flatnonzero((of_document == document) & (rows < lengths[document]))  # padded ones end before
+            places = np.flatnonzero(
+                (document_of_row == document) & (rows < lengths[document])
+            )  # padded ones end before
             positions[:, places] = parts_of_one[:, rows[places]]
     return positions
 

@@ -55,7 +55,7 @@ class DocumentLoss:
             )
         if self.sets is None:
             return (tuple(range(count)),) if count else ()
-        sets = tuple(_check_numbers(index, documents) for index, documents in enumerate(_list_sets(self.sets)))
+        sets = tuple(_read_set(index, documents) for index, documents in enumerate(_list_sets(self.sets)))
         for index, documents in enumerate(sets):
             if not documents or len(set(documents)) != len(documents):
                 raise LossError(
@@ -79,7 +79,7 @@ def _list_sets(sets: Any) -> list[Any]:
         ) from error
 
 
-def _check_numbers(index: int, documents: Any) -> tuple[int, ...]:
+def _read_set(index: int, documents: Any) -> tuple[int, ...]:
     """Return the numbers of a set's documents. Raises LossError for what is no integer."""
     try:
         if any(isinstance(document, bool) for document in documents):

@@ -130,12 +130,14 @@ class ModalityPass:
                 module.train(self.training)
             if self.trains:
                 stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))
-            finished = False
+            has_ended = False
             try:
                 yield
-                finished = True
+                has_ended = True
             finally:
-                if not (self.trains and finished):  # a pass that was broken off: later ones would take stale parameters
+                if not (
+                    self.trains and has_ended
+                ):  # a pass that was broken off: later ones would take stale parameters
                     reshard(module)
                 for wave in self.waves:
                     wave.output, wave.deliveries = None, []
@@ -201,9 +203,9 @@ class ModalityPass:
             with torch.set_grad_enabled(self.trains):
                 parts = leaf.split([len(part.row) for part in needed_rows])
             spliced, added = dict[int, RowsAt](), dict[int, RowsAt]()
-            for ahead, (part, of_part) in enumerate(zip(needed_rows, parts, strict=True)):
+            for ahead, (part, part_rows) in enumerate(zip(needed_rows, parts, strict=True)):
                 places = to_device(part.local, shard.device)
-                first, *deeper = self._rows_by_layer(of_part)
+                first, *deeper = self._rows_by_layer(part_rows)
                 spliced[ahead] = ((places, first),)
                 if not ahead:
                     added = {layer: ((places, rows_of_layer),) for layer, rows_of_layer in enumerate(deeper)}
@@ -215,7 +217,11 @@ class ModalityPass:
             return rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
 
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
-        """Collect the rows of one micro-batch from those of all waves; each wave's begin at its place in `starts`."""
+        """Collect the rows of one micro-batch from those that arrived in each wave, as a leaf of autograd.
+
+        A wave's rows of it begin at `starts`, which is moved past them; the wave keeps the leaf and their places in it
+        (None: all of it), to read their gradients from.
+        """
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
             (index,) = waves

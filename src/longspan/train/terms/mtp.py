@@ -160,14 +160,14 @@ def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
 
     Raises ModelError for one that has fewer depths than mtp.depths; model.path, unless it is named, may have none.
     """
-    named = config.mtp.weights
-    folder = config.model.path if named == AUTO else "" if named == RANDOM else named
+    weights_path = config.mtp.weights
+    folder = config.model.path if weights_path == AUTO else "" if weights_path == RANDOM else weights_path
     if not folder:
         return None
     available, depths = count_depths(Path(folder), configuration.get_text_config().num_hidden_layers), config.mtp.depths
     if available >= depths:
         return Path(folder)
-    if named == AUTO and not available:
+    if weights_path == AUTO and not available:
         return None
     raise ModelError(
         f"mtp.depths is {depths}, and {folder} has weights of {plural(available, 'depth')} of multi-token prediction; "

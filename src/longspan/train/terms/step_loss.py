@@ -123,6 +123,6 @@ def _to_loss_error(error: Exception, world: World) -> LongspanError:
     """Return the error of a caller's function as a LossError that names the rank; one of ours as it is."""
     if isinstance(error, LongspanError):
         return error
-    named = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")
-    named.__cause__ = error
-    return named
+    loss_error = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")
+    loss_error.__cause__ = error
+    return loss_error

@@ -1,0 +1,66 @@
+"""The linear in float8 inside what torch.compile traces: operators of torch, for it cannot trace `products.py`.
+
+(torch 2.13 fails where the output of an autograd.Function, of a number of rows that changes, goes into another one.)
+Rows are brought to float8 by torch's operations, which the compiler joins with the norm or gate before, and makes once
+for all linears of the same rows. Weights are brought to float8 by the kernels, in each pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.model.float8.quantise import Scaled, quantise_by_torch, quantise_columns, quantise_rows
+from longspan.model.float8.scaled_products import multiply
+
+
+def trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W' + bias of rows x (…, K) and a weight (N, K) in float8, within a graph.
+
+    >>> y = trace_linear(x, layer.weight, layer.bias)  # (…, N)
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    y = _linear(rows, *quantise_by_torch(rows.detach()), weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("longspan::float8_linear", mutates_args=())
+def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply rows x (S, K), which are `values` times `scales` in float8, with a weight (N, K), and add a bias."""
+    return multiply(Scaled(values, scales), quantise_rows(weight), x.dtype, bias)
+
+
+@torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
+def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    """Multiply gradients of rows dy (S, N), which are `values` times `scales`, with the columns of a weight (N, K)."""
+    return multiply(Scaled(values, scales), quantise_columns(weight), dy.dtype)
+
+
+@_linear.register_fake
+def _(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@_row_gradient.register_fake
+def _(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    return dy.new_empty((dy.shape[0], weight.shape[1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, _, _, weight, _ = inputs
+    ctx.save_for_backward(x if weight.requires_grad else None, weight)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    of_rows, of_weight, of_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
+    return (
+        _row_gradient(dy, *quantise_by_torch(dy), weight) if of_rows else None,
+        None,
+        None,
+        (dy.t() @ x).to(weight.dtype) if of_weight else None,
+        dy.sum(0) if of_bias else None,
+    )
+
+
+_linear.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,133 @@
+"""A page that is followed is for those who have its key, comes from loopback only, and shows records as text."""
+
+import http.client
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from longspan.plan import Plan
+from longspan.plan.plan_rows import plan_row
+from longspan.report.follow import Follower
+from longspan.report.follow.live_page import live_parts
+from longspan.report.follow.live_run import LiveRecords
+from tests.report.runs import train_row, write_run
+from tests.security.test_hostile_pages import BAD_ROWS, TAIL, Elements, hostile, run_in, with_keys
+from tests.security.test_sockets import LOOPBACKS, listening_addresses
+
+
+@pytest.fixture(scope="module")
+def follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Follower]:
+    with Follower(write_run(tmp_path_factory.mktemp("run")), farewell=0.0) as follower:
+        yield follower
+
+
+def ask(follower: Follower, path: str, method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
+    """The status, the body and the headers of an answer; `KEY` in a path is the key."""
+    port = int(follower.address.split(":")[2].split("/")[0])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path.replace("KEY", follower.key), headers={"Host": f"127.0.0.1:{port}"} | headers)
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return answer.status, body, dict(answer.getheaders())
+
+
+WITHOUT_KEY = ["/", "/parts", "/favicon.ico", "/KEYx/", "/x/KEY/", "/../KEY/", "/%00", "/?key=KEY", "/%C3%A9", "*"]
+
+
+@pytest.mark.parametrize("path", WITHOUT_KEY)
+def test_no_word_of_the_run_without_the_key(follower: Follower, path: str) -> None:
+    status, body, _ = ask(follower, path)
+    assert status == 403 and "qwen3" not in body and follower.key not in body
+
+
+def test_keys_are_long_and_differ(follower: Follower, tmp_path: Path) -> None:
+    with Follower(tmp_path) as other:
+        assert other.key != follower.key and len(other.key) >= 43
+        assert ask(other, f"/{follower.key}/")[0] == 403
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "[::1]:1", "127.0.0.1@evil:1"])
+def test_a_web_page_that_binds_its_name_to_this_host_is_refused(follower: Follower, host: str) -> None:
+    assert ask(follower, "/KEY/", Host=host)[0] == 403
+    assert ask(follower, "/KEY/", Host="localhost:9000")[0] == 200  # a port that ssh forwards
+
+
+@pytest.mark.parametrize("path", ["/KEY/metrics.jsonl", "/KEY/../metrics.jsonl", "/KEY//etc/passwd", "/KEY/%2e%2e/x"])
+def test_no_file_is_served(follower: Follower, path: str) -> None:
+    assert ask(follower, path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "<script>"])
+def test_there_is_nothing_to_send(follower: Follower, method: str) -> None:
+    status, body, _ = ask(follower, "/KEY/", method)
+    assert status == 501 and not body
+
+
+def test_the_page_may_run_its_own_script_only_and_tells_nobody_its_address(follower: Follower) -> None:
+    (_, page, headers), (_, again, _) = ask(follower, "/KEY/"), ask(follower, "/KEY/")
+    policy = headers["Content-Security-Policy"]
+    nonce = policy.split("'nonce-")[1].split("'")[0]
+    assert page.count(f'nonce="{nonce}"') == page.count("<script") == 1 and nonce not in again
+    for words in ("default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'", "base-uri 'none'"):
+        assert words in policy
+    assert "'unsafe-inline'" not in policy.split("script-src")[1] and follower.key not in page
+    assert headers["Referrer-Policy"] == "no-referrer" and headers["Cache-Control"] == "no-store"
+    assert headers["X-Content-Type-Options"] == "nosniff" and "Python" not in headers["Server"]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="sockets are read from /proc")
+def test_it_listens_on_loopback_only(tmp_path: Path) -> None:
+    before = listening_addresses([os.getpid()])
+    with Follower(tmp_path):
+        after = listening_addresses([os.getpid()])
+    assert after and after - before <= LOOPBACKS
+
+
+def follow_parts(run: Path) -> str:
+    """What is sent of a run, with a plan of its last step."""
+    plan = Plan.from_json((run / "plans" / "step-000001.json").read_bytes())
+    (run / "plans.jsonl").write_text(plan_row(60, plan) + "\n")
+    (run / "checkpoints" / "step-000060").mkdir(parents=True)
+    (run / "run.lock").write_text(TAIL)
+    return "".join(live_parts(LiveRecords(run).read()).values())
+
+
+def test_parts_hold_no_element_of_a_record(tmp_path: Path) -> None:
+    """Elements and attributes are those of the same parts without hostile texts, and no script is among them."""
+    plain = Elements(follow_parts(run_in(tmp_path / "plain", lambda value: value)))
+    assert not plain.scripts and "script" not in {name for name, _ in plain.found}
+    for whole in (False, True):
+
+        def change(value: object, whole: bool = whole) -> object:
+            changed = hostile(value, whole)
+            return with_keys(changed) if isinstance(value, dict) and {"loss", "eval_loss"} & value.keys() else changed
+
+        parts = follow_parts(run_in(tmp_path / f"{whole}{TAIL.replace('/', '!')}", change))
+        elements = Elements(parts)
+        assert parts.count("x-hostile") > 3
+        assert not elements.found - plain.found and not elements.scripts
+        assert not any(name.startswith("on") for _, name in elements.found)
+
+
+def test_hostile_records_make_parts(follower: Follower, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    rows = [json.dumps(train_row(step)) for step in range(1, 9)]
+    files = {
+        "run.json": '{"home": [1], "steps": "x", "ranks": {}, "sessions": [["a", null]]}',
+        "summary.json": '{"step": 1e300, "steps": "\\u001b[2J", "stopped": "\\u001b[2J"}',
+        "plans.jsonl": "[" * 100_000 + "\n",
+        "config.toml": "[train]\nsteps = 'x'\n[run]\ncheckpoints = 7\n",
+        "run.lock": "\x1b[2J",
+    }
+    for name, words in files.items():
+        (run / name).write_text(words)
+    (run / "metrics.jsonl").write_bytes("\n".join([*rows, *BAD_ROWS, ""]).encode("latin-1"))
+    live = LiveRecords(run).read()
+    assert "\x1b" not in live.last_line() and len(live_parts(live)) == 9
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")  # it would be waited for
+    assert LiveRecords(run).read().step == 0
