@@ -25,6 +25,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.errors import ModelError, plural
 from longspan.model.activations.tiled_layers import TiledForward
@@ -169,7 +170,7 @@ def _own_forward(layer: nn.Module) -> Callable[..., Any]:
 
 def _checkpoints_in_forward(layer: nn.Module) -> bool:
     """Return whether the class's forward runs the checkpoint, as in transformers 5.23; in 5.17 the call does."""
-    return getattr(type(layer).forward, "__wrapped__", None) is not None
+    return isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
 
 
 class _LayerRun:
