@@ -56,7 +56,8 @@ def read_compiled(word: bool | str, model: nn.Module, device: torch.device, tp: 
         raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}, True or False")
     if word == "auto":
         chosen = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)  # others are refused
-        return "layers" if chosen and model.config.get_text_config().hidden_size >= WIDE else "none"
+        config: Any = getattr(model, "config", None)
+        return "layers" if chosen and config.get_text_config().hidden_size >= WIDE else "none"
     return cast(Compiled, word)
 
 
