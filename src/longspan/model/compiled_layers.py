@@ -25,6 +25,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.errors import ModelError, plural
 from longspan.model.activations.tiled_layers import TiledForward
@@ -55,7 +56,8 @@ def read_compiled(word: bool | str, model: nn.Module, device: torch.device, tp: 
         raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}, True or False")
     if word == "auto":
         chosen = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)  # others are refused
-        return "layers" if chosen and model.config.get_text_config().hidden_size >= WIDE else "none"
+        config: Any = getattr(model, "config", None)
+        return "layers" if chosen and config.get_text_config().hidden_size >= WIDE else "none"
     return cast(Compiled, word)
 
 
@@ -169,7 +171,7 @@ def _own_forward(layer: nn.Module) -> Callable[..., Any]:
 
 def _checkpoints_in_forward(layer: nn.Module) -> bool:
     """Return whether the class's forward runs the checkpoint, as in transformers 5.23; in 5.17 the call does."""
-    return getattr(type(layer).forward, "__wrapped__", None) is not None
+    return isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
 
 
 class _LayerRun:

@@ -98,10 +98,10 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
     Those of a prepared model stay the same, and are listed once: an evaluation asks several times.
     """
-    if (modules := _FSDP_MODULES.get(model)) is not None:
-        return modules
+    if model in _FSDP_MODULES:
+        return _FSDP_MODULES[model]
     inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
-    modules = [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
+    modules: list[FSDPModule] = [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
     if "call_rules" in vars(model):  # what `prepare` leaves on it at last
         _FSDP_MODULES[model] = modules
     return modules
