@@ -63,7 +63,7 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
         raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
     if not tile_rows:
         return
-    found = False
+    has_any = False
     for name, layer in _layers(model).items():
         experts = expert_modules(layer)
         for inner, module in layer.named_modules():
@@ -78,9 +78,9 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
                     f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
                     f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
                 )
-            found = True
-        found = found or bool(experts)
-    if not found:
+            has_any = True
+        has_any = has_any or bool(experts)
+    if not has_any:
         raise ModelError(
             f"mlp_tile_rows is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module whose "
             "class ends in MLP) or experts of transformers' interface to run in tiles; use 0"
