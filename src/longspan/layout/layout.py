@@ -145,7 +145,7 @@ def check_degree(name: str, value: object) -> int:
 
 
 def _as_integer(value: object) -> int | None:
-    """Return the value as a Python integer; None for what is none, as a bool or a float. numpy's integers are integers."""
+    """Return the value as a Python integer, also numpy's; None for what is none, as a bool or a float."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:

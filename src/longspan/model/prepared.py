@@ -92,9 +92,9 @@ class PrepareOptions:
 
     def recomputation(self) -> Recomputation:
         """Decide what each layer keeps. Raises ModelError for options that exclude each other."""
-        return replace(self._measured_recomputation(), segment_layers=self.segment_layers)
+        return replace(self._read_measures(), segment_layers=self.segment_layers)
 
-    def _measured_recomputation(self) -> Recomputation:
+    def _read_measures(self) -> Recomputation:
         if self.measures is None:
             return Recomputation.of(
                 self.activation_checkpointing,

@@ -90,9 +90,7 @@ SPLIT = {"pipeline_schedule": "zbv", "virtual_stages": 2}
     ],
     ids=["2 slots", "2 parts of experts", "tp 2", "2 slots, all", "tp 2, all", "folded stages", "4 slots"],
 )
-def test_tiles_are_the_plain_step(
-    home: Layout, cases: list[tuple[str, str, int]], options: dict[str, Any]
-) -> None:
+def test_tiles_are_the_plain_step(home: Layout, cases: list[tuple[str, str, int]], options: dict[str, Any]) -> None:
     for errors in run_ranks(_errors, len(home.ranks), home, cases, options):
         assert errors and max(errors.values()) < EXACT, {case: e for case, e in errors.items() if e >= EXACT}
 

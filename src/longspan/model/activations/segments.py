@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan.attention.saved_outputs import Recording, Result
 from longspan.model.activations.host_offload import HostOffload
-from longspan.model.activations.tiles import autocast_of, draws_at_random, random_states, restored_states
+from longspan.model.activations.tiles import autocast_of, draws_at_random, random_states, restore_states
 
 Run = Callable[..., Any]
 
@@ -140,8 +140,8 @@ class _Link:
         """Run the layer without a graph; attention's outputs are kept by its measure."""
         self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
         with ExitStack() as stack:
-            stack.enter_context(_gathered(self._layer))
-            stack.enter_context(restored_states(self._states, x.device))
+            stack.enter_context(_gather_parameters(self._layer))
+            stack.enter_context(restore_states(self._states, x.device))
             stack.enter_context(self._autocast())
             if self._recording is not None:
                 stack.enter_context(self._recording.forward())
@@ -187,7 +187,7 @@ class _Again(AbstractContextManager[None]):
 
 
 @contextmanager
-def _gathered(layer: nn.Module) -> Iterator[None]:
+def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     """Have a layer hold its whole parameters inside, and free them where they were not whole before.
 
     FSDP2's own hooks, which run inside where transformers' checkpoint is around them (5.17), do nothing meanwhile.

@@ -63,7 +63,7 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
         raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
     if not tile_rows:
         return
-    found = False
+    has_any = False
     for name, layer in _layers(model).items():
         experts = expert_modules(layer)
         for inner, module in layer.named_modules():
@@ -73,21 +73,21 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
                     "transformers' interface of experts, through which they run in tiles; use 0"
                 )
         for inner, mlp in find_mlps(layer).items():
-            if len(tensors := _required_arguments(mlp)) > 1:
+            if len(tensors := _find_arguments(mlp)) > 1:
                 raise ModelError(
                     f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
                     f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
                 )
-            found = True
-        found = found or bool(experts)
-    if not found:
+            has_any = True
+        has_any = has_any or bool(experts)
+    if not has_any:
         raise ModelError(
             f"mlp_tile_rows is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module whose "
             "class ends in MLP) or experts of transformers' interface to run in tiles; use 0"
         )
 
 
-def _required_arguments(module: nn.Module) -> list[str]:
+def _find_arguments(module: nn.Module) -> list[str]:
     parameters = inspect.signature(module.forward).parameters.values()
     usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in usual and p.default is inspect.Parameter.empty]

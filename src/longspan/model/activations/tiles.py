@@ -48,8 +48,8 @@ def run_in_tiles(
         return _join_tiles(run, rows, count)
     nodes: list[Any] = []
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
-    kept = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
-    return _Tiles.apply(run, nodes, count, len(rows), autocast_of(rows[0]), *kept, *parameters)  # pyright: ignore
+    rows_behind = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
+    return _Tiles.apply(run, nodes, count, len(rows), autocast_of(rows[0]), *rows_behind, *parameters)  # pyright: ignore
 
 
 def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
@@ -113,7 +113,7 @@ class _Tiles(torch.autograd.Function):
         trained = [p for p in ctx.parameters if p.requires_grad]
         of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
-        with restored_states(ctx.node.random_states, rows[0].device), ctx.autocast():
+        with restore_states(ctx.node.random_states, rows[0].device), ctx.autocast():
             douts = gradients[0].tensor_split(ctx.count, ROWS)
             for dout, tile, into in zip(douts, *(_split_rows(x, ctx.count) for x in (rows, of_rows)), strict=True):
                 _add_tile(ctx, tile, dout, trained, into, sums)
@@ -176,7 +176,7 @@ def random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 
 @contextmanager
-def restored_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
+def restore_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
     """Draw the same numbers inside as after `states`; outside it is as if nothing had been drawn."""
     if states is None:
         yield

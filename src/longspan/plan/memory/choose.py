@@ -79,16 +79,16 @@ def choose_memory(
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    if fitting := _fitting_or_segmented(needs, budget, fixed):
+    if fitting := _fitting_or_set_segments(needs, budget, fixed):
         return min(fitting, key=prices.seconds)
     least = min(leanest_plans(needs, fixed), key=lambda memory: memory.excess(budget))
     raise PlanError(_refusal_text(least, budget, home, fixed))
 
 
-def _fitting_or_segmented(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> list[MemoryPlan]:
+def _fitting_or_set_segments(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> list[MemoryPlan]:
     """Return the plans that fit; those with segments, which run layers once more, only where there are no others."""
     for size in _segment_choices(needs, fixed):
-        if fitting := list(_fitting_plans(_segmented(needs, size), budget, fixed)):
+        if fitting := list(_fitting_plans(_set_segments(needs, size), budget, fixed)):
             return fitting
     return []
 
@@ -100,7 +100,7 @@ def _segment_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
     return [0, SEGMENT_LAYERS] if needs.places[0].settings.backward and fixed.measure != "none" else [0]
 
 
-def _segmented(needs: MemoryNeeds, size: int) -> MemoryNeeds:
+def _set_segments(needs: MemoryNeeds, size: int) -> MemoryNeeds:
     return needs.with_settings(replace(needs.places[0].settings, segment_layers=size))
 
 
@@ -119,7 +119,7 @@ def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemor
     return any(
         _fit_fewest_layers(changed_needs, slow, fast, budget, fixed) is not None
         for size in _segment_choices(needs, fixed)
-        for changed_needs in _needs_by_setting(_segmented(needs, size), replace(fixed, gathered_once=once))
+        for changed_needs in _needs_by_setting(_set_segments(needs, size), replace(fixed, gathered_once=once))
         for fast, slow in _measure_pairs(least)
     )
 
@@ -268,4 +268,4 @@ def longest_document(
     if measures != "auto":
         return low * step * home.slots, needs.under(measures)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    return low * step * home.slots, min(_fitting_or_segmented(needs, budget, fixed), key=prices.seconds)
+    return low * step * home.slots, min(_fitting_or_set_segments(needs, budget, fixed), key=prices.seconds)

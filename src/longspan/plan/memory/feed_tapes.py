@@ -40,9 +40,9 @@ def _add_tiles(builder: LayerBuilder, name: str, rows: tuple[str, ...], add: Cal
     peaks, gradients = tile.tape.peaks(held=("x", *rows[1:])), tile.tape.weight_bytes()
     sums = gradients / builder.number * max(WIDE, builder.number)
     size = sum(tape.sizes[x] for x in rows)
-    kept = tape.run(f"{name}_rows", rows, 0.0, saves=rows)
+    saved = tape.run(f"{name}_rows", rows, 0.0, saves=rows)
     work = Work(size + peaks.forward, size + peaks.backward + sums)
-    return tape.run(name, (kept,), builder.rows(builder.hidden), weights=gradients, work=work)
+    return tape.run(name, (saved,), builder.rows(builder.hidden), weights=gradients, work=work)
 
 
 def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:

@@ -76,7 +76,7 @@ class MicroBatchMoments:
         words = [self.measures[i] for i in self.peak.stage.layers]
         return places_in_segments(words, self.peak.settings.segment_layers)
 
-    def _kept_of_segment(self, i: int) -> float:
+    def _segment_bytes(self, i: int) -> float:
         """Return what the layers before layer i keep while its segment runs backward, besides what waited for it."""
         place = self._places[i] if self.peak.settings.segment_layers > 1 else 0
         whole = sum(layer.kept + layer.host for layer in self._layer_bytes[i - place : i])
@@ -195,7 +195,7 @@ class MicroBatchMoments:
         for i in reversed(range(len(self._layer_bytes))):
             layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
             activations -= self._waiting_bytes[i].kept
-            of_segment = self._kept_of_segment(i)
+            of_segment = self._segment_bytes(i)
             fetched_bytes = self._waiting_bytes[i - 1].host if i else 0.0
             others = self._other_weights_backward(i)
             own_bytes = layer.kept + layer.host
