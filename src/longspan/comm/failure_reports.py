@@ -183,9 +183,9 @@ def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[s
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
     """What each rank does and what torch recorded there, those first that are not in the collective that failed."""
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
-    lines = [f"rank {rank} is {activities[rank].text}{_left_rank_text(activities[rank])}" for rank in ranks[:NAMED]]
+    lines = [f"rank {rank} is {activities[rank].text}{_rank_end_text(activities[rank])}" for rank in ranks[:NAMED]]
     return [*lines, f"{len(ranks) - NAMED} more ranks answer"] if len(ranks) > NAMED else lines
 
 
-def _left_rank_text(activity: Activity) -> str:
+def _rank_end_text(activity: Activity) -> str:
     return f"; torch recorded last: {activity.recorded}" if activity.recorded else ""

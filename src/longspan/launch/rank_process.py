@@ -173,11 +173,11 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
 def _main_module() -> dict[str, Any]:
     """Return the folder and the program of the launcher, whose functions a task may name."""
     main = sys.modules.get("__mp_main__")
-    found: dict[str, Any] = {"dir": str(Path.cwd())}
+    folder: dict[str, Any] = {"dir": str(Path.cwd())}
     if main is not None and (spec := getattr(main, "__spec__", None)) is not None:
-        return found | {"init_main_from_name": spec.name}
+        return folder | {"init_main_from_name": spec.name}
     path = getattr(main, "__file__", None)
-    return found | ({"init_main_from_path": path} if path else {})
+    return folder | ({"init_main_from_path": path} if path else {})
 
 
 def continue_restarted() -> NoReturn:

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.model.activations.host_offload import HostOffload
 from longspan.model.activations.recompute import Recomputation
-from longspan.model.activations.tiled_layers import check_tiles, tile_layers
 from longspan.model.experts.expert_parallel import check_experts, shard_experts
 from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.mtp.depths import model_depths
 from longspan.model.seams.refusals import refuse_shared_layers
 from longspan.model.sharding import Sharding, shard_over_slots
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_ranks
+from longspan.model.tiled_layers import check_tiles, tile_layers
 from longspan.model.weights.fill import is_empty
 
 

@@ -123,7 +123,7 @@ class _Link:
     def fetch_input(self) -> Tensor:
         """Return the input of this call, for which the layers before run again unless they just did."""
         if self._input is None:
-            links = [self]
+            links: list[_Link] = [self]
             while links[0].before is not None:
                 links.insert(0, links[0].before)
             fetch = links[0]._fetch_first

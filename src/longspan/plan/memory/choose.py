@@ -195,7 +195,7 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     places = [True, False] if fixed.offload is None else [fixed.offload]
     words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
     leanest = replace(fixed, gathered_once=bool(fixed.gathered_once), mlp_tile_rows=max(_tile_choices(needs, fixed)))
-    segmented = _segmented(needs, max(_segment_choices(needs, fixed)))
+    segmented = _set_segments(needs, max(_segment_choices(needs, fixed)))
     for changed_needs in reversed(list(_needs_by_setting(segmented, leanest))):  # states on the host first
         for word in words:
             yield changed_needs.under(changed_needs.words(word, fixed.layers))
