@@ -45,6 +45,7 @@ def test_numbers_past_two_to_the_31_are_updated_alike(by_chance: bool) -> None:
             assert torch.equal(result[first : first + 10_001].cpu(), getattr(update, name)), (name, first)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_is_that_of_a_cpu_in_one_launch_and_waits_for_nothing(dtype: torch.dtype) -> None:
     results = list[list[torch.Tensor]]()
