@@ -30,7 +30,7 @@ def adamw_kernel(
     """
     factor = 1.0
     if SCALED:
-        factor = tl.load(scale)
+        factor = tl.load(scale).to(tl.float32)
     if factor == factor:
         row = table + tl.program_id(1).to(tl.int64) * COLUMNS
         parameter = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(PARAMETER)), ALIGNMENT)
