@@ -2,11 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from longspan.model.float8.quantise import Scaled
 
-ROW_MULTIPLE, FEW_ROWS = 16, 1024  # fewer rows are filled up to a multiple
 FAST_SUMS = True
 """Whether tensor cores add up products as they come, and not 128 at a time in float32: by far less than float8 rounds,
 and the same for a row whatever rows stand next to it."""
@@ -19,19 +17,13 @@ def multiply(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None = Non
         return (y if bias is None else y + bias).to(dtype)
     if not x.values.numel():
         return x.scales.new_zeros((len(x.values), len(w.values)), dtype=dtype)
-    rows = len(x.values)
-    missing = -rows % ROW_MULTIPLE if rows < FEW_ROWS else 0
-    values, scales = x.values, x.scales
-    if missing:  # cuBLAS 13 has no product of 7 rows of 2048 numbers, say
-        values = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
-        scales = F.pad(scales, (0, missing), value=1.0)
     y = torch._scaled_mm(
-        values,
+        x.values,
         w.values.t(),
-        scale_a=scales.unsqueeze(1),
+        scale_a=x.scales.unsqueeze(1),
         scale_b=w.scales.unsqueeze(0),
         bias=bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=FAST_SUMS,
     )
-    return y[:rows].to(dtype)
+    return y.to(dtype)
