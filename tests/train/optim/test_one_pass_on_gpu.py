@@ -53,7 +53,7 @@ def test_a_step_is_that_of_a_cpu_in_one_launch_and_waits_for_nothing(dtype: torc
         draws, world = torch.Generator().manual_seed(0), SimpleNamespace(seed=3, step=0)
         model: Any = nn.ParameterList(torch.randn(40 + i, 64, generator=draws) for i in range(30)).to(device, dtype)
         optimizer = OnePassAdamW(model.parameters(), lr=1e-2, rounding=RoundingBits(model, world))  # pyright: ignore
-        optimizer.gradient_scale = torch.tensor(0.7, device=device)
+        optimizer.gradient_scale = torch.tensor(0.7, dtype=torch.float64, device=device)  # as the sums of a step are
         for step in range(3):
             world.step = step
             for parameter in model.parameters():
