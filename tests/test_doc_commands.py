@@ -32,6 +32,7 @@ OTHERS = {
     "nvidia-smi",
     "module",
     "mkdir",
+    "ssh",
 }
 
 

@@ -23,7 +23,7 @@ from longspan.model.float8.weights import find_float8_weight, quantise_once
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
-_FSDP_MODULES: WeakKeyDictionary[nn.Module, list[FSDPModule]] = WeakKeyDictionary()  # of prepared models
+_FSDP_MODULES = "listed_fsdp_modules"  # on a model: a table of models would keep them
 _GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
@@ -98,12 +98,12 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
     Those of a prepared model stay the same, and are listed once: an evaluation asks several times.
     """
-    if model in _FSDP_MODULES:
-        return _FSDP_MODULES[model]
+    if (listed := vars(model).get(_FSDP_MODULES)) is not None:
+        return listed
     inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
     modules: list[FSDPModule] = [*dict.fromkeys(module for module in inside if isinstance(module, FSDPModule))]
     if "call_rules" in vars(model):  # what `prepare` leaves on it at last
-        _FSDP_MODULES[model] = modules
+        vars(model)[_FSDP_MODULES] = modules
     return modules
 
 

@@ -53,7 +53,15 @@ def run_of(config: RunConfig, *, gpus: int = 2, gpu: bool = True) -> RunMemory:
         ({"train.optimizer": "torch.optim.NAdam"}, FixedMemory(offload_states=False)),
         (
             {"train.memory": "none"},
-            FixedMemory(measure="none", layers=0, offload=False, gathered_once=False, offload_states=False),
+            FixedMemory(
+                measure="none",
+                layers=0,
+                offload=False,
+                gathered_once=False,
+                offload_states=False,
+                mlp_tile_rows=0,
+                segment_layers=0,
+            ),
         ),
     ],
 )

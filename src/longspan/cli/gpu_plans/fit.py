@@ -222,4 +222,5 @@ def one_measure(run: RunOnGpus, measure: str) -> FixedMemory:
     changes: dict[str, Any] = {"measure": measure, "layers": None, "offload": False if measure != "none" else None}
     changes["gathered_once"] = fixed.gathered_once or False
     changes["offload_states"] = fixed.offload_states or False
+    changes["mlp_tile_rows"], changes["segment_layers"] = fixed.mlp_tile_rows or 0, fixed.segment_layers or 0
     return replace(fixed, **changes)
