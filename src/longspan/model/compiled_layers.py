@@ -128,10 +128,17 @@ def _reason_against(layer: nn.Module) -> str:
 def _compile_modules(layer: nn.Module) -> None:
     """Compile the norms and MLPs inside a layer; norms that run by a kernel of our own are left as they are."""
     for inner in layer.modules():
-        if isinstance(tiled := vars(inner).get("forward"), TiledForward):
-            tiled.compile_run(BACKEND)
-        elif type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
+        if _compile_tiles(inner):
+            continue
+        if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
             inner.compile(dynamic=True, backend=BACKEND)
+
+
+def _compile_tiles(module: nn.Module) -> bool:
+    """Compile the forward of one tile of a module that runs in tiles; False where it does not."""
+    if is_tiled := isinstance(tiled := vars(module).get("forward"), TiledForward):
+        tiled.compile_run(BACKEND)
+    return is_tiled
 
 
 def _compile_layer(layer: nn.Module) -> None:
@@ -143,8 +150,7 @@ def _compile_layer(layer: nn.Module) -> None:
     # A forward that is an object would be another graph in each layer.
     replaced = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
     for module in (*find_mixers(layer).values(), *replaced):
-        if isinstance(tiled := vars(module).get("forward"), TiledForward):
-            tiled.compile_run(BACKEND)
+        _compile_tiles(module)
         run_outside_graphs(module)
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
     pieces = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
