@@ -6,6 +6,7 @@ Nothing is run. A word in capitals stands for what the reader puts there.
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 import tyro
 
 from longspan.cli.main import main
+from longspan.config.file import config_keys
+from longspan.config.keys import FORMER_KEYS
+from longspan.config.sections import section_kinds
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -116,6 +120,40 @@ def test_a_command_names_what_there_is(path: Path, command: str, monkeypatch: py
         assert {word for word in command.split()[1:] if "=" not in word} <= set(targets)
     else:
         assert first in OTHERS or first in ("python", "torchrun"), f"nothing is known of {first!r}"
+
+
+# flags of torchrun, Slurm, docker, hf, transformers and TRL that pages name
+FOREIGN = {"shutdown_timeout", "signals_to_handle", "signal", "requeue", "build_arg", "ipc", "network", "local_dir"}
+FOREIGN |= {"use_peft", "lora_dropout", "parallelism_config_cp_size"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_and_keys_in_the_text_of_a_page_are_there(page: Path) -> None:
+    """A flag is one of a verb, of a script here, or FOREIGN; `section.key` is a key of runs."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    spans = re.findall(r"`([^`\n]+)`", text)
+    named = {
+        flag.rstrip(".").replace("-", "_") for span in spans for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", span)
+    }
+    if page.name != "megatron-nemo.md":  # which has those of Megatron-LM
+        assert named <= FOREIGN | known_flags() | set(config_keys()), sorted(named)
+    dotted = {span for span in spans if re.fullmatch(rf"({'|'.join(section_kinds())})\.[a-z_]+", span)}
+    dotted = {name for name in dotted if not re.search(r"\.(json|toml|lock)$|^mtp\.(fc|pre_fc)", name)}
+    assert dotted <= {*config_keys(), *FORMER_KEYS, "section.key"}, sorted(dotted)
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """The flags of the page of verbs, which is complete (test_site.py), and of the scripts."""
+    verbs = (ROOT / "docs/reference/verbs.md").read_text(encoding="utf-8")
+    scripts = [
+        path.read_text(encoding="utf-8")
+        for name in ("bench", "examples", "tests")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    quoted = re.findall(r"[\"']--([a-z][\w-]*)", "\n".join(scripts))
+    flags = [*re.findall(r"`--([\w.-]+)`", verbs), *quoted, "help", "debug", "version"]
+    return frozenset(flag.replace("-", "_") for flag in flags)
 
 
 def test_there_are_commands_to_check() -> None:

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from longspan.bench.benches import BENCHES
+from longspan.cli.evaluation.flags import refuse_training_keys
+from longspan.cli.main import VERBS, main
 from longspan.config.file import load_config
+from longspan.errors import ConfigError
 from tests.test_surface import PUBLIC
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +39,29 @@ def test_every_public_name_is_in_the_reference(namespace: str) -> None:
     shown = set(re.findall(rf"^::: {re.escape(namespace)}\.(\w+)$", section, re.MULTILINE))
     linked = set(re.findall(r"\[`(\w+)`\]", section))
     assert shown | linked == set(import_module(namespace).__all__)
+
+
+VERBS_WITH_FLAGS = [verb for verb in VERBS if verb not in ("simulate", "bench")] + [f"bench {name}" for name in BENCHES]
+
+
+@pytest.mark.parametrize("verb", VERBS_WITH_FLAGS)
+def test_every_flag_of_help_is_on_the_page_of_the_verbs(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*verb.split(), "--help"])
+    flags = set(re.findall(r"^\W*(--[a-z][\w.-]+)", capsys.readouterr().out, re.MULTILINE))
+    (section,) = re.findall(
+        rf"^## longspan {verb}\n(.*?)(?=^## |\Z)", (DOCS / "reference/verbs.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    rows = {flag.replace("_", "-") for flag in re.findall(r"`(--[\w.-]+)`", section)} | {"--help"}
+    sections = tuple(f"--{name}." for name in re.findall(r"all of `\[(\w+)\]`", section))
+    missing = {flag for flag in flags if flag.replace("_", "-") not in rows and not flag.startswith(sections)}
+    if verb in ("train", "plan"):
+        assert "ll [keys](../configuration.md) are flags too" in section
+        missing = {flag for flag in missing if "." not in flag}
+    for flag in sorted(missing):  # keys of training, which eval has and refuses
+        with pytest.raises(ConfigError, match="is a key of training"):
+            refuse_training_keys(frozenset({flag[2:].replace("-", "_")}))
+    assert len(flags) > 1 and (verb == "eval" or not missing)
 
 
 # between two strings that Python joins: the quotes, and what stands between

@@ -1,6 +1,7 @@
 """A timeline of what travels while what is computed: one forward and backward pass of each communication type.
 
     python bench/attention/attention_overlap.py --out bench/records/attention-overlap
+    python bench/attention/attention_overlap.py --draw bench/records/attention-overlap.json  # draws its picture anew
 
 Four local processes (one for each GPU where there are some) under torch's profiler. Of the first rank are kept: the
 attention kernels, and every message from its start to its end. Writes FILE.json, a trace for ui.perfetto.dev or
@@ -27,6 +28,9 @@ from longspan.run.result import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 Span = tuple[float, float, str]
+STYLE = """<style>svg{--ink:#1d2126;--paper:#fff;--computes:#3b6ea8;--travels:#d98c3f}
+@media (prefers-color-scheme: dark){svg{--ink:#e8eaed;--paper:#1b1f25;--computes:#6aaeff;--travels:#ffa26b}}
+text{font:11px system-ui,sans-serif;fill:var(--ink)}.kind{font-weight:700}</style>"""
 
 
 def main() -> None:
@@ -34,7 +38,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4096, help="of the sequence, over all ranks")
     parser.add_argument("--out", default="attention-overlap", help="record: FILE.json, FILE.svg and FILE.md")
+    parser.add_argument("--draw", type=Path, help="run nothing: draw the picture of this record, FILE.json")
     flags = parser.parse_args()
+    if flags.draw:
+        trace = json.loads(flags.draw.read_text(encoding="utf-8"))
+        flags.draw.with_suffix(".svg").write_text(_picture(_read_trace(trace)), encoding="utf-8")
+        return
     gpus = torch.cuda.device_count()
     spans = run_local(recorded, gpus or 4, (flags.rows, gpus > 0), threads=1)[0]
     out = Path(flags.out)
@@ -99,6 +108,22 @@ def _trace(by_type: dict[str, dict[str, list[Span]]]) -> Iterable[dict[str, Any]
                 yield event | {"ts": round(start * 1e3, 1), "dur": round((stop - start) * 1e3, 1)}
 
 
+def _read_trace(trace: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[Span]]]:
+    """The spans of a trace that `_trace` wrote."""
+    kinds, lanes, spans = dict[int, str](), dict[tuple[int, int], str](), dict[str, dict[str, list[Span]]]()
+    for event in trace["traceEvents"]:
+        process = event["pid"]
+        if event["name"] == "process_name":
+            kinds[process] = event["args"]["name"]
+        elif event["name"] == "thread_name":
+            lanes[process, event["tid"]] = event["args"]["name"]
+        else:
+            start, lane = event["ts"] / 1e3, lanes[process, event["tid"]]
+            by_lane = spans.setdefault(kinds[process], {}).setdefault(lane, [])
+            by_lane.append((start, start + event["dur"] / 1e3, event["name"]))
+    return spans
+
+
 def _sums(lanes: dict[str, list[Span]]) -> tuple[float, float, float]:
     """Milliseconds in which something is computed, in which something travels, and in which both happen."""
     computes, travels = (merge_intervals([span[:2] for span in lanes[lane]]) for lane in ("computes", "travels"))
@@ -108,22 +133,22 @@ def _sums(lanes: dict[str, list[Span]]) -> tuple[float, float, float]:
 
 def _picture(by_type: dict[str, dict[str, list[Span]]]) -> str:
     """Two lanes a type, each type on its own scale."""
-    colours, width, lines = {"computes": "#3b6ea8", "travels": "#d98c3f"}, 760, list[str]()
+    width, lines = 760, list[str]()
     for row, (kind, lanes) in enumerate(by_type.items()):
         end, y = max(span[1] for spans in lanes.values() for span in spans), 20 + 62 * row
-        lines.append(f'<text x="4" y="{y + 12}" font-weight="bold">{kind}</text>')
+        lines.append(f'<text x="4" y="{y + 12}" class="kind">{kind}</text>')
         lines.append(f'<text x="{width + 116}" y="{y + 12}" text-anchor="end">{end:.0f} ms</text>')
         for i, (lane, spans) in enumerate(lanes.items()):
             top = y + 18 + 18 * i
             lines.append(f'<text x="4" y="{top + 11}">{lane}</text>')
             for a, b, _ in spans:
                 box = f'x="{110 + a / end * width:.1f}" y="{top}" width="{max(0.8, (b - a) / end * width):.1f}"'
-                lines.append(f'<rect {box} height="14" fill="{colours[lane]}" fill-opacity="0.75"/>')
-    size = f'width="{width + 120}" height="{30 + 62 * len(by_type)}"'
-    style = 'font-family="sans-serif" font-size="11"'
-    background = '<rect width="100%" height="100%" fill="white"/>'
-    body = "\n".join([background, *lines])
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
+                lines.append(f'<rect {box} height="14" fill="var(--{lane})" fill-opacity="0.75"/>')
+    size = f'viewBox="0 0 {width + 120} {30 + 62 * len(by_type)}" role="img"'
+    title = "<title>What is computed and what travels, by communication type</title>"
+    background = '<rect width="100%" height="100%" fill="var(--paper)"/>'
+    body = "\n".join([title, STYLE, background, *lines])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{body}\n</svg>\n'
 
 
 def _table(spans: dict[str, dict[str, list[Span]]], name: str, rows: int, gpus: int) -> str:

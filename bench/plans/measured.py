@@ -29,6 +29,7 @@ QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "vocab_si
 
 OLDER = {  # what has changed in the code since a record was made, by record or by (record, part of the row's name)
     "step-4xH200-moe": "experts ran grouped_mm: 18.1 ms a layer of 16K rows, now 8.2 (experts-H200)",
+    "eval-4xH200": "waited for the host, which makes 44 % fewer calls since FSDP2's modules are listed once",
     "hybrid-step-4xH200": "made before the kernels of delta nets and of experts",
     ("step-4xH200-tail", "padded"): "an earlier run, with the model's own norms",
     ("step-4xH200-files", "padded"): "an earlier run, with the model's own norms",
@@ -85,6 +86,11 @@ def _older(row: Measured) -> str:
 
 def _read(name: str) -> dict[str, Any]:
     return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+def record_command(name: str) -> str:
+    """Return the command that makes a record again; empty where it names none."""
+    return str(_read(name).get("command") or "")
 
 
 def _rows_text(lengths: list[int]) -> str:

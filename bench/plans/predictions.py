@@ -5,7 +5,8 @@
 
 One machine, `Machine.known("H200")`, predicts all rows, by the path that a run takes (`measured.py`). Its figures were
 fitted to every second step of the current code; the others, and all single layers, are held out. A row counts that is
-more than 5 % off, of a machine whose figures are `assumed` 10 %. Rows of older code stand apart and do not count.
+more than 5 % off, of a machine whose figures are `assumed` 10 %. Rows that were measured before the code they run was
+changed stand apart with the reason and the command that makes them again, and do not count.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from measured import RECORDS, Measured, measured_rows
+from measured import RECORDS, Measured, measured_rows, record_command
 
 from longspan.plan import Machine
 
@@ -82,13 +83,21 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
         "all": current,
     }
     for name, of_set in sets.items():
+        if not of_set:
+            yield f"| {name} | 0 | – | – | – | their records are older than the code |"
+            continue
         counts = " | ".join(str(sum(p.within(bound) for p in of_set)) for bound in BOUNDS)
         error = sum(abs(p.ratio - 1) for p in of_set) / len(of_set)
         yield f"| {name} | {len(of_set)} | {counts} | {100 * error:.1f} % |"
     yield from ("", f"Off by more than {100 * bound:.0f} % (marked):", "")
     yield from _table(current, bound)
     yield from ("", "Older code, which does not count:", "")
-    yield from _table([p for p in predictions if not p.use], bound)
+    older = [p for p in predictions if not p.use]
+    yield from _table(older, bound)
+    yield from ("", "Commands that make older rows again, where their record names one:", "")
+    for name in dict.fromkeys(p.row.record for p in older):
+        if command := record_command(name):
+            yield f"- {name}: `{command}`"
 
 
 def _table(predictions: Sequence[Prediction], bound: float) -> Iterator[str]:

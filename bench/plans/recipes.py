@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from longspan.errors import plural  # noqa: E402
+from longspan.plan.simulate.row_bytes import QWEN3_8B  # noqa: E402
 
 FOLDER = ROOT / "examples" / "recipes"
 PAGE = FOLDER / "README.md"
@@ -35,13 +36,7 @@ ROWS = re.compile(r"(?<=<!-- answers -->\n).*(?=<!-- end -->)", re.DOTALL)
 _PLAIN: dict[str, Any] = {"rope_type": "default"}
 _QWEN3_VL: dict[str, Any] = {
     "text_config": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-        "vocab_size": 151936,
+        **{key: value for key, value in QWEN3_8B.items() if key != "model_type"},
         "max_position_embeddings": 262144,
         "rope_parameters": {**_PLAIN, "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
     },

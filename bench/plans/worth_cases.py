@@ -9,23 +9,14 @@ import numpy as np
 
 from longspan.plan import Cost, Machine
 from longspan.plan.simulate.distributions import sample_lengths
+from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 LONGEST = 131072
 TOKENS_PER_SLOT = 32768
 NETWORKS = (50.0, 25.0, 12.5, 2.65)  # GB/s a GPU between hosts
 SLOTS = (16, 64, 256, 1024)
 NAMES = ("lognorm", "bimodal", "files")
-QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-}
-QWEN3_30B_A3B = QWEN3_8B | {
+QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
     "num_hidden_layers": 48,
@@ -35,7 +26,7 @@ QWEN3_30B_A3B = QWEN3_8B | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-QWEN3_32B = QWEN3_8B | {
+QWEN3_32B: dict[str, Any] = QWEN3_8B | {
     "hidden_size": 5120,
     "num_hidden_layers": 64,
     "num_attention_heads": 64,

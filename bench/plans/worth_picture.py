@@ -31,7 +31,7 @@ def picture(record: Row) -> str:
             "svg",
             tag("title", text(heading)),
             tag("style", STYLE),
-            tag("rect", width=width, height=HEIGHT, fill="#fff"),
+            tag("rect", class_="paper", width=width, height=HEIGHT),
             label(heading, 12, 22, "start", "title"),
             *legend,
             *panels,

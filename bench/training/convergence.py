@@ -38,7 +38,7 @@ PLANNERS = ("padded", "fixed", "dynamic")
 DTYPES, OPTIMIZERS = ("float32", "float64", "bfloat16"), ("adamw", "sgd")
 UNSTABLE = "adamw:float32:0.006"
 RECIPES = f"adamw:float64:0.001,adamw:float32:0.001,sgd:float32:0.3,{UNSTABLE}"
-COLOURS = {"padded": "#8d99ae", "fixed": "#e07a1f", "dynamic": "#1f6feb"}
+COLOURS = {"padded": "#8d99ae", "fixed": "#e07a1f", "dynamic": svg_curves.BLUE}
 WIDTHS = {"padded": 7.0, "fixed": 4.0, "dynamic": 1.5}  # curves that lie on each other stay visible
 
 
@@ -153,7 +153,8 @@ def markdown(record: dict[str, Any]) -> str:
 
 def plot(record: dict[str, Any]) -> str:
     """One SVG: for each recipe its curves of loss above, and below how far apart they are, logarithmic; two a row."""
-    size = f"940 {430 * math.ceil(len(record['recipes']) / 2)}"
+    recipes = len(record["recipes"])
+    size = f"{470 * min(recipes, 2)} {430 * math.ceil(recipes / 2)}"
     parts = list[str]()
     for place, (name, comparison) in enumerate(record["recipes"].items()):
         parts.append(f'<g transform="translate({470 * (place % 2)} {430 * (place // 2)})">')
@@ -169,7 +170,7 @@ def _losses(title: str, losses: Mapping[str, Sequence[float]]) -> Iterator[str]:
     yield svg_curves.text(title, 60, 17, "start", weight="600")
     for i in range(round(2 * (high - low)) + 1):
         y = 240 - 200 * i / (2 * (high - low))
-        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"{low + i / 2:g}", 52, y + 4, "end")
+        yield svg_curves.line(y, svg_curves.GRID) + svg_curves.text(f"{low + i / 2:g}", 52, y + 4, "end")
     for place, (planner, curve) in enumerate(losses.items()):
         points = [
             (x, 240 - 200 * (y - low) / (high - low)) for x, y in zip(svg_curves.across(len(curve)), curve, strict=True)
@@ -177,22 +178,22 @@ def _losses(title: str, losses: Mapping[str, Sequence[float]]) -> Iterator[str]:
         yield svg_curves.curve(points, COLOURS[planner], WIDTHS[planner])
         yield svg_curves.curve([(300, 62 + 18 * place), (326, 62 + 18 * place)], COLOURS[planner], WIDTHS[planner])
         yield svg_curves.text(planner, 334, 66 + 18 * place, "start")
-    yield svg_curves.text("loss, nats per predicted token", 454, 35, "end", fill="#666")
+    yield svg_curves.text("loss, nats per predicted token", 454, 35, "end", fill=svg_curves.SOFT)
 
 
 def _differences(apart: Sequence[float], bound: float) -> Iterator[str]:
     low, high = -15, -1
     for power in range(low, high + 1, 2):
         y = 380 - 110 * (power - low) / (high - low)
-        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"1e{power}", 52, y + 4, "end")
+        yield svg_curves.line(y, svg_curves.GRID) + svg_curves.text(f"1e{power}", 52, y + 4, "end")
     y = 380 - 110 * (math.log10(bound) - low) / (high - low)
-    yield svg_curves.line(y, "#c1121f")
-    yield svg_curves.curve([(60, 258), (86, 258)], "#c1121f", 1) + svg_curves.text(
-        f"bound {bound:g}", 94, 262, "start", fill="#c1121f"
+    yield svg_curves.line(y, svg_curves.RED)
+    yield svg_curves.curve([(60, 258), (86, 258)], svg_curves.RED, 1) + svg_curves.text(
+        f"bound {bound:g}", 94, 262, "start", fill=svg_curves.RED
     )
     heights = [380 - 110 * (min(max(math.log10(max(d, 1e-99)), low), high) - low) / (high - low) for d in apart]
-    yield svg_curves.curve(list(zip(svg_curves.across(len(apart)), heights, strict=True)), "#333", 1.5)
-    yield svg_curves.text("highest − lowest loss of the three", 454, 262, "end", fill="#666")
+    yield svg_curves.curve(list(zip(svg_curves.across(len(apart)), heights, strict=True)), svg_curves.INK, 1.5)
+    yield svg_curves.text("highest − lowest loss of the three", 454, 262, "end", fill=svg_curves.SOFT)
     yield svg_curves.text("step 1", 60, 402, "start") + svg_curves.text(f"step {len(apart)}", 454, 402, "end")
 
 

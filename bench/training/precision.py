@@ -51,9 +51,9 @@ PRECISIONS: dict[str, dict[str, object]] = {
 }
 STYLES = {  # colour and width; curves that lie on each other stay visible
     "float32": ("#8d99ae", 8.0),
-    "mixed": ("#1f6feb", 1.2),
+    "mixed": (svg_curves.BLUE, 1.2),
     "mixed, float8": ("#e09f3e", 2.6),
-    "bfloat16": ("#c1121f", 2.0),
+    "bfloat16": (svg_curves.RED, 2.0),
     "bfloat16, stochastic rounding": ("#2a9d8f", 4.0),
 }
 ONE_SLOT = {
@@ -177,7 +177,7 @@ def _falls(curves: Mapping[str, Sequence[float]], record: Mapping[str, Any]) -> 
     )
     for i in range(5):
         y = 370 - 80 * i
-        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"{high * i / 4:.3f}", 52, y + 4, "end")
+        yield svg_curves.line(y, svg_curves.GRID) + svg_curves.text(f"{high * i / 4:.3f}", 52, y + 4, "end")
     for name, curve in sorted(curves.items(), key=lambda one: -STYLES[one[0]][1]):
         colour, width = STYLES[name]
         heights = [370 - 320 * value / high for value in curve]
@@ -194,9 +194,9 @@ def _shares(record: Mapping[str, Any]) -> Iterator[str]:
     yield svg_curves.text("Distance from float32's curve, % of its fall", 60, 22, "start", weight="600")
     for power in range(low, high + 1):
         y = 370 - 320 * (power - low) / (high - low)
-        yield svg_curves.line(y, "#e3e3e3") + svg_curves.text(f"{10.0**power:g}", 52, y + 4, "end")
+        yield svg_curves.line(y, svg_curves.GRID) + svg_curves.text(f"{10.0**power:g}", 52, y + 4, "end")
     y = 370 - 320 * (math.log10(100 * record["bound"]) - low) / (high - low)
-    yield svg_curves.line(y, "#333") + svg_curves.text(f"bound {100 * record['bound']:g} %", 454, y - 5, "end")
+    yield svg_curves.line(y, svg_curves.INK) + svg_curves.text(f"bound {100 * record['bound']:g} %", 454, y - 5, "end")
     for of_seed in record["losses"].values():
         by_name = falls(of_seed, record["window"])
         reference = by_name.pop("float32")
@@ -211,8 +211,8 @@ def _shares(record: Mapping[str, Any]) -> Iterator[str]:
 
 def _steps(window: int, losses: Mapping[str, Any]) -> Iterator[str]:
     steps = len(next(iter(losses.values()))[START])
-    yield svg_curves.text(f"steps 1 to {window}", 60, 396, "start", fill="#666")
-    yield svg_curves.text(f"steps {steps - window + 1} to {steps}", 454, 396, "end", fill="#666")
+    yield svg_curves.text(f"steps 1 to {window}", 60, 396, "start", fill=svg_curves.SOFT)
+    yield svg_curves.text(f"steps {steps - window + 1} to {steps}", 454, 396, "end", fill=svg_curves.SOFT)
 
 
 # ---- the command

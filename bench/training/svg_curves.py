@@ -2,15 +2,20 @@
 
 from collections.abc import Sequence
 
+# Colours of light and of dark pages.
+INK, SOFT, GRID, RED, BLUE = "var(--ink)", "var(--soft)", "var(--grid)", "var(--red)", "var(--blue)"
+STYLE = """<style>svg{--ink:#222;--soft:#666;--grid:#e3e3e3;--red:#c1121f;--blue:#1f6feb;--paper:#fff}
+@media (prefers-color-scheme: dark){svg{--ink:#e8eaed;--soft:#a5aeb8;--grid:#3a414b;--red:#ff7a72;--blue:#6aaeff;
+--paper:#1b1f25}}</style>"""
+
 
 def document(size: str, title: str, parts: Sequence[str]) -> str:
-    """A drawing of "width height" on white."""
+    """A drawing of "width height", in the colours of a light or a dark page."""
     width, height = size.split()
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="system-ui, sans-serif" '
-        f'font-size="12" role="img"><title>{title}</title><rect width="{width}" height="{height}" fill="#fff"/>'
-        + "".join(parts)
-        + "</svg>\n"
+        f'font-size="12" role="img"><title>{title}</title>{STYLE}'
+        f'<rect width="{width}" height="{height}" fill="var(--paper)"/>' + "".join(parts) + "</svg>\n"
     )
 
 
@@ -30,6 +35,6 @@ def line(y: float, colour: str) -> str:
     return f'<path d="M60 {y:.1f}H454" stroke="{colour}"/>'
 
 
-def text(words: str, x: float, y: float, anchor: str, fill: str = "#222", weight: str = "400") -> str:
+def text(words: str, x: float, y: float, anchor: str, fill: str = INK, weight: str = "400") -> str:
     """Words at a point."""
     return f'<text x="{x}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">{words}</text>'

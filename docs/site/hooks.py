@@ -46,13 +46,13 @@ def on_files(files: Files, config: Any) -> Files:
         if not path.startswith("docs/"):
             files.append(_file(path, page, config))
     _adapting.clear()
-    for path in sorted((ROOT / "docs").rglob("*.svg")):
-        text = path.read_text(encoding="utf-8")
+    for path, page in _page_of.items():
+        text = (ROOT / path).read_text(encoding="utf-8") if path.endswith(".svg") else ""
         if SYSTEM_DARK not in text:
             continue
-        _adapting.add(path.stem)
+        _adapting.add(Path(page).stem)
         for colors, query in (("light", "@media not all"), ("dark", "@media all")):
-            name = path.relative_to(ROOT / "docs").with_name(f"{path.stem}-{colors}.svg").as_posix()
+            name = page.removesuffix(".svg") + f"-{colors}.svg"
             files.append(File.generated(config, name, content=text.replace(SYSTEM_DARK, query)))
     return files
 

@@ -7,6 +7,7 @@ import torch
 
 from longspan import Layout, World, plan_fixed
 from longspan.attention import all_gather, all_to_all, ring
+from longspan.plan.memory import bytes as memory_bytes
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import (
     LIMIT,
@@ -70,6 +71,22 @@ def test_parity_in_slices_and_over_own_communicators():
         Question("shares without rows", "mqa", "float32"),
     )
     check(4, cases_of(questions, WAYS) + random_cases(4, 20, SEED + 1), sliced_cases)
+
+
+def grouped_cases(rank, slots, cases):
+    """Cases whose queries are taken for large: backward computes one key/value head after another."""
+    memory_bytes.QUERY_GRADIENT_BYTES = 1  # in this process only
+    all_gather.SLICE_BYTES = all_to_all.SLICE_BYTES = ring.HALVES_BYTES = 0
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        return worst_errors(cases, slots, world)
+
+
+@pytest.mark.parametrize("slots", [1, 2, pytest.param(3, marks=pytest.mark.whole), 4])
+def test_parity_in_groups_of_heads(slots):
+    needs(slots)
+    questions = (Question("ragged", "gqa", sinks=True), Question("ragged", "mha", dropout=0.2))
+    questions += (Question("ragged", "gqa", window=5), Question("padded", "mqa"))
+    check(slots, cases_of(questions, WAYS), grouped_cases)
 
 
 def test_parity_of_random_calls():

@@ -17,6 +17,7 @@ from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.kernels import reference
 from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
 from longspan.comm import Channel, RingBlocks
+from longspan.plan.memory import bytes as memory_bytes
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
 from tests.attention.test_attend import needs
@@ -126,6 +127,32 @@ def peak_of_a_backward_pass(world, sinks):
     with Allocated() as backward:
         out.backward(dout)
     return forward.peak / unit, backward.peak / unit
+
+
+def peaks_of_groups(rank, slots):
+    """By communication type, in units of the queries in float32: the peak of backward, of all heads and in groups."""
+    unit, peaks = ROWS * HEADS * SIZE * 4, {}
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
+        for kind in ("p2p", "all_gather", "a2a"):
+            for most in (1 << 30, 1):
+                memory_bytes.QUERY_GRADIENT_BYTES = most  # in this process only
+                leaves = [torch.ones(ROWS, HEADS, SIZE, dtype=torch.bfloat16, device=shard.device) for _ in range(3)]
+                leaves = [x.requires_grad_() for x in leaves]
+                out = attend(*leaves, shard, cp_comm_type=kind)
+                dout = torch.ones_like(out)
+                with Allocated() as memory:
+                    out.backward(dout)
+                peaks[kind, most] = memory.peak / unit
+    return peaks
+
+
+def test_backward_holds_float32_sums_of_one_group_of_heads():
+    """Of eight heads one at a time, where the sum of the queries' gradient of all took a unit, and keys' two."""
+    needs(2)
+    for peaks in run_ranks(peaks_of_groups, 2, 2):
+        for kind, least in (("p2p", 1.0), ("all_gather", 1.0), ("a2a", 0.25)):
+            assert peaks[kind, 1] <= peaks[kind, 1 << 30] - least, peaks
 
 
 def test_sinks_take_little_memory(monkeypatch):

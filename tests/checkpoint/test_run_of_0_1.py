@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from longspan.checkpoint.export import export_checkpoint
 from longspan.config.file import load_config
 from longspan.config.keys import AUTO
-from longspan.run.metrics_log import read_metrics
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from tests.train.small import train_rank
 

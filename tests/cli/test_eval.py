@@ -10,7 +10,7 @@ from longspan.checkpoint.files import PARTIAL
 from longspan.cli.evaluation.output import result_tables
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
-from longspan.run.metrics_log import read_metrics
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from tests.evaluation.saved.test_comparison import result
 from tests.train.small import small_config, train_rank, write_texts

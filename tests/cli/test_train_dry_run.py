@@ -14,8 +14,8 @@ from longspan.cli.gpu_plans.positions import can_scale, position_limit
 from longspan.cli.main import main
 from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
-from longspan.model import rope
 from longspan.model.load import torch_dtype
+from longspan.model.seams import rope
 from longspan.train.memory.memory_settings import run_memory_settings
 from longspan.train.memory.rows_that_fit import count_states
 from longspan.train.optim.optimizer import OptimizerChoice

@@ -199,6 +199,27 @@ def test_a_store_that_stays_silent_is_told_of_and_gpus_are_watched_on(
 OUT_OF_MEMORY = (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate"))
 
 
+def test_a_message_that_does_not_return_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[str]()
+    monkeypatch.setattr(AnsweringThread, "_end_process", lambda thread, operation, why: ended.append(operation.what))
+    watch = Watch(1, (0, 1), 9.0, None)
+    thread = AnsweringThread(watch)
+
+    def look(*, is_work: bool = False, seconds: float = 20.0, failed: bool = False) -> list[str]:
+        with watch.during("a first message", (0, 1), is_work=is_work) as operation:
+            operation.started -= seconds
+            watch.failed = operation if failed else None
+            thread._end_with_stuck_host()
+            thread._end_with_stuck_host()
+        thread._end_with_stuck_host()
+        return [ended.pop() for _ in ended[:]]
+
+    assert look() == ["a first message"], "seen twice, ended once"
+    assert not look(seconds=12.0), "within its limit and what an error takes"
+    assert not look(is_work=True), "the pipeline of a step, the writing of a checkpoint"
+    assert not look(failed=True), "its report is being made"
+
+
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, MemoryError()], ids=repr)
 def test_memory_that_is_short_is_no_failed_collective(error: Exception) -> None:
     watch = Watch(0, (0, 1), 1.0, None)

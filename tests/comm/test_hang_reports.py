@@ -1,6 +1,8 @@
 """A rank that hangs is named in one message of at most 20 lines, with what torch recorded; other ranks say one line."""
 
+import os
 import pickle
+import re
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from longspan.comm import recorded
 from longspan.comm.all_ranks import allowing, set_timeout
 from longspan.comm.world import World
 from longspan.errors import CommError
+from longspan.launch.launch import run_local
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
 
@@ -161,3 +164,26 @@ def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(tmp_path: Path, m
     monkeypatch.setattr(recorded, "_entries", lambda function: release.wait(30) and [])
     assert recorded.last_collective() == ""
     release.set()
+
+
+def meet_late(rank: int, is_gone: bool) -> None:
+    """Rank 2 sends its first message to rank 1, which does not come, or is gone; they are connected by it."""
+    with World(Layout(ranks=3), backend="gloo", timeout=600) as world:
+        set_timeout(world, 2)
+        if rank == 1 and is_gone:
+            os._exit(9)
+        if rank != 2:
+            time.sleep(60)
+        x = torch.ones(4)
+        world.channels.hosts.exchange([(1, x)], [(1, x.clone())], "a first message").wait()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_first_message_is_named_soon_after_the_limit(is_gone: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CommError) as raised:
+        run_local(meet_late, 3, (is_gone,), grace=40, threads=1)
+    text = f"{raised.value}\n{capfd.readouterr().err}"  # gloo raises, or does not return, and the process is ended
+    said = re.search(r"'a first message' of step 0 .* on rank 2 after ([\d.]+) s \(limit 2 s\): (.*)", text)
+    assert said is not None and float(said[1]) < 20, text
+    assert re.search(r"\b1\b.* (killed|exit code 9)" if is_gone else "rank 1 is computing in step 0", said[2]), text

@@ -11,6 +11,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 
 from longspan.corpus import long_texts, tokenizer
 from longspan.corpus.long_texts import encode_in_pieces, encode_with_spans, has_pieces
+from longspan.corpus.rows import encoding
+from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.corpus.tokenizer import TextTokenizer, train_tokenizer
 
 TEXTS = [
@@ -136,3 +138,34 @@ def test_a_pattern_sees_the_end_of_a_run_of_spaces() -> None:
             text = "x y, " * (before // 5) + "z" * (before % 5) + "\n" + " " * spaces + "\n  x, y" * 4
             whole = engine.encode(text).ids
             assert encode_in_pieces(engine, text, piece=60, overlap=28).tolist() == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(before=TEXT, word=st.integers(0, 500), after=TEXT, piece=st.integers(40, 80))
+def test_a_word_that_cannot_be_cut_lengthens_its_piece_only(
+    kind: str, before: str, word: int, after: str, piece: int
+) -> None:
+    engine = engine_of(kind)
+    text = f"{before} {'layout' * word} {after}"
+    whole = engine.encode(text, add_special_tokens=False).ids
+    assert encode_in_pieces(engine, text, piece=piece, overlap=30).tolist() == whole
+
+
+def test_a_word_that_is_too_long_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_texts, "LARGEST", 3000)
+    monkeypatch.setattr(encoding, "PIECE", 200)
+    monkeypatch.setattr(tokenizer, "PIECE", 200)
+    monkeypatch.setattr(tokenizer, "encode_in_pieces", lambda e, t: encode_in_pieces(e, t, piece=200, overlap=80))
+    whole = TextTokenizer(engine_of("gpt-2"), None, "")
+    words = " ".join(TEXTS * 9)
+    texts = [words, f"{words} {'z' * 2000} {words}", f"{words} {'z' * 9000} {words}", "short"]
+    rows = [Row(f"a.jsonl, line {n}", {"text": text}) for n, text in enumerate(texts, 1)]
+    found = encoding.encode_texts(rows, whole)
+    bad = found[2]
+    assert isinstance(bad, BadRow) and bad.where == "a.jsonl, line 3"
+    assert "characters, from character" in bad.reason and "3,000 characters are the most" in bad.reason
+    for n in (0, 1, 3):
+        sample = found[n]
+        assert isinstance(sample, Sample) and sample.row == n
+        assert sample.ids.tolist() == whole.engine.encode(texts[n]).ids

@@ -14,7 +14,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.simulate.evaluation import which_degree
 from longspan.run.checks.config_check import check_config
-from longspan.run.metrics_log import read_metrics
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice
 from tests.train.small import small_config, train_rank, write_texts

@@ -5,11 +5,15 @@ What bfloat16 computes is as near to float32 as what stock computes under autoca
 
 import os
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
+from longspan.hf import LongspanArguments
+from longspan.hf.memory import prepare_options
 from tests.hf.stock import RECOMPUTES, Ran, Run, log_errors, model_of, ours, stock, stock_each
 from tests.hf.test_trainer import EXACT, make
 
@@ -82,3 +86,9 @@ def test_bfloat16_is_as_near_to_float32_as_autocast_is() -> None:
     for reference, least in ((exact, 1e-6), (autocast, 0.0)):
         errors = log_errors(reference.logs, found.logs)
         assert least < errors["loss"] < 1e-3 and errors["eval_loss"] < 1e-3 and errors["grad_norm"] < 1e-2, errors
+
+
+def test_layers_are_compiled_as_in_a_run() -> None:
+    trainer = SimpleNamespace(_stock_arguments=TrainingArguments(use_cpu=True), longspan=LongspanArguments())
+    options = [prepare_options(trainer, model_of(), None, training=training) for training in (True, False)]
+    assert [option.compiled for option in options] == ["auto", "none"], "a reference is not"

@@ -100,7 +100,7 @@ FAMILIES = {  # graphs of all layers of a step, and those of the model in float6
     "qwen3-moe-tiny": 4,
     "granite-hybrid-tiny": 6,
     "qwen3-next-tiny": 6,
-    "gpt-oss-tiny": 4,
+    "gpt-oss-tiny": 5,  # its first half once with a window and once without
 }
 
 
@@ -127,7 +127,7 @@ def test_experts_and_mixers_run_between_graphs(preset: str) -> None:
 
 @pytest.mark.whole
 def test_layers_with_adapters_and_depths() -> None:
-    """The first layer of a model whose embedding is frozen gets rows without a gradient: graphs of its own."""
+    """The first layer of a model whose embedding is frozen gets rows without a gradient, and runs the same graphs."""
     torch.compiler.reset()
     graphs, answers = Graphs(), []
     with World(Layout(ranks=1)) as world:
@@ -140,7 +140,7 @@ def test_layers_with_adapters_and_depths() -> None:
             with graphs.counted():
                 answers.append(take_step(prepare(model, world, compiled=compiled), world, LENGTHS))
     assert worst(answers[1], answers[0]) <= 1e-12
-    assert graphs.made == [0, 4]
+    assert graphs.made == [0, 2]
 
 
 @pytest.mark.whole

@@ -27,8 +27,8 @@ from longspan.report.follow.live_page import live_parts
 from longspan.report.follow.live_run import LiveRecords, LiveRun
 from longspan.report.follow.server import is_over
 from longspan.report.follow.tail import Tail, lock_holder
-from longspan.run.metrics_log import MetricsLog
-from longspan.run.plan_log import PlanLog
+from longspan.run.loggers.metrics_log import MetricsLog
+from longspan.run.loggers.plan_log import PlanLog
 from tests.report.runs import FACTS, evaluation_row, train_row, write_run
 
 HOLD = """
@@ -214,9 +214,13 @@ def test_the_verb_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_ctrl_c_ends_it_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timer = Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    assert main(["report", str(tmp_path / "later"), "--follow"]) == 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    try:
+        timer = Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        assert main(["report", str(tmp_path / "later"), "--follow"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert "later (no run has begun here; waits for one to begin): http://127.0.0.1:" in lines[0]

@@ -26,9 +26,9 @@ from longspan.evaluation.sets import open_set
 from longspan.model.presets import preset_config
 from longspan.report import write_report
 from longspan.run.checks.config_check import check_config
-from longspan.run.loggers import scalars
+from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers.run_loggers import scalars
 from longspan.run.loop import train
-from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult
 from longspan.testing import backend, run_ranks

@@ -11,19 +11,19 @@ from unittest import mock
 import pytest
 
 from longspan import World
+from longspan.comm.time_limits import longest_wait
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.correction import PARTS, Correction
 from longspan.run import refining
 from longspan.run.checks.config_check import check_config
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loop import train
-from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult
 from longspan.run.run_data import TrainingRun
 from longspan.run.slow_slots import STEPS, SlowSlots
-from longspan.run.time_limits import longest_wait
 from longspan.testing import backend, run_ranks
 from longspan.train.plans import read_cost
 from longspan.train.terms import slot_pace
@@ -52,7 +52,7 @@ def train_noting_plans(rank: int, config: RunConfig) -> TrainResult:
     with (
         mock.patch("longspan.run.loop.note_step", note_made),
         mock.patch.object(TrainingRun, "take_step", take_noting),
-        World(home, backend=backend(), timeout=longest_wait(config)) as world,
+        World(home, backend=backend(), timeout=longest_wait(config.run.timeout_seconds)) as world,
         ProgressDisplay(config.train.steps, None) as display,
     ):
         return train(config, world, display)
@@ -114,19 +114,21 @@ def test_a_break_changes_no_plan_and_no_loss(straight: tuple[RunConfig, TrainRes
     assert corrections[20][2] == pytest.approx(TRUE.inside, rel=0.02)
 
 
-def test_off_plans_are_those_of_the_prices_as_they_are(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
+@pytest.mark.parametrize("refine", ["off", pytest.param("auto", marks=pytest.mark.whole)])  # auto: not on CPUs
+def test_off_plans_are_those_of_the_prices_as_they_are(
+    straight: tuple[RunConfig, TrainResult], refine: str, tmp_path: Path
+) -> None:
     config, outcome = straight
     assert outcome.ratios["inside"] == pytest.approx(TRUE.inside, rel=0.02)
     assert "measured over predicted seconds of the last steps: whole 1, " in outcome.text()
     assert outcome.summary()["measured_over_predicted"] == outcome.ratios
-    for refine in ("off", "auto"):  # auto: not on CPUs
-        off = config_in(tmp_path / refine, run__refine=refine)
-        result = run(off)
-        assert result.ratios == {} and "measured over predicted" not in result.text()
-        assert not any(key.startswith("correction_") for row in rows_of(off) for key in row)
-        plain, refined = digests_of(off), digests_of(config)
-        assert all(plain[step] == refined[step] for step in range(20))
-        assert any(plain[step] != refined[step] for step in range(20, STEPS_OF_RUN)), "a correction changes plans"
+    off = config_in(tmp_path / refine, run__refine=refine)
+    result = run(off)
+    assert result.ratios == {} and "measured over predicted" not in result.text()
+    assert not any(key.startswith("correction_") for row in rows_of(off) for key in row)
+    plain, refined = digests_of(off), digests_of(config)
+    assert all(plain[step] == refined[step] for step in range(20))
+    assert any(plain[step] != refined[step] for step in range(20, STEPS_OF_RUN)), "a correction changes plans"
 
 
 def test_a_correction_of_other_prices_is_left_out(straight: tuple[RunConfig, TrainResult]) -> None:
@@ -151,7 +153,7 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
     with (
         mock.patch.object(slot_pace, "LEAST_LOGITS", 1),
         mock.patch.object(slot_pace.SlotPaceTerm, "sums", lambda term: _made_sums(term, slow)),
-        World(home, backend=backend(), timeout=longest_wait(config)) as world,
+        World(home, backend=backend(), timeout=longest_wait(config.run.timeout_seconds)) as world,
         ProgressDisplay(config.train.steps, stream if rank == 0 else None) as display,
     ):
         train(config, world, display)

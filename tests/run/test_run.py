@@ -37,13 +37,13 @@ from longspan.errors import (
 from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan_rows import group_counts
 from longspan.run import folder as run_lock
-from longspan.run import resume
 from longspan.run.checks.config_check import check_config
 from longspan.run.facts import RunFacts
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loop import train
-from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult
+from longspan.run.set_up import resume
 from longspan.testing import run_ranks
 from longspan.train.plans import order
 from tests.train.small import small_config, train_rank, without_times

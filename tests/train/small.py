@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from longspan import World
+from longspan.comm.time_limits import longest_wait
 from longspan.config.file import load_config
 from longspan.config.keys import key_value
 from longspan.config.sections import RunConfig
@@ -14,7 +15,6 @@ from longspan.run.checks.config_check import check_config
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult
-from longspan.run.time_limits import longest_wait
 from longspan.testing import backend
 
 WORDS = (
@@ -73,7 +73,7 @@ def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
     """Train on this rank, without a display."""
     home = check_config(config, ranks)
     with (
-        World(home, backend=backend(), timeout=longest_wait(config)) as world,
+        World(home, backend=backend(), timeout=longest_wait(config.run.timeout_seconds)) as world,
         ProgressDisplay(config.train.steps, None) as display,
     ):
         return train(config, world, display)

@@ -8,13 +8,12 @@ heads are gathered, and the gradients of those before summed, while the current 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longspan.attention.call import AttendCall, Gradients, Saved, add_block, block_gradients, sink_gradient
-from longspan.attention.members import Members
+from longspan.attention.members import HeadSlice, Members, backward_groups, cut_heads
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.cost.attention_price import GATHER_SLICE_BYTES, GATHER_SLICES
@@ -22,13 +21,6 @@ from longspan.plan.cost.attention_price import GATHER_SLICE_BYTES, GATHER_SLICES
 _Pair = tuple[Tensor, Tensor]
 
 SLICES, SLICE_BYTES = GATHER_SLICES, GATHER_SLICE_BYTES  # as they are priced
-
-
-class HeadSlice(NamedTuple):
-    """Key/value heads that are gathered together, and the query heads that use them."""
-
-    kv: slice
-    q: slice
 
 
 def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
@@ -52,9 +44,7 @@ def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) 
         fit = -(-kv_heads // SLICES) if large else kv_heads
     else:
         fit = budget // max(1, gather_bytes_per_head(rows, k, v))
-    at_once, per_kv_head = max(1, min(fit, kv_heads)), heads // kv_heads
-    bounds = [(start, min(start + at_once, kv_heads)) for start in range(0, kv_heads, at_once)]
-    return [HeadSlice(slice(a, b), slice(a * per_kv_head, b * per_kv_head)) for a, b in bounds]
+    return cut_heads(heads, kv_heads, max(1, min(fit, kv_heads)))
 
 
 def all_gather_forward(
@@ -78,6 +68,7 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
     (saved,) = saved_slices
     q, k, v, out, lse = saved
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
+    slices = max(slices, backward_groups(max(members.counts), q, k.shape[1]), key=len)
     dq_parts, sums = list[Tensor](), _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         part = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
@@ -85,7 +76,7 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
         sums.send_gradients(
             block_gradients(dq, dout[:, heads.q], part, members.launches(None), slice_call), all_k, all_v
         )
-        dq_parts.append(dq.result())
+        dq_parts.append(dq.result().to(q.dtype))
         del all_k, all_v, part
     dk, dv = sums.own_sums()
     return Gradients(concat_heads(dq_parts), dk, dv, sink_gradient(dout, saved, call.sinks))

@@ -46,6 +46,7 @@ from longspan.attention.rows import (
 )
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
+from longspan.plan.memory.bytes import count_head_groups
 
 _Pair = tuple[Tensor, Tensor]
 _BACKWARD = "attention all-to-all backward"
@@ -124,7 +125,9 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     work = _Backward(dout, saved, swap, call, kv_dtype)
-    if members.degree > 1 and swap.slices > 1:
+    most = max(members.part.counts) * members.inner * split.member_heads * saved[0].q.shape[2]
+    one_by_one = count_head_groups(4 * most, swap.slices) > 1  # turns hold the sums of all slices, in float32
+    if members.degree > 1 and swap.slices > 1 and not one_by_one:
         _take_turns([work.ring_turns(run) for run in swap.kv_runs])
     else:
         for slice_index in range(swap.slices):

@@ -22,6 +22,7 @@ from longspan.layout import Segments
 from longspan.layout.segments import Integers, expand_runs, segments_from_runs
 from longspan.layout.spans import NO_SPANS, Spans
 from longspan.plan.cost.attention_price import is_narrow
+from longspan.plan.memory.bytes import count_head_groups
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -298,6 +299,33 @@ class HeadSplit:
 
 
 head_split = cache(HeadSplit)  # worked out once
+
+
+class HeadSlice(NamedTuple):
+    """Key/value heads that are computed together, and the query heads that use them."""
+
+    kv: slice
+    q: slice
+
+
+def cut_heads(heads: int, kv_heads: int, at_once: int) -> list[HeadSlice]:
+    """Cut heads into slices of so many key/value heads; the last may have fewer.
+
+    >>> [(part.kv.start, part.q.start) for part in cut_heads(8, 4, 3)]
+    [(0, 0), (3, 6)]
+    """
+    per_kv_head = heads // kv_heads
+    bounds = [(start, min(start + at_once, kv_heads)) for start in range(0, kv_heads, at_once)]
+    return [HeadSlice(slice(a, b), slice(a * per_kv_head, b * per_kv_head)) for a, b in bounds]
+
+
+def backward_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]:
+    """Return the groups of heads that backward computes one after another, so that float32 sums are of one group.
+
+    `rows` are the most of a member, so that all members have the same groups; q (T, N, H) are the queries of one.
+    """
+    count = count_head_groups(rows * q.shape[1] * q.shape[2] * 4, kv_heads)
+    return cut_heads(q.shape[1], kv_heads, -(-kv_heads // count))
 
 
 def _find_places(rows: slice | Integers, count: int) -> Integers:

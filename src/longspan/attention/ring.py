@@ -13,6 +13,7 @@ could not leave out much, for in zigzag order one of the two neighbours whose ro
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from longspan.attention.call import (
@@ -24,7 +25,7 @@ from longspan.attention.call import (
     sink_gradient,
     sum_addends,
 )
-from longspan.attention.members import Members
+from longspan.attention.members import Members, backward_groups
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, add_addends, concat_heads, join_columns
 from longspan.attention.tiles import Launch
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
@@ -80,9 +81,30 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: Attend
 def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
     """Return the gradients of this member's rows.
 
-    The own block waits for no one: it hides the first and the last message.
+    Large queries go in groups of heads, each with a ring of its own: only one group's gradient is held in float32.
     """
     (saved,) = saved_slices
+    groups = backward_groups(max(members.counts), saved.q, saved.k.shape[1])
+    if len(groups) == 1:
+        return _heads_backward(dout, saved, members, call)
+    dq, of_groups = saved.q.new_empty(saved.q.shape), list[Gradients]()
+    for kv, q in groups:
+        part = Saved(
+            saved.q[:, q], saved.k[:, kv].contiguous(), saved.v[:, kv].contiguous(), saved.out[:, q], saved.lse[:, q]
+        )
+        gradients = _heads_backward(dout[:, q], part, members, call.for_heads(q.start, q.stop))
+        dq[:, q] = gradients.q
+        of_groups.append(gradients._replace(q=dq))
+    dk, dv = (concat_heads([getattr(gradients, name) for gradients in of_groups]) for name in "kv")
+    dsinks = [gradients.sinks for gradients in of_groups if gradients.sinks is not None]
+    return Gradients(dq, dk, dv, torch.cat(dsinks) if dsinks else None)
+
+
+def _heads_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
+    """Return the gradients of this member's rows, of all heads at hand.
+
+    The own block waits for no one: it hides the first and the last message.
+    """
     if members.has_narrow_window:
         return _window_backward(dout, saved, members, call)
     queries = make_queries(dout, saved, call)

@@ -26,7 +26,7 @@ class BenchFlags:
     out: str = ""
     """Write the record to this JSON file as rows are finished, and at the end a table to the .md file next to it."""
     timeout_seconds: float = 180.0
-    """How long a rank waits for the others."""
+    """Seconds that a rank waits for the others."""
     json: Switch = False
     """Print the record as JSON, and nothing else, on standard output."""
 

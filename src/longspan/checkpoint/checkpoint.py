@@ -169,7 +169,7 @@ def load_checkpoint(
         leave_without_moments(path, moments, model, optimizer, tensors, world)
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
     try:
-        with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks):
+        with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
             reader = PatientReader(path, metadata, world)
             dcp.load(tensors, storage_reader=reader, planner=DataPlanner(), process_group=world.control.group)
     except CommError:
@@ -276,7 +276,9 @@ def _write_tensors(folder: Path, tensors: dict[str, Any], world: World) -> list[
     """Write the files of all ranks; returns the size and hash of each rank's."""
     writer = HashingWriter(folder, world)
     try:
-        with world.watch.during(f"writing of checkpoint {folder.name.removesuffix(PARTIAL)}", world.home.ranks):
+        with world.watch.during(
+            f"writing of checkpoint {folder.name.removesuffix(PARTIAL)}", world.home.ranks, is_work=True
+        ):
             dcp.save(tensors, storage_writer=writer, process_group=world.control.group)
     except CommError:
         raise

@@ -101,7 +101,7 @@ class CheckpointSaver:
             group = groups.make_group(world.home.ranks, "saves", backend="gloo", timeout=self.timeout)
             assert group is not None
             self._group = group
-            with world.watch.during("making the saves group", world.home.ranks):
+            with world.watch.during("making the saves group", world.home.ranks, is_work=True):
                 connect_ranks(group)
             world.watch.background = self.activity
             world.on_leaving(self.close)
@@ -198,7 +198,7 @@ class CheckpointSaver:
         if save is None:
             return
         started, world = time.monotonic(), self._world
-        with world.watch.during(f"writing of checkpoint {save.path.name}", world.home.ranks):
+        with world.watch.during(f"writing of checkpoint {save.path.name}", world.home.ranks, is_work=True):
             while not save.ended.wait(_POLL) and not self._is_over(save):
                 pass
             if isinstance(save.failure, RuntimeError) and not isinstance(save.failure, LongspanError):

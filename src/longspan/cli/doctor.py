@@ -68,7 +68,7 @@ class DoctorFlags:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """gloo: on the CPU; nccl: on GPUs; auto: on GPUs if there are any, except a single one without --world."""
     timeout_seconds: float = 120.0
-    """How long a rank waits for the others."""
+    """Seconds that a rank waits for the others."""
     json: Switch = False
     """Print the result as JSON, and nothing else, on standard output."""
 

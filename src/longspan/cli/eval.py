@@ -131,9 +131,10 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
 def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str) -> tuple[SubjectResult, ...]:
     """Evaluate on one rank."""
     from longspan.comm import World
+    from longspan.comm.time_limits import longest_wait
     from longspan.evaluation.saved.evaluate_saved import evaluate_saved
-    from longspan.run.time_limits import longest_wait
 
-    home, timeout = check_request(request, ranks), longest_wait(request.subjects[0].config)
-    with World(home, backend=backend, timeout=timeout) as world, EvalDisplay(sys.stderr if rank == 0 else None) as show:
+    home, seconds = check_request(request, ranks), request.subjects[0].config.run.timeout_seconds
+    world = World(home, backend=backend, timeout=longest_wait(seconds))
+    with world, EvalDisplay(sys.stderr if rank == 0 else None) as show:
         return evaluate_saved(request, world, show.show_line, show.show_progress)

@@ -34,7 +34,7 @@ class ExportFlags:
     """Of the files: auto (that of the model or configuration that the run began with), or a name."""
     merge: Switch = False
     """Of a run that trains an adapter ([lora]): its base model with the adapter added to the weights, for stock
-    transformers alone. Without it the adapter, for stock peft."""
+    transformers. Without it the adapter is written, for stock peft."""
     mtp: Literal["published", "own", "none"] = "published"
     """Depths of multi-token prediction of a run with [mtp]: published (under the names of published models of the
     family, where it has such), own (mtp.layers.0 and so on, which longspan reads), or none: they are left out."""

@@ -257,8 +257,8 @@ class TrainFlags(RunConfig):
     Without --world it starts a process for each GPU of this machine, or one where there are none. With --world N it
     starts N processes; under torchrun it uses those of torchrun. Each has a GPU where there are any. The configuration,
     metrics, checkpoints, plans and report.html are written to the run's folder. If the folder holds a run already, that
-    run continues from its newest checkpoint. Where the text of a key names a default that depends on the model, -1 or
-    '' stand for it below.
+    run continues from its newest checkpoint. Where the default of a key depends on the model, its text says so, and
+    --help shows -1 or ''.
     """
 
     data: FlagConversionOff[DataConfig] = field(default_factory=DataConfig)

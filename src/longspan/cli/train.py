@@ -55,15 +55,15 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr
     gc.disable()  # under torchrun: what is imported is no garbage, and looking for some takes a tenth of the time
     try:
         from longspan.comm import World
+        from longspan.comm.time_limits import longest_wait
         from longspan.run.loop import train
         from longspan.run.progress import ProgressDisplay
-        from longspan.run.time_limits import longest_wait
     finally:
         gc.freeze()
         gc.enable()
 
     home = home_of(config.parallel, ranks)
-    with World(home, backend=backend, timeout=longest_wait(config)) as world:
+    with World(home, backend=backend, timeout=longest_wait(config.run.timeout_seconds)) as world:
         stream = (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
         with ProgressDisplay(config.train.steps, stream, log_every=config.run.log_every) as display:
             return train(config, world, display)

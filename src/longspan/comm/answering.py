@@ -1,7 +1,7 @@
 """The thread of a rank that answers for failure reports, also while its main thread is stuck.
 
-It ends the process where nothing else would: a GPU does not get past a collective in time, or this rank waits in one
-for a rank that has left with an error.
+It ends the process where nothing else would: a GPU does not get past a collective in time, gloo does not return from
+one, or this rank waits in one for a rank that has left with an error.
 """
 
 import math
@@ -16,6 +16,7 @@ from longspan.comm.watch import Operation, Watch, one_line
 from longspan.launch.orphans import launcher_is_gone
 
 SILENT_SECONDS = 60.0  # a store that has not answered for this long is given up
+LATE_SECONDS = 5.0  # after its limit, a collective on the host has ended with an error
 LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
 
 
@@ -24,6 +25,7 @@ class AnsweringThread:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
+        self._late: Operation | None = None  # that had not ended in time when it was looked at last
         self._left_since: float | None = None  # when this rank first saw that another has left with an error
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer_until_stopped, name="longspan failure reports", daemon=True)
@@ -46,6 +48,7 @@ class AnsweringThread:
         reports, silent_since = self.watch.reports, math.inf
         while not self._stop.wait(interval):
             self._end_with_stuck_device()
+            self._end_with_stuck_host()
             if reports is None or launcher_is_gone():
                 continue
             try:
@@ -84,6 +87,24 @@ class AnsweringThread:
             watch.last = None if watch.last is last else watch.last
             return
         self._end_process(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
+
+    def _end_with_stuck_host(self) -> None:
+        """Say which collective the main thread is stuck in, and end this process.
+
+        gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
+        tries for five times the limit that their group was made with (torch 2.13).
+        """
+        operation, late = self.watch.current, self._late
+        if operation is not None and (operation.is_work or operation is self.watch.failed):
+            operation = None
+        if operation is not None and time.monotonic() - operation.started < operation.limit + LATE_SECONDS:
+            operation = None
+        self._late = operation
+        if operation is not None and operation is late:  # a process that stood still has had time to go on
+            self._end_process(
+                operation,
+                f"timed out: rank {self.watch.rank} does not get past it, as at a first message to a rank that is gone",
+            )
 
     def _end_waiting_for_lost_rank(self, reports: FailureReports) -> None:
         """End this process where it waits in a collective for a rank that has left with an error.

@@ -43,15 +43,19 @@ class Operation:
     """One collective of this rank, from entering to leaving: `with watch.during("ring forward", ranks): ...`.
 
     A backend's error or time-out inside becomes a CommError that names the collective, the step and the ranks, with a
-    failure report. Inside another one, this rank is in the inner one until it ends.
+    failure report. Inside another one, this rank is in the inner one until it ends. One that `is_work` has computing or
+    files inside, and no limit as a whole.
     """
 
-    __slots__ = ("limit", "outer", "ranks", "started", "step", "watch", "what")
+    __slots__ = ("is_work", "limit", "outer", "ranks", "started", "step", "watch", "what")
 
-    def __init__(self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None) -> None:
+    def __init__(
+        self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None, *, is_work: bool = False
+    ) -> None:
         self.watch: Watch = watch
         self.what: str = what
         self.ranks: Sequence[int] = ranks
+        self.is_work = is_work
         self.started = 0.0
         self.limit: float = watch.timeout  # seconds
         self.step = step  # that errors name; None: the world's
@@ -96,6 +100,7 @@ class Watch:
         self.reports: FailureReports | None = reports
         self.step = 0
         self.current: Operation | None = None
+        self.failed: Operation | None = None  # of which a report is made, or was
         self.finished = "nothing yet"
         self.folder: Path | None = None  # where what torch recorded is written when a collective fails
         self.notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
@@ -106,9 +111,9 @@ class Watch:
         self.last: tuple[Operation, Callable[[], bool]] | None = None
         self._passed = torch.cuda.Event() if gpu else None
 
-    def during(self, what: str, ranks: Sequence[int]) -> Operation:
+    def during(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
         """A context in which this rank is in the collective `what` with `ranks`."""
-        return Operation(self, what, ranks)
+        return Operation(self, what, ranks, is_work=is_work)
 
     @contextmanager
     def naming(self, what: str, ranks: Sequence[int], step: int | None = None) -> Iterator[None]:
@@ -153,6 +158,7 @@ class Watch:
         The rank that collected the report has all of it, in at most 20 lines; the others have its causes, in one line.
         It is a RankLostError unless a rank left with an error of its own, which would come again.
         """
+        self.failed = operation
         seconds = time.monotonic() - operation.started
         outcome = "timed out" if "timed out" in str(error).lower() else "failed"
         report = self._failure_report(operation)

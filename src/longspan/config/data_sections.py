@@ -23,7 +23,7 @@ class PasskeySettings:
     samples: int = 4
     """Documents of each length and depth."""
     seed: int = 0
-    """Of the numbers."""
+    """Seed of the numbers."""
 
     def check(self) -> None:
         """Raise DataError for what makes no documents."""

@@ -135,7 +135,7 @@ def section_texts(kind: type[Any]) -> Mapping[str, str]:
     """Return the text of every key of a section or table: what stands under it in the source, or in its `Texts`."""
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
-        texts |= _read_texts(base)
+        texts |= class_texts(base)
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if is_dataclass(hint):
             texts |= {key_prefix(name) + key: marks.evaluation for key, marks in _key_texts(hint)}
@@ -149,7 +149,7 @@ def _key_texts(kind: Any) -> Iterator[tuple[str, Texts]]:
         yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Texts))
 
 
-def _read_texts(kind: type) -> dict[str, str]:
+def class_texts(kind: type) -> dict[str, str]:
     """Read the texts under the keys that one class declares."""
     (section,) = (
         node

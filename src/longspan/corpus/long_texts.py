@@ -9,6 +9,9 @@ place inside their overlap, away from its ends, if
 By the second condition both pieces contain everything that a pre-tokenizer's pattern looks ahead at. By the first,
 every two neighbouring tokens are neighbours in a piece, and byte-pair encoding gives only one sequence with this
 property. So the ids are those of the whole text. Other models than byte-pair encoding are not encoded in pieces.
+
+Where two pieces cannot be joined, as inside of a word of a million characters, the first one is made longer, up to
+`LARGEST`; a text with a longer stretch that cannot be cut is a bad row.
 """
 
 from collections.abc import Iterator
@@ -18,10 +21,15 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer, models
 
+from longspan.errors import DataError
 from longspan.layout import Integers
 
-PIECE, OVERLAP = 1 << 18, 1 << 13  # characters
+PIECE, OVERLAP, LARGEST = 1 << 18, 1 << 13, 1 << 23  # characters
 _RUNS = 3  # of characters of a kind; the first and the last may continue outside
+
+
+class LongTextError(DataError):
+    """What is wrong with a text that cannot be encoded in bounded memory, in one line without its place."""
 
 
 class _Piece(NamedTuple):
@@ -33,6 +41,14 @@ class _Piece(NamedTuple):
     spans: Integers  # (n, 2)
 
 
+class _Run(NamedTuple):
+    """The tokens of a piece, from `first` to before `stop`, that are tokens of the text."""
+
+    piece: _Piece
+    first: int
+    stop: int
+
+
 def has_pieces(engine: Tokenizer) -> bool:
     """Whether texts can be encoded in pieces: the model is byte-pair encoding without dropout."""
     return isinstance(engine.model, models.BPE) and not engine.model.dropout
@@ -41,7 +57,8 @@ def has_pieces(engine: Tokenizer) -> bool:
 def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
     """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it.
 
-    If two pieces cannot be joined, their overlap is doubled; if that does not help, the text is encoded as a whole.
+    If two pieces cannot be joined, their overlap is doubled; if that does not help, the first piece is. Raises
+    LongTextError for a piece of more than `LARGEST` characters.
     """
     return encode_with_spans(engine, text, piece=piece, overlap=overlap)[0]
 
@@ -50,19 +67,42 @@ def encode_with_spans(
     engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP
 ) -> tuple[Integers, Integers]:
     """Encode as `encode_in_pieces` does; returns the ids (n,), and the characters (n, 2) that each token covers."""
-    pieces, left, first = list[tuple[Integers, Integers]](), _encode_piece(engine, text, 0, piece), 0
+    joined, left, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
     while left.end < len(text):
         for right in _next_pieces(engine, text, left, piece, overlap):
             if seam := _find_seam(text, left, right, first):
+                joined.append(_Run(left, first, seam[0]))
+                left, first = right, seam[1]
                 break
         else:
-            whole = _encode_piece(engine, text, 0, len(text))
-            return whole.ids, whole.spans
-        pieces.append((left.ids[first : seam[0]], left.spans[first : seam[0]]))
-        left, first = right, seam[1]
-    pieces.append((left.ids[first:], left.spans[first:]))
-    ids, spans = zip(*pieces, strict=True)
+            left, first = _lengthen_piece(engine, text, left, joined)
+    runs = [*joined, _Run(left, first, len(left.ids))]
+    ids, spans = ([getattr(run.piece, name)[run.first : run.stop] for run in runs] for name in ("ids", "spans"))
     return np.concatenate(ids), np.concatenate(spans)
+
+
+def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Run]) -> tuple[_Piece, int]:
+    """Return a piece twice as long as `left`, and its first token after those that are `joined`.
+
+    A longer piece may have other tokens, so it is joined to the one before it again; where that does not succeed, both
+    become one. Raises LongTextError for a piece that is too long.
+    """
+    begin, size = left.begin, 2 * (left.end - left.begin)
+    while True:
+        if min(size, len(text) - begin) > LARGEST:
+            raise LongTextError(
+                f"its text has a stretch of more than {size // 2:,} characters, from character {begin + 1:,} on, that "
+                "cannot be cut for tokenizing, as one word cannot; it would take 150 bytes of memory for each "
+                f"character, and {LARGEST:,} characters are the most; put blanks or line ends into it, or leave it out"
+            )
+        piece = _encode_piece(engine, text, begin, begin + size)
+        if not joined:
+            return piece, 0
+        last = joined.pop()
+        if seam := _find_seam(text, last.piece, piece, last.first):
+            joined.append(_Run(last.piece, last.first, seam[0]))
+            return piece, seam[1]
+        begin, size = last.piece.begin, piece.end - last.piece.begin
 
 
 def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:

@@ -8,7 +8,7 @@ portion's rows of a large set at a time.
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -63,7 +63,8 @@ def evaluate(
         options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
     inputs = move_rows(_check_inputs(model, documents, choice, world))
     plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
-    with naming, measure_added_peak(world.device) as memory:
+    around = nullcontext() if options.around is None else options.around(plan.predicted_seconds)
+    with around, naming, measure_added_peak(world.device) as memory:
         portions = Portions(inputs, options, started)
         totals = portions.run()
     if totals.rows != plan.targets:

@@ -70,6 +70,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
     )
     if not training:
         return options
+    options = replace(options, compiled=config.train.compiled)
     if memory is None:
         return replace(options, activation_checkpointing="full" if checkpoints(args) else False)
     gathers = not memory.gathered_once

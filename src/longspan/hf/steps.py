@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World
+from longspan.comm.time_limits import TimeLimits
 from longspan.data.document import NO_TARGET, Document
 from longspan.errors import NonFiniteError
 from longspan.hf.facade import AheadBatch, Facade, Offset, read_batch, with_coefficients
 from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import unwrap_model
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
+from longspan.plan import Cost
 from longspan.train import (
     LossRows,
     PlanChoice,
@@ -28,6 +30,7 @@ from longspan.train import (
 )
 from longspan.train import grad_norm as norm_of
 from longspan.train.plans import find_run_cost, query_heads
+from longspan.train.step_figures import is_priced_here
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +50,20 @@ class StepsPart(StockTrainer):
     _cut = False  # a callback ended an epoch before the Trainer called the model with all of them
 
     @cached_property
-    def _choices(self) -> dict[bool, PlanChoice]:
-        """Return how training (True) and evaluation (False) are planned, by the cost of the model."""
+    def _cost(self) -> Cost:
         config, model = self._config, unwrap_model(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
-        cost = find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
-        heads = query_heads(model)
+        return find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
+
+    @cached_property
+    def _limits(self) -> TimeLimits:
+        """How long ranks wait for each other in passes; between them, as in a collator, the world's time-out holds."""
+        return TimeLimits(self.world, is_automatic=is_priced_here(self._config, self._cost, self.world))
+
+    @cached_property
+    def _choices(self) -> dict[bool, PlanChoice]:
+        """Return how training (True) and evaluation (False) are planned, by the cost of the model."""
+        config, heads, cost = self._config, query_heads(unwrap_model(self.model).config), self._cost
         return {
             True: PlanChoice.training(config, cost=cost, heads=heads),
             False: PlanChoice.evaluation(config, cost=cost, heads=heads),
@@ -71,7 +82,8 @@ class StepsPart(StockTrainer):
         plan = self._plan(documents, training=training)
         head = facade.head
         try:
-            with torch.autocast(self.args.device.type, enabled=False):
+            limit = self._limits.around_evaluation(facade, plan.predicted_seconds)
+            with limit, torch.autocast(self.args.device.type, enabled=False):
                 return token_log_probs(
                     prepared, plan, documents, self.world, also=head.values, temperature=head.temperature
                 )
@@ -183,7 +195,8 @@ class StepsPart(StockTrainer):
         facade, plan = self._facade, self._plan(documents, training=True)
         collected = CollectedTokens(plan.lengths, names)
         facade.inner_model.train()
-        with torch.autocast(self.args.device.type, enabled=False):
+        limit = self._limits.around_step(plan.predicted_seconds)
+        with limit, torch.autocast(self.args.device.type, enabled=False):
             run_step(
                 facade.inner_model,
                 plan,

@@ -18,7 +18,7 @@ from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
 from longspan.model.adapters import unwrap_model
-from longspan.model.compiled_layers import compile_layers, leave_norms, read_compiled
+from longspan.model.compiled_layers import compile_layers, leave_norms, read_compiled, start_compile_workers
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
@@ -124,6 +124,8 @@ def prepare_language_model(
         raise ModelError(f"fused_norms is {options.fused_norms!r}; use 'auto', 'on' or 'off'")
     peft_model, model = model, unwrap_model(model)
     compiled = read_compiled(options.compiled, model, world.device, world.home.tp)
+    if compiled != "none" and world.device.type == "cuda":
+        start_compile_workers(min(len(world.home.ranks), world.node_size * world.home.tp))
 
     def connect_layers(model: PreTrainedModel) -> None:
         check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)

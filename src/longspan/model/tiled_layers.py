@@ -5,6 +5,7 @@ Not covered: experts outside transformers' interface, and modules that take othe
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.activations.tiles import ROWS, count_tiles, draws_at_random, run_in_tiles
 from longspan.model.experts.moe import TILE_ROWS, expert_modules
+from longspan.model.float8.weights import quantise_once
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import mtp_blocks
 
@@ -34,9 +36,10 @@ class TiledForward:
         count = count_tiles(x.shape[ROWS], self.tile_rows)
         if count == 1:
             return self.run(x, *others, **named)
-        parameters = tuple(self._module.parameters())
-        draws = draws_at_random(self._module)
-        return run_in_tiles(lambda rows: self.run(rows, *others, **named), (x,), parameters, count, draws=draws)
+        module, run = self._module, lambda rows: self.run(rows, *others, **named)
+        around = partial(quantise_once, module)  # weights in float8 are made once for all tiles
+        draws = draws_at_random(module)
+        return run_in_tiles(run, (x,), tuple(module.parameters()), count, draws=draws, around=around)
 
     def compile_run(self, backend: str) -> None:
         """Compile the forward of one tile, for any number of rows."""

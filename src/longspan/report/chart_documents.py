@@ -3,20 +3,26 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from longspan.report.bars import FILLS
 from longspan.report.chart import Chart, Series, chart_svg, mark
 from longspan.report.markup import label, tag, text
+from longspan.report.pictures.bars import FILLS
 
 HEAD = 42  # above the drawing, with the lines of the title: unit and legend
 LINE = 17
-# The light colours of page.css; a document shows the same on a dark page, on its own white ground.
+# The colours of page.css, for light and for dark pages.
 STYLE = """
-text{font:12px system-ui,sans-serif;fill:#5d6670}.title,.strong{font-weight:600;fill:#1d2126}.tick{font-size:11px}
-.grid{stroke:#ecece8;fill:none}.grid.short,.axis{stroke:#9aa4af;fill:none}
-.reference{stroke:#5d6670;stroke-dasharray:4 3;fill:none}.halo{paint-order:stroke;stroke:#fff;stroke-width:4px}
-.curve{fill:none;stroke-width:1.8;stroke-linejoin:round}.curve.faint{opacity:.38}.mark{stroke:#fff;stroke-width:1.2}
-.curve.c0{stroke:#2f6fb3}.curve.c1{stroke:#d1495b}.curve.c2{stroke:#228833}.curve.c3{stroke:#aa3377}
-.mark.c0{fill:#2f6fb3}.mark.c1{fill:#d1495b}.mark.c2{fill:#228833}.mark.c3{fill:#aa3377}
+svg{--card:#fff;--ink:#1d2126;--soft:#5d6670;--grid:#ecece8;--axis:#9aa4af;
+--c0:#2f6fb3;--c1:#d1495b;--c2:#228833;--c3:#aa3377}
+@media (prefers-color-scheme: dark){svg{--card:#1b1f25;--ink:#e8eaed;--soft:#9aa4af;--grid:#2c323a;--axis:#77808a;
+--c0:#6aaeff;--c1:#ff8090;--c2:#5fcf73;--c3:#e083bd}}
+text{font:12px system-ui,sans-serif;fill:var(--soft)}.title,.strong{font-weight:600;fill:var(--ink)}
+.tick{font-size:11px}.paper{fill:var(--card)}
+.grid{stroke:var(--grid);fill:none}.grid.short,.axis{stroke:var(--axis);fill:none}
+.reference{stroke:var(--soft);stroke-dasharray:4 3;fill:none}
+.halo{paint-order:stroke;stroke:var(--card);stroke-width:4px}.mark{stroke:var(--card);stroke-width:1.2}
+.curve{fill:none;stroke-width:1.8;stroke-linejoin:round}.curve.faint{opacity:.38}
+.curve.c0{stroke:var(--c0)}.curve.c1{stroke:var(--c1)}.curve.c2{stroke:var(--c2)}.curve.c3{stroke:var(--c3)}
+.mark.c0{fill:var(--c0)}.mark.c1{fill:var(--c1)}.mark.c2{fill:var(--c2)}.mark.c3{fill:var(--c3)}
 """
 
 
@@ -36,7 +42,7 @@ def chart_document(chart: Chart) -> str:
             "svg",
             tag("title", text(f"{'; '.join(titles)}: {chart.y_label} over {chart.x_label}")),
             tag("style", STYLE),
-            tag("rect", width=width, height=height, fill="#fff"),
+            tag("rect", class_="paper", width=width, height=height),
             *(label(line, 12, 18 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
             *legend,
             label(chart.y_label, width - 14.0, head - 10.0, "end"),
@@ -85,7 +91,7 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
         "svg",
         tag("title", text("; ".join(titles))),
         tag("style", STYLE),
-        tag("rect", width=WIDTH, height=round(bottom + 34), fill="#fff"),
+        tag("rect", class_="paper", width=WIDTH, height=round(bottom + 34)),
         *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
         *(part for i, bar in enumerate(bars) for part in _bar_row(bar, top + ROW * i, scale, cut)),
         *_reference_line(reference, scale, top, bottom),
@@ -138,7 +144,7 @@ def stack_document(
         "svg",
         tag("title", text("; ".join(titles))),
         tag("style", STYLE),
-        tag("rect", width=WIDTH, height=round(bottom + 34), fill="#fff"),
+        tag("rect", class_="paper", width=WIDTH, height=round(bottom + 34)),
         *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
         *_stack_legend(names, top - 20),
         *_reference_line(reference, scale, top, bottom),

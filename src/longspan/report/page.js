@@ -192,19 +192,19 @@ function showPlan() {
     if (card.hidden) continue;
     const picture = card.querySelector(".picture"), wanted = card.querySelector(`template[data-unit="${unit}"]`);
     if (!wanted) continue; // it is shown already
-    const shown = picture.querySelector("svg.gantt");
-    if (shown) keep(card, shown, picture.dataset.unit ?? "seconds");
+    const shown = [...picture.children];
+    if (shown.length) keep(card, shown, picture.dataset.unit ?? "seconds");
     picture.dataset.unit = unit;
     picture.replaceChildren(wanted.content);
     wanted.remove();
-    bindPlan(picture.firstElementChild);
+    for (const svg of picture.children) bindPlan(svg);
   }
 }
 
-function keep(card, svg, unit) {
+function keep(card, pictures, unit) {
   const template = card.appendChild(document.createElement("template"));
   template.dataset.unit = unit;
-  template.content.append(svg.cloneNode(true));
+  template.content.append(...pictures.map((svg) => svg.cloneNode(true)));
 }
 
 // What is in `root` follows the pointer and the keys from now on; charts that have left the page do not any more.

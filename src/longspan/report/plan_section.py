@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from longspan.errors import plural
 from longspan.plain_text import number_text, seconds_text
 from longspan.plan import Cost, Plan
-from longspan.report.gantt import WIDTH, gantt_svg
 from longspan.report.markup import PATTERNS, key, label, style_sheet, tag, text
+from longspan.report.pictures.bars import Unit
+from longspan.report.pictures.gantt import NARROW, WIDTH, gantt_svg
 
+UNITS: tuple[Unit, ...] = ("seconds", "rows")
 HEAD, FOOT = 68, 44  # above and below the drawing of a document: title and facts, and legend
 
 
@@ -107,11 +109,15 @@ def _median_plan(plans: Sequence[tuple[str, Plan]]) -> int:
 
 def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None, first: bool) -> str:
     facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan, took))
-    pictures = {unit: gantt_svg(plan, cost, unit=unit) for unit in ("seconds", "rows")}
+    # Each picture is there twice, and the style sheet shows the one that suits the page's width.
+    wide, narrow = (
+        {unit: gantt_svg(plan, cost, unit=unit, width=width) for unit in UNITS} for width in (WIDTH, NARROW)
+    )
+    pictures = {unit: wide[unit] + narrow[unit] for unit in UNITS}
     # Only the picture that shows is part of the document; the others wait in templates.
     first_picture = pictures.pop("seconds") if first else ""
     templates = (tag("template", svg, data_unit=unit) for unit, svg in pictures.items())
-    content = tag("dl", *facts, class_="facts"), tag("div", first_picture, class_="picture scroll"), *templates
+    content = tag("dl", *facts, class_="facts"), tag("div", first_picture, class_="picture"), *templates
     return tag("div", *content, class_="plan", data_plan_index=index, hidden=not first)
 
 

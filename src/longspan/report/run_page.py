@@ -15,6 +15,7 @@ from longspan.errors import plural
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan.cost.correction import PARTS
 from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.evaluation_rows import EvalRow, last_evaluations, number
 from longspan.report.evaluation_sections import (
     SAME,
     chart_at_both_widths,
@@ -25,7 +26,7 @@ from longspan.report.evaluation_sections import (
 from longspan.report.markup import section, tag, text
 from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
 from longspan.report.passkey import passkey_section
-from longspan.report.run_folder import CORRECTION, MTP_LOSS, EvalRow, RunFolder, last_evaluations, number
+from longspan.report.run_folder import CORRECTION, MTP_LOSS, RunFolder
 from longspan.report.series import smooth
 from longspan.run.facts import RunFacts
 

@@ -18,6 +18,7 @@ import numpy as np
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal
+from longspan.comm.time_limits import TimeLimits
 from longspan.corpus.image_documents import ImageDocuments
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
@@ -32,7 +33,6 @@ from longspan.run.folder import is_due
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records
 from longspan.run.run_data import TrainingRun
-from longspan.run.time_limits import TimeLimits
 from longspan.train.plans import PlanChoice
 
 SAMPLES, LARGEST = 8, 96  # documents of a set; pixels of the longer side of a picture
@@ -213,11 +213,10 @@ class Evaluations:
             seconds=entry.config.max_seconds or None,
             stopped=self.stop.reason,
             progress=partial(self.display.show_eval_progress, entry.name),
+            around=partial(self.limits.around_evaluation, (entry.name, choice)),
         )
         try:
-            with self.limits.around_evaluation((entry.name, choice)):
-                evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)
-            self.limits.note_evaluation((entry.name, choice), evaluation)
+            evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)
         except EvaluationStopped as stopped:
             self.display.log(str(stopped))
             return None

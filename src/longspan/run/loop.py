@@ -18,8 +18,10 @@ from longspan.bridge.item_documents import find_item_table
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, asking_signal, received_signal
+from longspan.comm.time_limits import TimeLimits
 from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
+from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer_files import KeptFiles
 from longspan.errors import ConfigError, LongspanError, ModelError, RunFolderError
@@ -33,9 +35,9 @@ from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
 from longspan.run.facts import LOCK
 from longspan.run.folder import Saves, run_lock
-from longspan.run.loggers import logger_classes
+from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers.run_loggers import logger_classes
 from longspan.run.memory_short import explain_memory, record_history
-from longspan.run.metrics_log import read_metrics
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, open_records
@@ -43,10 +45,9 @@ from longspan.run.refining import correction_columns, note_step, refine_prices
 from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import TrainingRun
 from longspan.run.run_facts import facts_of
-from longspan.run.set_up import check_targets, set_up
+from longspan.run.set_up.set_up import check_targets, set_up
+from longspan.run.set_up.warm_up import warm_up_run
 from longspan.run.slow_slots import SlowSlots
-from longspan.run.time_limits import TimeLimits
-from longspan.run.warm_up import warm_up_run
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plan_steps
 from longspan.train.reading.gather import share_documents
@@ -76,7 +77,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         with open_records(run, facts_of(run), classes, display.log) as records:
             for opened in open_worlds():
                 opened.watch.folder = run.dir / HANG
-            limits = TimeLimits(config, world, is_priced=run.figures.priced_here)
+            is_automatic = config.run.timeout_seconds == AUTO and run.figures.priced_here
+            limits = TimeLimits(world, is_automatic=is_automatic, has_loggers=bool(config.run.loggers))
             evaluations = Evaluations(run, display, records, stop, limits)
             profiles = StepProfiles(config.train.profile_steps, run.dir / FOLDER, world, display.log)
             result = _Loop(run, display, records, evaluations, profiles).train(stop)
@@ -123,7 +125,7 @@ class _Loop:
     def run_steps(self, plans: PlanAhead, stop: StopSignal, saves: Saves) -> str:
         """Run the remaining steps; returns the signal that stopped them ("" for none)."""
         run, settings, stopped = self.run, self.run.config.train, ""
-        slow_slots, limits = SlowSlots(), self.evaluations.limits
+        slow_slots, limits, reader = SlowSlots(), self.evaluations.limits, StepReader(run, plans)
         record_history(run)
         with saves.save_before_errors():
             if run.done < settings.steps:
@@ -133,7 +135,7 @@ class _Loop:
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 refine_prices(run, saves.done)
-                row, plan = _take_step(run, plans, saves.done, slow_slots, limits, self.profiles)
+                row, plan = _take_step(run, reader, saves.done, slow_slots, limits, self.profiles)
                 saves.done += 1
                 self.profiles.write()
                 row |= saves.columns()
@@ -195,14 +197,13 @@ def _plans(run: TrainingRun) -> PlanAhead:
 
 
 def _take_step(
-    run: TrainingRun, plans: PlanAhead, step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
+    run: TrainingRun, reader: "StepReader", step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
 ) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
     started, is_usual = time.perf_counter(), not profiles.has(step + 1)
-    documents = _documents_of_step(run, step)
-    plan = count_pack_targets(documents, plans.plan(step))
+    documents, plan = reader.read(step)
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
-        _prepare_next_step(run, run.model, plans, step + 1)
+        reader.prepare_images(run.model, step + 1)
     limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
     with limit, explain_memory(run, step + 1), profiles.around_step(step + 1):
         result = run.take_step(plan, documents, step)
@@ -229,27 +230,49 @@ def _take_step(
     return row, plan
 
 
-def _documents_of_step(run: TrainingRun, step: int) -> Any:
-    """The documents of a step; of those whose tokens are made when they are read, each is read by one rank.
+class StepReader:
+    """Selects the documents of each step and counts their targets into its plan, once a step.
 
-    A document that several slots share would otherwise be encoded by every rank of each. Images stay with their tokens.
+    What `prepare_images` read for the next step is kept for `read`.
     """
-    documents = run.order.select(run.corpus, step)
-    if run.corpus.stores_tokens or run.corpus.images is not None:
-        return documents
-    return share_documents(documents, run.world)
 
+    def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
+        self._run, self._plans = run, plans
+        self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
-def _prepare_next_step(run: TrainingRun, model: MultimodalModel, plans: PlanAhead, step: int) -> None:
-    """Plan the next step's waves of images and read this rank's images, in threads; errors are raised in that step.
+    def read(self, step: int) -> tuple[Any, Plan]:
+        """Return the documents of a step and its plan, waited for if need be."""
+        prepared, self._next = self._next, None
+        if prepared is not None and prepared[0] == step:
+            return prepared[1:]
+        documents = self._select_documents(step)
+        return documents, count_pack_targets(documents, self._plans.plan(step))
 
-    A step whose plan is not ready reads its images itself; no step waits for the plan of another.
-    """
-    if (plan := plans.plan_if_made(step)) is None:
-        return
-    documents = run.order.select(run.corpus, step)
-    with suppress(LongspanError):
-        plan_waves_ahead(model, count_pack_targets(documents, plan), documents, depths=run.config.mtp.depths)
+    def prepare_images(self, model: MultimodalModel, step: int) -> None:
+        """Plan the next step's waves of images and read this rank's images, in threads; `read` raises the errors.
+
+        A step whose plan is not ready reads its images itself; no step waits for the plan of another.
+        """
+        plan = self._plans.plan_if_made(step)
+        if plan is None or self._run.corpus.images is None:
+            return
+        with suppress(LongspanError):
+            documents = self._select_documents(step)
+            plan = count_pack_targets(documents, plan)
+            self._next = (step, documents, plan)
+            plan_waves_ahead(model, plan, documents, depths=self._run.config.mtp.depths)
+
+    def _select_documents(self, step: int) -> Any:
+        """Return the documents of a step; of those whose tokens are made when they are read, each is read by one rank.
+
+        A document that several slots share would otherwise be encoded by every rank of each. Images stay with their
+        tokens.
+        """
+        corpus = self._run.corpus
+        documents = self._run.order.select(corpus, step)
+        if corpus.stores_tokens or corpus.images is not None:
+            return documents
+        return share_documents(documents, self._run.world)
 
 
 class _Agreed(NamedTuple):

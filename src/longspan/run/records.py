@@ -4,7 +4,7 @@ its loggers.
 `groups.jsonl` has an object for each communicator (kind, axis, ranks, seconds, plans so far), for each group of a plan
 that shares documents (kind "cp": its use, degree, ranks, whether it has a communicator of its own; of a hierarchical
 one each level, a2a and p2p), and for each set of slots with two levels: communicators and groups that contain the first
-rank. Rows of metrics are described in `metrics_log.py`.
+rank. Rows of metrics are described in `loggers/metrics_log.py`.
 """
 
 import json
@@ -23,9 +23,9 @@ from longspan.files import as_json, name_file_in_errors, write_atomically
 from longspan.plan import Group, Plan
 from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
 from longspan.run.facts import RunFacts, facts_text
-from longspan.run.loggers import LoggerClass, RunLoggers, RunStart
-from longspan.run.metrics_log import MetricsLog, find_evaluations, read_metrics
-from longspan.run.plan_log import PlanLog
+from longspan.run.loggers.metrics_log import MetricsLog, find_evaluations, read_metrics
+from longspan.run.loggers.plan_log import PlanLog
+from longspan.run.loggers.run_loggers import LoggerClass, RunLoggers, RunStart
 from longspan.run.run_data import TrainingRun
 
 PRINTED = 8  # hierarchical groups that are printed; all are in the file

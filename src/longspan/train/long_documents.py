@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import ModelConfig
 from longspan.errors import ConfigError
-from longspan.model.rope import (
+from longspan.model.seams.rope import (
     has_no_positions,
     position_limit,
     scale_rope,

@@ -106,10 +106,15 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         frozen=model_adapter(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _product_dtype(model_execution(model).compute_dtype)),
-        priced_here=bool(config.run.machine or config.context.cost_model)
-        or (cost.source == Machine.known("H200").source and "H200" in device),
+        priced_here=is_priced_here(config, cost, world),
         uncounted=uncounted,
     )
+
+
+def is_priced_here(config: RunConfig, cost: Cost, world: World) -> bool:
+    """Whether plans of this cost are priced for the devices of this world, so that their seconds may be relied on."""
+    known = cost.source == Machine.known("H200").source and "H200" in device_name(world)
+    return known or bool(config.run.machine or config.context.cost_model)
 
 
 def device_name(world: World) -> str:

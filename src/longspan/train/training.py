@@ -1,7 +1,7 @@
 """A model under training as one rank has it: loaded, prepared, with its optimizer, and one step of it under a plan.
 
-Nothing here needs a corpus or a run's folder: `longspan train` (`run/set_up.py`, `run/loop.py`) and `longspan bench
-step` build on the same functions, so that neither can do what the other cannot.
+Nothing here needs a corpus or a run's folder: `longspan train` (`run/set_up/set_up.py`, `run/loop.py`) and
+`longspan bench step` build on the same functions, so that neither can do what the other cannot.
 """
 
 import warnings

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 from PIL import Image
@@ -19,11 +20,13 @@ from longspan.corpus.image_reader import ImageReader
 from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
+from longspan.plan import Plan
 from longspan.report import write_report
 from longspan.run.evaluations import _encode_picture
-from longspan.run.metrics_log import read_metrics
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
+from longspan.train.reading.step_inputs import count_pack_targets
 from tests.corpus.images.folders import qwen_folder, write_images, write_rows
 from tests.run.runs.homes import farthest
 from tests.train.small import train_rank
@@ -90,25 +93,44 @@ def losses_of(config: RunConfig) -> dict[str, list[float]]:
 
 
 class Reads(NamedTuple):
-    """Of one rank's run: images that it gave its encoder, had begun to read before that, and whose pixels it opened."""
+    """Of one rank's run: images that it gave its encoder, had begun to read before that, and whose pixels it opened;
+    the steps whose documents it selected, and how often it counted targets.
+    """
 
     given: int
     ahead: int
     opened: int
+    selected: list[int]
+    counted: int
 
 
 def train_and_count(rank: int, config: RunConfig, ranks: int) -> Reads:
     """Train on this rank."""
-    given, ahead_of, opened = list[Any](), list[Any](), list[Any]()
-    input_of, ahead, load = ImageReader._read_input, ImageReader.read_ahead, ImageFile.load
-    ImageReader._read_input = lambda self, number: given.append(number) or input_of(self, number)  # type: ignore[method-assign]
-    ImageReader.read_ahead = lambda self, numbers: ahead(self, [ahead_of.append(n) or n for n in numbers])  # type: ignore[method-assign, func-returns-value]
-    ImageFile.load = lambda self: opened.append(self) or load(self)  # type: ignore[method-assign]
-    try:
+    given, ahead, opened, selected, counted = list[Any](), list[Any](), list[Any](), list[int](), list[Any]()
+    input_of, read_ahead, load, select = (
+        ImageReader._read_input,
+        ImageReader.read_ahead,
+        ImageFile.load,
+        StepOrder.select,
+    )
+
+    def count_targets(documents: Any, plan: Plan) -> Plan:
+        counted.append(plan)
+        return count_pack_targets(documents, plan)
+
+    with (
+        patch.object(ImageReader, "_read_input", lambda self, number: given.append(number) or input_of(self, number)),
+        patch.object(
+            ImageReader, "read_ahead", lambda self, numbers: read_ahead(self, [ahead.append(n) or n for n in numbers])
+        ),
+        patch.object(ImageFile, "load", lambda self: opened.append(self) or load(self)),
+        patch.object(
+            StepOrder, "select", lambda self, corpus, step: selected.append(step) or select(self, corpus, step)
+        ),
+        patch("longspan.run.loop.count_pack_targets", count_targets),
+    ):
         train_rank(rank, config, ranks)
-    finally:
-        ImageReader._read_input, ImageReader.read_ahead, ImageFile.load = input_of, ahead, load  # type: ignore[method-assign]
-    return Reads(len(given), len(ahead_of), len(opened))
+    return Reads(len(given), len(ahead), len(opened), selected, len(counted))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +164,10 @@ def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[
     assert once <= first.given + second.given <= once + 4 + evaluations < 1.5 * once
     assert second.opened == second.given > 0 and first.opened == first.given + held_out
     assert 0 < first.ahead <= first.given and 0 < second.ahead <= second.given
+
+
+def test_the_documents_of_a_step_are_selected_and_counted_once(trained: tuple[RunConfig, list[Reads]]) -> None:
+    assert all(rank.ahead and rank.selected == [0, 1, 2, 3] and rank.counted == 4 for rank in trained[1])
 
 
 def test_the_report_shows_samples(trained: tuple[RunConfig, Any]) -> None:

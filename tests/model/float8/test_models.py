@@ -19,6 +19,7 @@ from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import evaluate, run_step
 from tests.model.float8.dense import float8_on_cpus, random_model, use_dense_float8
+from tests.model.float8.test_products import count_quantised
 from tests.model.stock import dense_answer, gradients_of, texts, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
@@ -76,6 +77,50 @@ def test_loss_and_gradients_are_those_of_the_formulas(home: Home) -> None:
     for of_rank, evaluated, some in run_ranks(answer, len(home.layout.ranks), home):
         assert abs(of_rank - loss) <= 1e-12 * loss and abs(evaluated - loss) <= 1e-12 * loss
         assert worst(some, {name: gradients[name] for name in some}) <= 1e-11 and (home.layout.pp > 1 or len(some) > 20)
+
+
+@pytest.mark.parametrize(("experts", "rows"), [(0, 7), (4, 7), (0, 0)])
+def test_tiles_bring_each_weight_to_float8_once_a_pass(
+    experts: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, and in backward once more with its columns, whatever the number of tiles; the step is the formulas'."""
+    calls, documents = count_quantised(monkeypatch), texts(LENGTHS)
+    with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
+        plan = plan_fixed(LENGTHS, world.home, cp=1)
+        plain = prepare(random_model(experts), world, float8="rows")
+        loss, gradients = run_step(plain, plan, documents, world).loss, gradients_of(plain)
+        how: dict[str, Any] = {"mlp_tile_rows": rows, "activation_checkpointing": "full"}
+        model = prepare(random_model(experts), world, float8="rows", **how)
+        run_step(model, plan, documents, world)  # its rows are tried before the first step
+        model.zero_grad(set_to_none=True)
+        calls.clear()
+        tiled = run_step(model, plan, documents, world).loss
+    assert abs(tiled - loss) <= 1e-12 * loss and worst(gradients_of(model), gradients) <= 1e-12
+    attention, feed = 2 * 4, 2 * (2 if experts else 3)  # weights of two layers
+    # A recomputed layer stops before its MLP in tiles, which runs forward once more with the gradients.
+    assert calls.count("quantise_columns") == attention + feed
+    assert calls.count("quantise_rows") == 2 * (attention + feed) - (0 if rows else 2)  # its last product is left out
+
+
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore")  # the compiler warns
+@pytest.mark.parametrize("rows", [0, 7])
+def test_compiled_tiles_bring_each_weight_to_float8_once_a_pass(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs find by its address what is kept."""
+    monkeypatch.setattr("longspan.model.compiled_layers.BACKEND", "aot_eager")
+    calls, documents = count_quantised(monkeypatch), texts(LENGTHS)
+    with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
+        plan = plan_fixed(LENGTHS, world.home, cp=1)
+        plain = prepare(random_model(), world, float8="rows")
+        loss, gradients = run_step(plain, plan, documents, world).loss, gradients_of(plain)
+        model = prepare(random_model(), world, float8="rows", mlp_tile_rows=rows, compiled="layers")
+        run_step(model, plan, documents, world)  # its rows are tried before the first step
+        model.zero_grad(set_to_none=True)
+        calls.clear()
+        tiled = run_step(model, plan, documents, world).loss
+    assert abs(tiled - loss) <= 1e-12 * loss and worst(gradients_of(model), gradients) <= 1e-12
+    assert calls.count("quantise_columns") == 2 * 7
+    assert calls.count("quantise_rows") == 2 * (4 + 2 * 3 if rows else 7)
 
 
 @pytest.mark.parametrize("home", MIXTURES, ids=str)

@@ -85,7 +85,8 @@ def test_experts_are_linears_of_their_rows(transposed: bool) -> None:
         assert torch.allclose(result, expected, rtol=1e-12, atol=1e-12 * expected.abs().max().item())
 
 
-def test_a_weight_is_quantised_once_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def count_quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that names each bringing of a weight to float8 from now on."""
     calls = list[str]()
 
     def counted(name: str):
@@ -94,6 +95,11 @@ def test_a_weight_is_quantised_once_while_it_is_kept(monkeypatch: pytest.MonkeyP
 
     for name in ("quantise_rows", "quantise_columns"):
         monkeypatch.setattr(weights, name, counted(name))
+    return calls
+
+
+def test_a_weight_is_quantised_once_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_quantised(monkeypatch)
     model, x = nn.Linear(64, 64), torch.randn(3, 64, requires_grad=True)
     weights.add_float8_weights(model, ["weight"])
     here = weights.find_float8_weight(model, "weight")

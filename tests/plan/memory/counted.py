@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from longspan import MtpLoss, add_mtp
 from longspan.comm import World
-from longspan.model import prepare
+from longspan.model import compiled_layers, prepare
 from longspan.model.layers import decoder_layers
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.seams.forwards import norms
@@ -161,3 +162,43 @@ def documents_of(lengths: Sequence[int], vocabulary: int) -> list[np.ndarray]:
     """Documents of random token ids."""
     generator = np.random.default_rng(0)
     return [generator.integers(0, vocabulary, size=length) for length in lengths]
+
+
+def _compile_to_graphs(graph: Any, inputs: Any, **options: Any) -> Any:
+    """Split a graph in forward and backward as torch.compile does for GPUs, and run both operation by operation."""
+    return compile_fx(graph, inputs, inner_compile=lambda module, _, **others: module.forward)
+
+
+def count_saved(
+    config: PreTrainedConfig, plan: Plan, world: World, monkeypatch: pytest.MonkeyPatch, *, lora: Any = None, **how: Any
+) -> list[int]:
+    """Bytes that each layer's graphs and operations save for backward in one step, parameters and angles left out.
+
+    Counted by torch's hooks, not by what operators make: torch.compile steps aside where operators are watched.
+    """
+    monkeypatch.setattr(compiled_layers, "BACKEND", _compile_to_graphs)
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    if lora is not None:
+        model = add_lora(model, NewAdapter(**lora)).to(torch.bfloat16)
+    model = prepare(model, world, **({"shard_parameters": False, "fused_norms": "on", "probe": False} | how))
+    left = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    layers, saved = decoder_layers(model).values(), list[dict[int, Tensor]]()
+    inside = list[dict[int, Tensor]]()
+
+    def begin(_: Any, __: Any, named: dict[str, Any]) -> None:
+        left.update(angle.untyped_storage()._cdata for angle in named.get("position_embeddings", ()))
+        inside.append({})
+        saved.append(inside[-1])
+
+    def pack(x: Tensor) -> Tensor:
+        if inside and (place := x.untyped_storage()._cdata) not in left:
+            inside[-1][place] = x  # alive until it is counted, so that nothing else gets its place
+        return x
+
+    for layer in layers:
+        layer.register_forward_pre_hook(begin, with_kwargs=True)
+        layer.register_forward_hook(lambda *_: inside.clear())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run_step(model, plan, documents_of(plan.lengths, config.get_text_config().vocab_size), world)
+    return [sum(x.untyped_storage().nbytes() for x in one.values()) for one in saved[-len(layers) :]]

@@ -1,6 +1,7 @@
 """The plan of memory beside bytes that real models hold, counted on a CPU: what layers keep within 2 %, peaks too."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from longspan.comm import World
 from longspan.layout import Layout
 from longspan.plan import MemoryNeeds, MemorySettings, plan_fixed
 from longspan.testing import backend, run_ranks
-from tests.plan.memory.counted import Counted, count_step, use_kernel_norms
+from tests.plan.memory.counted import Counted, count_saved, count_step, use_kernel_norms
 from tests.plan.memory.families import DENSE, EXPERTS, HYBRIDS, config_of
 
 ROWS = 512
@@ -90,6 +91,35 @@ def test_norms_of_gpus(world: World, family: str, monkeypatch: pytest.MonkeyPatc
     layer = place.layer_bytes(1, load, "none")
     others = counted.alive[1] - place.row_bytes * ROWS + _head_bytes(needs)  # its input counts as kept
     assert counted.backward[1] == pytest.approx(others + layer.kept + layer.peaks.backward, rel=2e-3)
+
+
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore")  # the compiler warns
+@pytest.mark.parametrize(
+    ("family", "how", "rank"),
+    [
+        ("qwen3", "layers", 0),
+        ("qwen3", "layers", 8),
+        ("gemma3", "layers", 0),
+        ("qwen3-moe", "layers", 0),
+        ("qwen3", "modules", 0),
+    ],
+)
+def test_compiled_layers_keep_what_is_planned(
+    world: World, family: str, how: Any, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What graphs save for backward, as torch.compile splits them for GPUs: less than operations one by one."""
+    use_kernel_norms(monkeypatch)
+    config, plan = config_of(family), plan_fixed([ROWS], world.home, cp=1)
+    lora = {"lora": {"rank": rank}} if rank else {}
+    counted = count_saved(config, plan, world, monkeypatch, compiled=how, **lora)
+    gpu = family not in EXPERTS  # of whose gates CPUs keep more
+    settings = MemorySettings(parameter_bytes=2, shard_parameters=False, gpu=gpu, compiled=how)
+    settings = replace(settings, lora_rank=rank, adapter_bytes=2)
+    needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
+    eager = MemoryNeeds.of(config.to_dict(), world.home, plan, replace(settings, compiled="none"))
+    assert _kept(needs, "none", 1) == pytest.approx(counted[1], rel=CLOSE, abs=_ONCE * ROWS * (family in EXPERTS))
+    assert (family in EXPERTS) or _kept(needs, "none", 1) < 0.9 * _kept(eager, "none", 1)
 
 
 def _head_bytes(needs: MemoryNeeds) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.config.sections import ParallelConfig, RunConfig
-from longspan.run.metrics_log import read_metrics
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import backend, run_ranks
 from tests.model.stock import worst
 from tests.train.small import train_rank

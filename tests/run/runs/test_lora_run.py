@@ -25,7 +25,7 @@ from longspan.errors import ConfigError, ModelError
 from longspan.model import load_model
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.run.checks.config_check import check_config
-from longspan.run.metrics_log import read_metrics
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from tests.model.stock import SIZES
 from tests.mutation import mutated

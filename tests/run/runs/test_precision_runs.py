@@ -16,8 +16,8 @@ from longspan.evaluation.saved.evaluate_saved import evaluate_saved
 from longspan.evaluation.saved.request import EvalRequest, Subject
 from longspan.evaluation.saved.targets import saved_weights
 from longspan.run.checks.config_check import check_config
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loop import train
-from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from tests.train.small import small_config, train_rank, without_times

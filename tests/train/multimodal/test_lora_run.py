@@ -19,8 +19,8 @@ from longspan.errors import ConfigError, ModelError
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.lora.targets import PARTS
 from longspan.run.checks.check_model import check_image_keys, check_lora
-from longspan.run.metrics_log import read_metrics
-from longspan.run.resume import _check_same_run
+from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.set_up.resume import _check_same_run
 from longspan.testing import run_ranks
 from tests.model.vision.models import tiny
 from tests.mutation import mutated

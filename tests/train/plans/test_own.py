@@ -16,8 +16,8 @@ from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
 from longspan.run.checks.config_check import check_config
+from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loop import train
-from longspan.run.metrics_log import read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from longspan.train.plans import PlanChoice, plan_steps

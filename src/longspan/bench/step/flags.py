@@ -56,7 +56,7 @@ class StepFlags(BenchFlags, SourceFlags):
     repeats: int = 3
     """Timed steps; their median counts."""
     timeout_seconds: float = 600.0
-    """How long a rank waits for the others."""
+    """Seconds that a rank waits for the others."""
 
 
 def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:

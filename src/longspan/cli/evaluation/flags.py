@@ -82,7 +82,7 @@ class EvalFlags:
     metrics: Repeated = ()
     """A metric of your own, package.module.function of TargetRows to (sum, count); again for more."""
     seconds: float = 0.0
-    """Stop with an error where the evaluations take longer; 0: no limit."""
+    """Stop with an error where the evaluations take more than so many seconds; 0: no limit."""
     documents: str = ""
     """Write the loss of every document to this file, one JSON object a line."""
     plot: str = ""
@@ -122,7 +122,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     _check_values(flags)
     _check_passkey_flags(flags)
     flag_keys = read_flag_keys(argv)
-    _refuse_training_keys(flag_keys)
+    refuse_training_keys(flag_keys)
     first = _make_subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
     config, changes = fit_home(first.config, ranks, flag_keys)
     for name in flags.set:
@@ -202,7 +202,7 @@ def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:
     return frozenset(word for word in words if "." in word)
 
 
-def _refuse_training_keys(flag_keys: frozenset[str]) -> None:
+def refuse_training_keys(flag_keys: frozenset[str]) -> None:
     """Raise ConfigError for keys of training, which would have no effect."""
     plan_keys = {f.name for f in fields(PlanSection)}
     for key in sorted(key.removeprefix("context.") for key in flag_keys if key.startswith("context.")):

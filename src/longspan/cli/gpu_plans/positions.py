@@ -1,6 +1,6 @@
 """How long documents a model's positions reach, by its config.json, and the key that scales them. No torch.
 
-As `longspan.model.rope` reads a configuration of transformers.
+As `longspan.model.seams.rope` reads a configuration of transformers.
 """
 
 from collections.abc import Iterator, Mapping

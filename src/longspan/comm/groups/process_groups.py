@@ -103,7 +103,7 @@ class ProcessGroups:
         options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
         takes_host_values = kind in ("control", "saves") or backend != "gloo"  # then tensors travel over NCCL
         connecting = defer_connections() if takes_host_values else nullcontext()
-        with self.watch.during(f"making the {kind} group", ranks), connecting:
+        with self.watch.during(f"making the {kind} group", ranks, is_work=True), connecting:
             group = dist.new_group(
                 list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
             )

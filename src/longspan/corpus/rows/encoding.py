@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.images.without_torchvision import has_processor
+from longspan.corpus.long_texts import PIECE, LongTextError
 from longspan.corpus.rows.chat import ChatEncoding
 from longspan.corpus.rows.kinds import MASKS, Kind, check_keys, check_objects, common_kind
 from longspan.corpus.rows.messages import check_messages
@@ -42,16 +43,19 @@ from longspan.errors import DataError
 
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
     """Encode texts with the tokens that the tokenizer puts around them; every token is a target."""
-    texts, results = list[str](), list[BadRow | None]()
+    texts, results = list[str](), list[BadRow | npt.NDArray[np.int64] | None]()
     for row in rows:
         try:
             check_keys(row.values, "text")
-            texts.append(require_string(require_key(row.values, "text"), "text"))
-            results.append(None)
-        except RowError as error:
+            text = require_string(require_key(row.values, "text"), "text")
+            results.append(tokenizer.encode([text])[0] if len(text) > PIECE else None)  # a long one may be a bad row
+        except (RowError, LongTextError) as error:
             results.append(BadRow(row.where, str(error)))
+        else:
+            texts += [text] * (results[-1] is None)
     encodings = iter(tokenizer.encode(texts))
-    return [Sample(next(encodings), row=i) if bad is None else bad for i, bad in enumerate(results)]
+    ids = [next(encodings) if result is None else result for result in results]
+    return [of_row if isinstance(of_row, BadRow) else Sample(of_row, row=i) for i, of_row in enumerate(ids)]
 
 
 def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
@@ -215,6 +219,8 @@ class RowEncoding:
             samples = [sample._replace(row=i) for sample in self._encode_by_kind(row)]
         except RowError as error:
             return [BadRow(row.where, str(error), error.masked)]
+        except LongTextError as error:
+            return [BadRow(row.where, str(error))]
         return [_masked_row(row) if _has_no_target(sample) else sample for sample in samples]
 
     def _encode_by_kind(self, row: Row) -> list[Sample]:

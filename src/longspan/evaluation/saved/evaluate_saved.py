@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
 from longspan.comm.stop_signal import StopSignal
+from longspan.comm.time_limits import TimeLimits
+from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import token_bytes
@@ -34,6 +36,7 @@ from longspan.train.plans import PlanChoice, find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.partition import set_usual_partition
 from longspan.train.plans.run_machine import use_machine
+from longspan.train.step_figures import is_priced_here
 from longspan.train.training import AnyModel
 
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
@@ -151,6 +154,8 @@ class _Evaluator:
         progress: Progress,
     ) -> Iterator[SetResult]:
         """Yield the result of each set at each degree."""
+        is_automatic = self.fit.config.run.timeout_seconds == AUTO and is_priced_here(self.fit.config, cost, self.world)
+        limits = TimeLimits(self.world, is_automatic=is_automatic)  # the first evaluation of a model has the longest
         bytes_of_ids = token_bytes(self.fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         for named_documents, entry in zip(self.fit.sets, self.fit.entries, strict=True):
             choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))
@@ -169,6 +174,7 @@ class _Evaluator:
                     attention_kernel=entry.attention_kernel or None,
                     stopped=partial(self._stop_reason, stop),
                     progress=partial(progress, _progress_title(self.fit, named_documents, at_degree)),
+                    around=partial(limits.around_evaluation, ""),
                 )
                 result = evaluate(model, named_documents.documents, at_degree, self.world, options)
                 yield SetResult(result, sources, text_bytes)

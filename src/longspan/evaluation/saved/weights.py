@@ -18,7 +18,7 @@ from longspan.corpus.tokenizer_files import vocabulary_files
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.saved.request import Subject
 from longspan.model import load_model
-from longspan.model.rope import position_limit, smallest_factor
+from longspan.model.seams.rope import position_limit, smallest_factor
 from longspan.model.weights.hf_folder import read_configuration, weight_files
 from longspan.train.long_documents import scale_positions
 from longspan.train.training import AnyModel, load_run_model, model_configuration, prepare_run_model, unread_model

@@ -21,6 +21,7 @@ from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
 
 ROWS = -2  # the dim of rows (…, R, W)
+Around = Callable[[], AbstractContextManager[Any]]
 
 
 def count_tiles(rows: int, tile_rows: int) -> int:
@@ -34,22 +35,31 @@ def count_tiles(rows: int, tile_rows: int) -> int:
 
 @outside_graphs
 def run_in_tiles(
-    run: Callable[..., Tensor], rows: Sequence[Tensor], parameters: Sequence[Tensor], count: int, *, draws: bool = False
+    run: Callable[..., Tensor],
+    rows: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    count: int,
+    *,
+    draws: bool = False,
+    around: Around = nullcontext,
 ) -> Tensor:
     """Run a function of rows (…, R, W), of one tensor or several, in `count` tiles: (…, R, V), as `run(*rows)`.
 
     It maps each row by itself, and depends on nothing else that needs a gradient but `parameters`. With `draws` it
-    draws at random, and gets the same numbers again in backward.
+    draws at random, and gets the same numbers again in backward. `around` makes the context in which all tiles of a
+    pass run, forward or backward.
 
     >>> out = run_in_tiles(mlp, (x,), tuple(mlp.parameters()), count=4)  # doctest: +SKIP
     """
     inputs = [x for x in (*rows, *parameters) if x.requires_grad]
     if not (torch.is_grad_enabled() and inputs):
-        return _join_tiles(run, rows, count)
+        with around():
+            return _join_tiles(run, rows, count)
     nodes: list[Any] = []
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
     rows_behind = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
-    return _Tiles.apply(run, nodes, count, len(rows), autocast_of(rows[0]), *rows_behind, *parameters)  # pyright: ignore
+    contexts = autocast_of(rows[0]), around
+    return _Tiles.apply(run, nodes, count, len(rows), contexts, *rows_behind, *parameters)  # pyright: ignore
 
 
 def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
@@ -98,12 +108,14 @@ class _Tiles(torch.autograd.Function):
         nodes: list[Any],
         count: int,
         of_rows: int,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        contexts: tuple[Around, Around],
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.run, ctx.node, ctx.count, ctx.autocast = run, nodes[0], count, autocast
+        ctx.run, ctx.node, ctx.count = run, nodes[0], count
+        ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[of_rows:]
-        return _join_tiles(run, tensors[:of_rows], count)
+        with ctx.around():
+            return _join_tiles(run, tensors[:of_rows], count)
 
     @staticmethod
     @once_differentiable
@@ -113,7 +125,7 @@ class _Tiles(torch.autograd.Function):
         trained = [p for p in ctx.parameters if p.requires_grad]
         of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
-        with restore_states(ctx.node.random_states, rows[0].device), ctx.autocast():
+        with restore_states(ctx.node.random_states, rows[0].device), ctx.autocast(), ctx.around():
             douts = gradients[0].tensor_split(ctx.count, ROWS)
             for dout, tile, into in zip(douts, *(_split_rows(x, ctx.count) for x in (rows, of_rows)), strict=True):
                 _add_tile(ctx, tile, dout, trained, into, sums)
@@ -156,7 +168,7 @@ def _narrow(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor 
     return None if total is None else total.to(parameter.dtype)
 
 
-def autocast_of(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+def autocast_of(x: Tensor) -> Around:
     """Return what makes the context of autocast that is active now, for backward passes, which have none."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):

@@ -14,11 +14,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.layers import base_model, decoder_layers, layer_list, reads_other_modalities, text_model
 from longspan.model.mtp.depths import find_copied_layer, model_depths
-from longspan.model.rope import rope_types
 from longspan.model.seams.attention_calls import has_temperature, is_llama4_temperature
 from longspan.model.seams.forwards.rope_by_length import depends_on_length, length_kinds
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers, is_mixer
 from longspan.model.seams.refusals import doctor_hint, find_set_forwards, is_wrapped_by_others, items_text
+from longspan.model.seams.rope import rope_types
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.model.rope import rope_types
+from longspan.model.seams.rope import rope_types
 
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 

@@ -15,6 +15,7 @@ the interface.
 
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from longspan.model.activations.tiles import count_tiles, run_in_tiles
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
 from longspan.model.experts.rows import Visits, spread_rows, sum_visits
+from longspan.model.float8.weights import quantise_once
 from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.mtp.depths import PREFIX, mtp_blocks
 from longspan.model.seams.attention_record import Probe
@@ -214,7 +216,8 @@ def _mix_tiles(
     def mix_tile(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         return _mix_experts(experts, x, chosen, weights, channel)
 
-    return run_in_tiles(mix_tile, (x, weights, chosen), tuple(experts.parameters()), count)
+    around = partial(quantise_once, experts)
+    return run_in_tiles(mix_tile, (x, weights, chosen), tuple(experts.parameters()), count, around=around)
 
 
 def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:

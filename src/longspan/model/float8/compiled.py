@@ -2,7 +2,8 @@
 
 (torch 2.13 fails where the output of an autograd.Function, of a number of rows that changes, goes into another one.)
 Rows are brought to float8 by torch's operations, which the compiler joins with the norm or gate before, and makes once
-for all linears of the same rows. Weights are brought to float8 by the kernels, in each pass.
+for all linears of the same rows. Weights are brought to float8 by the kernels, in each pass, or once for several passes
+(`weights.quantise_once`).
 """
 
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.model.float8.quantise import Scaled, quantise_by_torch, quantise_columns, quantise_rows
+from longspan.model.float8.quantise import Scaled, quantise_by_torch
 from longspan.model.float8.scaled_products import multiply
+from longspan.model.float8.weights import find_kept_weight
 
 
 def trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -27,13 +29,13 @@ def trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
 def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply rows x (S, K), which are `values` times `scales` in float8, with a weight (N, K), and add a bias."""
-    return multiply(Scaled(values, scales), quantise_rows(weight), x.dtype, bias)
+    return multiply(Scaled(values, scales), find_kept_weight(weight).rows(weight), x.dtype, bias)
 
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
 def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
     """Multiply gradients of rows dy (S, N), which are `values` times `scales`, with the columns of a weight (N, K)."""
-    return multiply(Scaled(values, scales), quantise_columns(weight), dy.dtype)
+    return multiply(Scaled(values, scales), find_kept_weight(weight).columns(weight), dy.dtype)
 
 
 @_linear.register_fake

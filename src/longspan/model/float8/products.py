@@ -10,6 +10,7 @@ how tests check the arithmetic.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,38 +22,77 @@ from longspan.model.float8.scaled_products import multiply
 from longspan.model.float8.weights import Float8Weight
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """Where rows lie that are multiplied with several matrices: expert after expert.
+
+    `ends` (e,) in int32 is where the rows of each expert end. With `counts` of their rows there is one product for each
+    expert, without them one grouped product of all. Matrices are (e, N, K), or (e, K, N) if `transposed`.
+    """
+
+    ends: Tensor
+    counts: Sequence[int] | None
+    transposed: bool
+
+
 def linear_in_float8(x: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight) -> Tensor:
     """Compute x W' + bias of rows x (…, K) and a weight (N, K), as torch's `linear`, in float8.
 
     >>> y = linear_in_float8(x, layer.weight, layer.bias, Float8Weight())  # (…, N)
     """
-    rows, gradients = x.reshape(-1, x.shape[-1]), None
-    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-        unread = rows.new_empty(()).expand(rows.shape[0], weight.shape[0])
-        gradients = _Gradients.apply(rows.detach(), weight, bias, unread)
-    plain_bias = None if bias is None else bias.detach()
-    y: Any = _Product.apply(rows, gradients, weight.detach(), plain_bias, float8_weight)
+    y = _multiply_rows(x.reshape(-1, x.shape[-1]), weight, bias, float8_weight)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
+def experts_in_float8(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    counts: Sequence[int] | None,
+    *,
+    transposed: bool,
+    float8_weight: Float8Weight,
+) -> Tensor:
+    """Multiply rows x (S, K), which lie expert after expert as `ExpertRows` says, with their experts' matrices: (S, N).
+
+    >>> y = experts_in_float8(x, experts.up_proj, ends, None, transposed=False, float8_weight=Float8Weight())
+    """
+    return _multiply_rows(x, weight, None, float8_weight, ExpertRows(ends, counts, transposed))
+
+
+def _multiply_rows(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight, experts: ExpertRows | None = None
+) -> Tensor:
+    """Multiply rows (S, K) with one matrix, or with those of their experts: (S, N)."""
+    gradients = None
+    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+        width = weight.shape[-1 if experts is not None and experts.transposed else -2]
+        unread = rows.new_empty(()).expand(rows.shape[0], width)
+        gradients = _Gradients.apply(rows.detach(), weight, bias, experts, unread)
+    plain_bias = None if bias is None else bias.detach()
+    return _Product.apply(rows, gradients, weight.detach(), plain_bias, experts, float8_weight)  # pyright: ignore[reportReturnType]
+
+
 class _Gradients(torch.autograd.Function):
-    """Nothing forward; backward, the gradients of the weight and the bias from that of the linear's output.
+    """Nothing forward; backward, the gradients of the weight and the bias from that of the product.
 
     It is a node of its own, so that a pipeline can make these gradients later than those of rows, and stands before the
     product, so that a layer that runs again in backward stops here, as at torch's own product, where this is its last.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, unread: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, experts: ExpertRows | None, unread: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.dtype = weight.dtype
+        ctx.dtype, ctx.experts = weight.dtype, experts
         return unread.view_as(unread)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
-        of_weight = (dy.t() @ x).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None
+        of_weight = _weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -60,18 +100,28 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gradients: Tensor | None, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight
+        ctx: Any,
+        x: Tensor,
+        gradients: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        experts: ExpertRows | None,
+        float8_weight: Float8Weight,
     ) -> Tensor:
         # Not saved: a layer that runs again would make its last product before it stops at what that saves.
-        ctx.weight, ctx.version, ctx.float8_weight = weight, weight._version, float8_weight
-        return multiply(quantise_rows(x), float8_weight.rows(weight), x.dtype, bias)
+        ctx.weight, ctx.version, ctx.float8_weight, ctx.experts = weight, weight._version, float8_weight, experts
+        w = float8_weight.columns(weight) if experts is not None and experts.transposed else float8_weight.rows(weight)
+        return _multiply_scaled(quantise_rows(x), w, x.dtype, bias, experts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        of_rows = None
+        of_rows, experts = None, ctx.experts
         if ctx.needs_input_grad[0]:
-            of_rows = multiply(quantise_rows(dy), ctx.float8_weight.columns(_read_weight(ctx)), dy.dtype)
-        return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None
+            weight, float8_weight = _read_weight(ctx), ctx.float8_weight
+            transposed = experts is not None and experts.transposed
+            w = float8_weight.rows(weight) if transposed else float8_weight.columns(weight)
+            of_rows = _multiply_scaled(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
+        return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
 def _read_weight(ctx: Any) -> Tensor:
@@ -85,53 +135,24 @@ def _read_weight(ctx: Any) -> Tensor:
     return weight
 
 
-# ---- experts
-
-
-def experts_in_float8(
-    x: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-    counts: Sequence[int] | None,
-    *,
-    transposed: bool,
-    float8_weight: Float8Weight,
+def _multiply_scaled(
+    x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None, experts: ExpertRows | None
 ) -> Tensor:
-    """Multiply rows x (S, K), which lie expert after expert, with the matrices of their experts: (S, N).
-
-    The matrices are (e, N, K), or (e, K, N) if `transposed`. `ends` (e,) in int32 is where the rows of each expert end.
-    With `counts` of their rows there is one product for each expert, without them one grouped product of all.
-    """
-    return _Experts.apply(x, weight, ends, counts, transposed, float8_weight)  # pyright: ignore[reportReturnType]
+    """Multiply rows x (S, K) with those of w (N, K), and add a bias; or with those of their expert's of w (e, N, K)."""
+    if experts is None:
+        return multiply(x, w, dtype, bias)
+    return multiply_experts(x, w, experts.ends, experts.counts, dtype)
 
 
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        ends: Tensor,
-        counts: Sequence[int] | None,
-        transposed: bool,
-        float8_weight: Float8Weight,
-    ) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight, ends)
-        ctx.counts, ctx.transposed, ctx.float8_weight = counts, transposed, float8_weight
-        w = float8_weight.columns(weight) if transposed else float8_weight.rows(weight)
-        return multiply_experts(quantise_rows(x), w, ends, counts, x.dtype)
+def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
+    """Return the gradient of a weight (N, K), or of those of experts, from rows x (S, K) and dy (S, N)."""
+    if experts is None:
+        return dy.t() @ x
+    left, right = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)
+    return _outer_products(left, right, experts.ends, experts.counts)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, ends = ctx.saved_tensors
-        dy, of_rows, of_weight = dy.contiguous(), None, None
-        if ctx.needs_input_grad[0]:
-            w = ctx.float8_weight.rows(weight) if ctx.transposed else ctx.float8_weight.columns(weight)
-            of_rows = multiply_experts(quantise_rows(dy), w, ends, ctx.counts, dy.dtype)
-        if ctx.needs_input_grad[1]:
-            left, right = (x, dy) if ctx.transposed else (dy, x)
-            of_weight = _outer_products(left, right, ends, ctx.counts).to(weight.dtype)
-        return of_rows, of_weight, None, None, None, None
+
+# ---- experts
 
 
 def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from longspan.model.float8.quantise import Scaled, quantise_columns, quantise_rows
+from longspan.model.weights.local_tensors import local_tensor
 
 _ATTRIBUTE = "float8_weights"
 
@@ -15,8 +16,6 @@ class Float8Weight:
 
     >>> float8_weight = Float8Weight()
     >>> float8_weight.keep(True)  # what `rows` and `columns` make from now on stays, until keep(False)
-
-    Inside what torch.compile made, a weight is quantised in each pass (`compiled.py`).
     """
 
     def __init__(self) -> None:
@@ -57,19 +56,38 @@ def find_float8_weight(module: nn.Module, name: str) -> Float8Weight | None:
     return weights.get(name)
 
 
+_kept_at: dict[int, Float8Weight] = {}  # those that are kept, by the address of the weight that they are made of
+
+
+def find_kept_weight(weight: Tensor) -> Float8Weight:
+    """Return where a weight in float8 is kept, by the weight itself: graphs of torch.compile know no modules.
+
+    A weight that `quantise_once` did not find whole is not kept.
+    """
+    return _kept_at.get(weight.data_ptr()) or Float8Weight()
+
+
 @contextmanager
 def quantise_once(model: nn.Module) -> Iterator[None]:
     """Keep weights in float8 from their first product on, for passes between which no weight changes.
 
     A rank then holds a byte for each number of these weights, and after backward passes two. Nothing changes without
-    float8.
+    float8. Graphs of torch.compile find weights that are whole when this begins.
     """
-    weights = [weight for module in model.modules() for weight in vars(module).get(_ATTRIBUTE, {}).values()]
-    weights = [weight for weight in weights if not weight.keeps]  # others stay longer
-    for weight in weights:
-        weight.keep(True)
+    parts, weights = dict[int, Tensor](), list[Float8Weight]()  # parts are held, so that nothing else gets their place
+    for module in model.modules():
+        for name, float8_weight in vars(module).get(_ATTRIBUTE, {}).items():
+            if not float8_weight.keeps:  # others stay longer
+                weights.append(float8_weight)
+                float8_weight.keep(True)
+            part = local_tensor(getattr(module, name).detach())
+            # In a scope inside another one a weight may be whole that was not before.
+            if part.untyped_storage().nbytes() and part.data_ptr() not in _kept_at:
+                _kept_at[part.data_ptr()], parts[part.data_ptr()] = float8_weight, part
     try:
         yield
     finally:
-        for weight in weights:
-            weight.keep(False)
+        for address in parts:
+            del _kept_at[address]
+        for float8_weight in weights:
+            float8_weight.keep(False)

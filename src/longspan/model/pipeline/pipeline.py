@@ -262,7 +262,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
 def _run_watched(step: Callable[[], None], world: World) -> None:
     """Run a schedule; an error of the model is raised as it was, one of a collective with a failure report."""
     failure: BaseException | None = None
-    with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks):
+    with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):
         try:
             step()
         except RuntimeError as error:

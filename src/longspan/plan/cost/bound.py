@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.links import Network
+from longspan.plan.cost.message_bound import MessageBound
 
 ROUNDING = 1e-10  # relative; a plan may meet the bound exactly and sum its seconds in another order
 
@@ -23,8 +24,8 @@ class Bound:
     """Two lower bounds in seconds and the larger of them, which is rounded down by 1e-10 of itself.
 
     `area`: all work spread evenly over all slots, and the launches of the fewest micro-batches; `crossing` is added to
-    it: the messages of documents that are longer than a slot's cap. `longest`: the longest document in a group of its
-    own at its best degree.
+    it: the messages of documents that are longer than a slot's cap (on measured links `MessageBound`). `longest`: the
+    longest document in a group of its own at its best degree.
     """
 
     area: float
@@ -54,34 +55,30 @@ def lower_bound_seconds(
     rows = np.asarray(lengths, dtype=np.int64)
     attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
     work = math.fsum(rows * _row_seconds(cost)) + attention
-    crossing = _crossing_seconds(rows, max_tokens_per_slot, attention, cost, node_size) / slots
+    widest = min(max_cp or slots, slots)
+    if max_tokens_per_slot is None:
+        crossing = 0.0
+    elif cost.network:
+        crossing = MessageBound(cost, cost.network, max_tokens_per_slot, node_size, widest).slot_seconds(rows) / slots
+    else:
+        crossing = _crossing_seconds(rows, max_tokens_per_slot, attention, cost) / slots
     area = work / slots + cost.micro_batch_seconds * _least_launches(int(rows.sum()), slots, max_tokens_per_slot, mode)
     if not len(rows):
         return Bound(area, 0.0)
-    widest = min(max_cp or slots, slots)
     longest = _longest_seconds(int(rows.max()), widest, max_tokens_per_slot, cost, node_size)
     return Bound(area, longest, crossing)
 
 
-def _crossing_seconds(rows: NDArray[np.int64], cap: int | None, attention: float, cost: Cost, node_size: int) -> float:
-    """Return the slot seconds of messages that no plan avoids, beyond those that `attention` of all documents hides.
+def _crossing_seconds(rows: NDArray[np.int64], cap: int, attention: float, cost: Cost) -> float:
+    """Return the slot seconds of messages that no plan avoids on ideal links, beyond those that `attention` hides.
 
     A document longer than the cap needs n slots or more. The group that it is in has at least as many slots as its rows
     fill at the cap, each of which waits for messages, and receives the rows of at least n - 1 others.
     """
-    if cap is None or not (rows > cap).any():
+    if not (rows > cap).any():
         return 0.0
     long = rows[rows > cap].astype(np.float64)
     needed, kind = np.ceil(long / cap), cost.cp_comm_type
-    if cost.network:
-        messages = 1 if cost.passes == "forward" else 3  # of a gather, which has the fewest
-        steps = needed - 1 if kind == "p2p" else np.ones_like(long)
-        latency = cost.network.layers * cost.network.step_seconds * messages * steps
-        hosts = np.ceil(needed / node_size)  # at least
-        bytes_across = _crossing_bytes(cost) * long * (hosts - 1) / hosts
-        kernels = attention + cost.network.half_speed_rows * cost.attention_seconds * math.fsum(rows)
-        across = math.fsum(bytes_across) / _best_crossing_speed(cost.network)
-        return math.fsum(long / cap * latency) + max(across - kernels, 0.0)
     steps = needed - 1 if kind == "p2p" else np.ones_like(long)
     waits = math.fsum(long / cap * cost.ring_step_seconds * steps)
     fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)

@@ -25,6 +25,7 @@ CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other ki
 COMPARED_SLOTS, COMPARED_DOCUMENTS = 1024, 20000  # up to which fixed degrees are tried; above, from DISTANT on
 DISTANT = 1.05
 CANDIDATES_PRICED = 4
+HALVED_SLOTS = 64  # up to which degrees that halve the slots are searched on their own, on measured links
 
 
 @shows_options
@@ -76,8 +77,10 @@ def plan_dynamic(
     if not request.lengths:
         return request.plan((), "dynamic", max_cp=max_cp)
     problem = Problem.of(request, degrees)
-    bound = request.lower_bound(problem.max_cp).seconds
-    return request.plan(_find_fastest_plan(problem, bound, effort), "dynamic", max_cp=problem.max_cp)
+    bound = request.lower_bound(problem.max_cp)
+    # What a plan must come close to has no messages of measured links, so that a better bound ends no search earlier.
+    goal = max(bound.area, bound.longest) if request.cost.network else bound.seconds
+    return request.plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
 
 def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
@@ -99,20 +102,35 @@ def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degr
     return degrees
 
 
-def _find_fastest_plan(problem: Problem, bound: float, effort: EffortName) -> list[MicroBatch]:
-    """Plan in several ways and return the fastest; a way is left out if those before it come close to the bound."""
+def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> list[MicroBatch]:
+    """Plan in several ways and return the fastest; a way is left out if those before it come close to the goal."""
     candidates = [_search_free(problem)] if problem.request.mode == "free" else []
-    if not candidates or candidates[0][0] > CLOSE * bound:
+    if not candidates or candidates[0][0] > CLOSE * goal:
         candidates.append(_search_lockstep(problem, _choose_effort(effort, problem)))
-        if min(candidates, key=_candidate_seconds)[0] > CLOSE * bound and (few := plan_few_items(problem)) is not None:
+        is_close = min(candidates, key=_candidate_seconds)[0] <= CLOSE * goal
+        if not is_close and (few := plan_few_items(problem)) is not None:
             candidates.append((few[0], lambda: few[1]))
+        if not is_close and (halved := _halve_degrees(problem)) is not None:
+            candidates.append(_search_lockstep(halved, _choose_effort(effort, halved)))
     best = min(candidates, key=_candidate_seconds)[0]
     small = problem.request.slots <= COMPARED_SLOTS and len(problem.request.lengths) <= COMPARED_DOCUMENTS
-    if small or best > DISTANT * bound:
+    if small or best > DISTANT * goal:
         candidates.extend(_fixed_candidates(problem, best))
     if problem.request.cost.network is None:
         return min(candidates, key=_candidate_seconds)[1]()
     return _choose_fastest(problem, candidates)
+
+
+def _halve_degrees(problem: Problem) -> Problem | None:
+    """Return the problem with powers of two as degrees, which fill hosts; None where this is not worth the time.
+
+    On measured links a group of other degrees has slower types, or leaves slots of a host over.
+    """
+    request = problem.request
+    degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
+    if request.cost.network is None or request.slots > HALVED_SLOTS or len(degrees) in (0, len(problem.degrees)):
+        return None
+    return Problem.of(request, degrees) if max(request.lengths) <= degrees[-1] * problem.cap else None
 
 
 def _choose_fastest(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:

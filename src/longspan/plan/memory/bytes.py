@@ -2,8 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
+from math import ceil
 
 LEAST_OF_GPU = 1 << 30  # a CUDA context takes more: fewer bytes are GiB or MiB, written as bytes
+QUERY_GRADIENT_BYTES = 1 << 30
+"""Of a gradient of queries in float32, which backward of attention holds next to what it makes of it: of more bytes,
+some heads are computed after others. They are 64K rows of Qwen3-8B, over which a key/value head fills a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +56,12 @@ def bytes_hint(size: int) -> str:
     """
     meant = size if 0 < size <= 4096 else 80
     return f"it is a number of bytes, and fewer than a CUDA context takes; {meant} GiB are {meant << 30}"
+
+
+def count_head_groups(query_bytes: float, kv_heads: int) -> int:
+    """Return in how many groups of key/value heads backward of attention computes, of queries so large in float32.
+
+    >>> count_head_groups(5 << 29, 8)
+    3
+    """
+    return max(1, min(kv_heads, ceil(query_bytes / max(1, QUERY_GRADIENT_BYTES))))

@@ -34,14 +34,18 @@ def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
 
 
 def _add_tiles(builder: LayerBuilder, name: str, rows: tuple[str, ...], add: Callable[[LayerBuilder], str]) -> str:
-    """Add what runs in tiles (`model/activations/tiles.py`): rows are saved, and all else is of one tile at a time."""
+    """Add what runs in tiles (`model/activations/tiles.py`): rows are saved, and all else is of one tile at a time.
+
+    Weights in float8 stay for all tiles of a pass, in backward their columns too.
+    """
     tape, tile = builder.tape, builder.make_tile(rows)
     add(tile)
     peaks, gradients = tile.tape.peaks(held=("x", *rows[1:])), tile.tape.weight_bytes()
     sums = gradients / builder.number * max(WIDE, builder.number)
     size = sum(tape.sizes[x] for x in rows)
     saved = tape.run(f"{name}_rows", rows, 0.0, saves=rows)
-    work = Work(size + peaks.forward, size + peaks.backward + sums)
+    float8 = tile.float8_weights
+    work = Work(size + peaks.forward + float8, size + peaks.backward + sums + 2 * float8)
     return tape.run(name, (saved,), builder.rows(builder.hidden), weights=gradients, work=work)
 
 
@@ -53,9 +57,12 @@ def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> 
         product = tape.run(f"{prefix}act", (up,), size, saves=(up,))
     else:
         gate = builder.add_linear(f"{prefix}gate_of", "gate_proj", x, hidden, width)
-        act = tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
+        again = builder.compile_kind != "none"
+        act = gate if again else tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
         up = builder.add_linear(f"{prefix}up", "up_proj", x, hidden, width)
-        product = tape.run(f"{prefix}product", (act, up), size, saves=(act, up))
+        # One kernel makes the gradients of both, and their multiples for adapters.
+        scaled = size * again * sum(map(builder.settings.has_adapter, ("gate_proj", "up_proj")))
+        product = tape.run(f"{prefix}product", (act, up), size, saves=(act, up), work=Work(0.0, scaled))
     return builder.add_linear(f"{prefix}down", "down_proj", product, width, hidden)
 
 

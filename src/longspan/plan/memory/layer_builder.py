@@ -1,14 +1,14 @@
 """Builds the tape of a layer from parts that all layers have: products with adapters or without, norms, sums.
 
-What norms keep is as they run: on GPUs by kernels that keep their input and a root a row, else by torch's or
-transformers' operations in float32.
+What norms keep is as they run: on GPUs by kernels that keep their input and a root a row, and so inside compiled
+layers, else by torch's or transformers' operations in float32.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from longspan.plan.memory.loads import SlotLoad
-from longspan.plan.memory.settings import MemorySettings
+from longspan.plan.memory.settings import COMPILED_WIDTH, MemorySettings
 from longspan.plan.memory.tape import Tape, Work
 from longspan.plan.shape.config_reader import ConfigReader
 
@@ -36,6 +36,9 @@ class LayerBuilder:
         lean: bool = False,
     ) -> None:
         self.lean = lean
+        self.in_mixer: bool = False  # what is added is of a state-space layer, which no graph holds
+        self.in_tile: bool = False  # what is added is of one tile of several, for which weights in float8 stay
+        self.float8_weights: float = 0.0  # numbers of the weights that are multiplied in float8
         self.read: ConfigReader = read
         self.settings: MemorySettings = settings
         self.load: SlotLoad = load
@@ -44,7 +47,7 @@ class LayerBuilder:
         self.number: int = settings.compute_bytes
         self.hidden: int = read.count("hidden_size")
         self.residual: int = self.hidden // tp if settings.sequence_parallel else self.hidden
-        self.tape: Tape = Tape({"x": self.rows(self.residual)})
+        self.tape: Tape = self._begin_tape({"x": self.rows(self.residual)})
 
     def rows(self, width: float, bytes_per_number: int = 0) -> float:
         """Return the bytes of a tensor so wide of all local rows; of the compute dtype unless another size is given."""
@@ -61,14 +64,30 @@ class LayerBuilder:
         settings, share = replace(self.settings, mlp_tile_rows=0), self.tile_rows / self.load.rows
         load = replace(self.load, rows=self.tile_rows)
         tile = LayerBuilder(self.read, settings, load, tp=self.tp, ep=self.ep, lean=self.lean)
+        tile.in_tile = True
         names = {"x": rows[0]} | {name: name for name in rows[1:]}
-        tile.tape = Tape({name: self.tape.sizes[of] * share for name, of in names.items()})
+        tile.tape = self._begin_tape({name: self.tape.sizes[of] * share for name, of in names.items()})
         return tile
+
+    def _begin_tape(self, sizes: dict[str, float]) -> Tape:
+        return Tape(sizes, added_in_place=self.compile_kind != "layers")
 
     @property
     def runs_kernels(self) -> bool:
         """Whether norms and gates run as one kernel each."""
-        return self.settings.gpu and self.settings.fused_norms
+        return self.lies_in_graph or (self.settings.gpu and self.settings.fused_norms)
+
+    @property
+    def compile_kind(self) -> str:
+        """What of layers is compiled, "auto" resolved as for a run."""
+        if self.settings.compiled == "auto":
+            return "layers" if self.settings.gpu and self.tp == 1 and self.hidden >= COMPILED_WIDTH else "none"
+        return self.settings.compiled
+
+    @property
+    def lies_in_graph(self) -> bool:
+        """Whether what is added lies in a compiled half of a layer, of which elementwise operations are one kernel."""
+        return self.compile_kind == "layers" and not self.in_mixer
 
     @property
     def scans_by_kernels(self) -> bool:
@@ -79,11 +98,15 @@ class LayerBuilder:
         """Add a residual's sum; return its output."""
         return self.tape.run(name, (x, out), self.rows(self.residual), through=True)
 
-    def add_norm(self, name: str, x: str, width: float, groups: float = 1) -> str:
-        """Add an RMS norm of `groups` parts of a row; return its output."""
+    def add_norm(self, name: str, x: str, width: float, groups: float = 1, *, made_again: bool = False) -> str:
+        """Add an RMS norm of `groups` parts of a row; return its output.
+
+        A compiled one does not keep an input that is `made_again` from what else is kept.
+        """
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
-            return tape.run(name, (x,), self.rows(width), saves=(x,), also=roots)
+            saves = () if made_again and self.lies_in_graph else (x,)
+            return tape.run(name, (x,), self.rows(width), saves=saves, also=roots)
         rounds = not self.settings.fused_norms and not self.read.family.startswith("gemma")
         wide = tape.run(f"{name}.wide", (x,), self.rows(width, WIDE))
         even_size = self.rows(width, self.number if rounds else WIDE)
@@ -113,7 +136,11 @@ class LayerBuilder:
 
     def float8_work(self, rows_in: float, rows_out: float, weights: float) -> Work:
         """Return what a product holds in float8 while it runs: its rows, or their gradient, and its weights."""
-        return Work(rows_in + weights, rows_out + weights) if self.settings.float8 else Work()
+        if not self.settings.float8:
+            return Work()
+        self.float8_weights += weights
+        weights = 0.0 if self.in_tile else weights
+        return Work(rows_in + weights, rows_out + weights)
 
     def add_linear(self, name: str, target: str, x: str, width_in: float, width_out: float) -> str:
         """Add a product with a weight of these widths, with its adapter if the linear `target` has one."""

@@ -7,6 +7,8 @@ tests/plan/memory/ counts the same on real models. MLPs and experts are in `feed
 
 from dataclasses import dataclass
 
+from longspan.plan.cost.attention_price import EXCHANGE_SLICES
+from longspan.plan.memory.bytes import count_head_groups
 from longspan.plan.memory.feed_tapes import add_experts, add_mlp, dense_width
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
 from longspan.plan.memory.loads import SlotLoad
@@ -47,7 +49,9 @@ class LayerTapes:
         if kind.attention or kind.mixes:
             x = builder.add_sum("h", x, _add_post_norm(builder, "n1_post", self._add_mixing(builder, kind)))
         if kind.feeds:
-            normed = builder.add_norm("n2", x, builder.hidden)
+            # Compiled, the sum is made again from the layer's input and the input of the norm behind attention.
+            again = x == "h" and _has_post_norms(self.read)
+            normed = builder.add_norm("n2", x, builder.hidden, made_again=again)
             experts = kind.feeds == "experts"
             out = add_experts(builder, normed) if experts else add_mlp(builder, "", normed, dense_width(self.read))
             builder.add_sum("y", x, _add_post_norm(builder, "n2_post", out))
@@ -58,7 +62,9 @@ class LayerTapes:
         normed, parts = builder.add_norm("n1", "x", builder.hidden), list[str]()
         mixer = read_mixer_shape(self.read) if kind.mixes else None
         if mixer is not None:
+            builder.in_mixer = True
             parts.append(add_mixer(builder, normed, mixer))
+            builder.in_mixer = False
         if kind.attention:
             parts.append(_add_attention(builder, normed))
         if len(parts) == 1:
@@ -66,8 +72,12 @@ class LayerTapes:
         return builder.tape.run("both", parts, builder.rows(builder.hidden), through=True)
 
 
+def _has_post_norms(read: ConfigReader) -> bool:
+    return read.family.startswith(POST_NORMS)
+
+
 def _add_post_norm(builder: LayerBuilder, name: str, out: str) -> str:
-    return builder.add_norm(name, out, builder.hidden) if builder.read.family.startswith(POST_NORMS) else out
+    return builder.add_norm(name, out, builder.hidden) if _has_post_norms(builder.read) else out
 
 
 def _add_attention(builder: LayerBuilder, x: str) -> str:
@@ -84,23 +94,31 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
     if read.family.startswith(HEAD_NORMS):
         q = builder.add_norm("q_norm", q, query, heads)
         k = builder.add_norm("k_norm", k, key, kv_heads)
-    turned = _ROTARY_WORK * builder.rows(query)
+    turned = _ROTARY_WORK * builder.rows(query) * (not builder.lies_in_graph)
     q = tape.run("q_turned", (q,), builder.rows(query), work=Work(turned, turned))
     k = tape.run("k_turned", (k,), builder.rows(key))
-    out = _add_attend(builder, (q, k, v), query, key, heads)
+    out = _add_attend(builder, (q, k, v), query, key, (heads, kv_heads))
     if gate:
         factor = tape.run("gate", (gates,), builder.rows(gate), saves=("gate",))
         out = tape.run("gated", (out, factor), builder.rows(query), saves=(out, factor))
     return builder.add_linear("o", "o_proj", out, query, hidden)
 
 
-def _add_attend(builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, heads: float) -> str:
-    """Add attention of local rows; under types that exchange heads, between two exchanges."""
+def _add_attend(
+    builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, counts: tuple[float, float]
+) -> str:
+    """Add attention of local rows, of so many heads of queries and of keys.
+
+    Under types that exchange heads it is between two exchanges. Backward of many rows holds what is in float32 of one
+    group of heads at a time.
+    """
+    heads, heads_of_keys = counts
     load, tape, number, (q, k, v) = builder.load, builder.tape, builder.number, qkv
     blocks = (4 * load.ring_rows + 2 * load.gathered_rows) * key * number
     sums = 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows)
     wide_out = builder.rows(query, WIDE)  # of queries' gradients, and of outputs that are merged
-    work = Work(blocks + wide_out * bool(load.ring_rows), blocks + sums + wide_out)
+    groups = count_head_groups(wide_out, EXCHANGE_SLICES if load.exchanged_rows else max(1, int(heads_of_keys)))
+    work = Work(blocks + wide_out * bool(load.ring_rows), (blocks + sums + wide_out) / groups)
     lse, size = {"lse": builder.rows(heads, WIDE)}, builder.rows(query)
     keys = (load.rows - load.exchanged_rows + load.exchanged_key_rows) * key * number
     if not load.exchanged_rows or builder.lean:

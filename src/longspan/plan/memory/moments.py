@@ -135,7 +135,7 @@ class MicroBatchMoments:
 
     def _whole_forward(self, i: int) -> float:
         """Return the bytes of whole weights while layer i runs forward."""
-        if self.peak.stays_whole:
+        if self.peak.stays_whole or not self.peak.settings.shard_parameters:  # then of weights in float8
             return self._root_weights + sum(self._whole_weights)
         laid_out = sum(self._whole_weights[: i + 1]) if self.peak.settings.gathered_once else self._whole_weights[i]
         return self._root_weights + laid_out + self._arrival_factor * self._whole_weights[i]
@@ -157,7 +157,7 @@ class MicroBatchMoments:
         if not peak.stage.predicts:
             return
         whole = self._root_weights + self._arrival_factor * self._whole_weights[-1] * (not peak.stays_whole)
-        if peak.stays_whole or settings.gathered_once:
+        if peak.stays_whole or settings.gathered_once or not settings.shard_parameters:
             whole += sum(self._whole_weights)
         whole += self._whole_gradients if self.load.later else 0.0
         activations = (
@@ -223,7 +223,7 @@ class MicroBatchMoments:
         if peak.settings.depths and not peak.numbers.tied:  # depths read the embedding: it has a gradient by now
             root_numbers += peak.numbers.embedding.trained * peak.stage.predicts
         whole = self._root_weights + root_numbers * peak.settings.compute_bytes
-        if peak.stays_whole:
+        if peak.stays_whole or not peak.settings.shard_parameters:
             return whole + sum(self._whole_weights) - self._whole_weights[i] + self._whole_gradients
         if peak.settings.gathered_once:
             return whole + sum(self._whole_weights[:i])

@@ -14,6 +14,8 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 STATE_BUCKET_BYTES = 256 << 20
 """States in a bucket that an update copies from the host, of which two are on the device: 5 ms of a bus of 55 GB/s, a
 thousand times what it takes to start a copy."""
+COMPILED_WIDTH = 1024
+"""Features of hidden states from which "auto" compiles: below, a layer's kernels take less than the host."""
 MOMENTS = {"adamw": 2.0, "sgd": 0.0}  # numbers of state of a weight
 
 
@@ -32,8 +34,8 @@ class MemorySettings:
     predict a token. `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole.
     `sequence_parallel` as in [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the
     machine's prices. On a `gpu` there are a context and communicators, and kernels run norms in one pass
-    (`fused_norms`). State-space layers scan by `scan_kernels` of GPUs, else in float32. Linears and experts may
-    multiply in `float8`. `backward` False is an
+    (`fused_norms`). Layers may be `compiled` as in [train]: torch.compile keeps less of them. State-space layers scan
+    by `scan_kernels` of GPUs, else in float32. Linears and experts may multiply in `float8`. `backward` False is an
     evaluation. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no
     encoder); `encoder_trained` of it is trained.
     """
@@ -61,6 +63,7 @@ class MemorySettings:
     gpu: bool = True
     scan_kernels: bool = True
     float8: bool = False
+    compiled: Literal["auto", "layers", "modules", "none"] = "none"
     backward: bool = True
     encoder_rows: int = 0
     encoder_recomputed: bool = False

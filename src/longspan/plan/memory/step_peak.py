@@ -137,7 +137,8 @@ class StepPeak:
 
     def float8_bytes(self, numbers: Numbers) -> float:
         """Return the bytes of a layer's weights in float8, rows and columns, where they stay for several passes."""
-        return 2.0 * numbers.whole if self.settings.float8 and self.stays_whole else 0.0
+        stay = self.stays_whole or not self.settings.shard_parameters
+        return 2.0 * numbers.whole if self.settings.float8 and stay else 0.0
 
     def summing_bytes(self, numbers: Numbers) -> float:
         """Return the bytes of a layer's gradients while they are summed: as they were, as sent, and as summed.

@@ -47,11 +47,13 @@ class Tape:
     >>> tape.bytes_saved(), tape.peaks(held=("x",)).backward
     (8.0, 32.0)
 
-    Tensors that need no gradient are `constants`; `lasting` ones are kept even where the layer runs again.
+    Tensors that need no gradient are `constants`; `lasting` ones are kept even where the layer runs again. Gradients of
+    a tensor with several uses are `added_in_place` one by one, or stay until one kernel adds them.
     """
 
-    def __init__(self, sizes: dict[str, float]) -> None:
+    def __init__(self, sizes: dict[str, float], *, added_in_place: bool = True) -> None:
         self.sizes = dict(sizes)
+        self.added_in_place = added_in_place
         self.operations: list[Operation] = []
         self.constants: set[str] = set()
         self.lasting: set[str] = set()
@@ -131,7 +133,7 @@ class Tape:
         alive = {name: self.sizes[name] for name in users if name not in held}
         # A gradient is a buffer, which several tensors share behind a sum.
         buffers, gradient_of, weights = {0: self.sizes[self.output]}, {self.output: 0}, 0.0
-        peak = sum(alive.values()) + buffers[0]
+        peak, summands = sum(alive.values()) + buffers[0], dict[str, list[int]]()
         for operation in reversed(self.operations):
             output = operation.outputs[0]
             buffer = gradient_of.pop(output, None)
@@ -149,12 +151,16 @@ class Tape:
                 before = gradient_of.get(name)
                 if before is None or list(gradient_of.values()).count(before) > 1:
                     gradient_of[name] = new
-                else:  # added in place
+                elif self.added_in_place:
                     del buffers[new]
+                else:
+                    summands.setdefault(name, []).append(new)
             weights += operation.weights
             peak = max(peak, sum(alive.values()) + sum(buffers.values()) + weights)
             if buffer not in gradient_of.values():
                 buffers.pop(buffer, None)
+            for summand in summands.pop(output, []):
+                del buffers[summand]
             for name in set(operation.saves):
                 users[name] -= 1
                 if not users[name]:

@@ -229,6 +229,8 @@ def _run_plan(plan: Plan, cost: Cost, pp: int, vpp: int) -> PipelineRun:
 
 
 def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
+    """Return what no plan of these documents beats, of groups of the types that the plan was made for."""
+    cost = cost.under(plan.cost.cp_comm_type, plan.cost.a2a_size, heads=plan.cost.heads)
     bound = lower_bound_seconds(
         plan.lengths, plan.slots, plan.max_tokens_per_slot, cost, plan.mode, node_size=plan.node_size
     )

@@ -24,7 +24,7 @@ from longspan.run.checks.check_training import (
     check_parallel,
     check_pipeline,
 )
-from longspan.run.loggers import check_loggers
+from longspan.run.loggers.run_loggers import check_loggers
 from longspan.train.plans import home_of
 
 

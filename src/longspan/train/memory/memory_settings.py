@@ -37,6 +37,7 @@ def run_memory_settings(
         target_share=target_share,
         fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
         float8=bool(train.float8),
+        compiled=train.compiled,
         schedule=parallel.pipeline_schedule,
         vpp=parallel.vpp,
         free=config.context.mode == "free",

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.files import as_json, json_values, name_file_in_errors, parse_json, read_lines, write_atomically
-from longspan.run.loggers import RunLoggers
+from longspan.run.loggers.run_loggers import RunLoggers
 
 _MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
 _MOST_STEPS = 1 << 53

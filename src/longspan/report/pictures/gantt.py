@@ -11,11 +11,11 @@ from typing import Any
 from longspan.errors import plural
 from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, Group, Plan
-from longspan.report.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
 from longspan.report.markup import label, tag
+from longspan.report.pictures.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
 from longspan.report.series import ticks
 
-WIDTH = 1120
+WIDTH, NARROW = 1120, 400  # of the picture on a page, and on a page of a telephone
 _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
 
 
@@ -24,17 +24,21 @@ def row_height(slots: int) -> float:
     return min(30.0, max(14.0, 240 / slots)) if slots <= 24 else min(14.0, 620 / slots)
 
 
-def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", limit: int = 2400) -> str:
+def gantt_svg(
+    plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", limit: int = 2400, width: int = WIDTH
+) -> str:
     """An SVG of slots × time (or × rows of each micro-batch's cap), coloured by document, at most `limit` bars.
+
+    It is `width` pixels wide, with as many words as have room there.
 
     >>> svg = gantt_svg(plan, unit="rows")
     """
     picture = plan_bars(plan, cost, unit)
     height = row_height(plan.slots)
-    x_scale = (WIDTH - _LEFT - _RIGHT) / (picture.end or 1.0)
+    x_scale = (width - _LEFT - _RIGHT) / (picture.end or 1.0)
     bars, summaries = picture.select_bars(x_scale, height, limit)
     cost = plan.cost if cost is None else cost
-    canvas = _Canvas(picture, x_scale, height, cost)
+    canvas = _Canvas(picture, x_scale, height, cost, width)
     axis = "time" if unit == "seconds" else "rows"
     return tag(
         "svg",
@@ -42,8 +46,8 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", l
         *(canvas.summary(part) for part in summaries),
         *(canvas.bar(bar) for bar in bars),
         canvas.axes(),
-        class_="gantt",
-        viewBox=f"0 0 {WIDTH} {canvas.bottom + _BOTTOM:.0f}",
+        class_=f"gantt {'narrow' if width < WIDTH else 'wide'}",
+        viewBox=f"0 0 {width} {canvas.bottom + _BOTTOM:.0f}",
         tabindex=0,
         role="img",
         aria_label=f"{plural(plan.slots, 'slot')} over {axis}. Arrow keys read the documents.",
@@ -64,11 +68,11 @@ def time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
 class _Canvas:
     """Turns bars into SVG elements at one scale."""
 
-    def __init__(self, picture: PlanBars, x_scale: float, height: float, cost: Cost) -> None:
+    def __init__(self, picture: PlanBars, x_scale: float, height: float, cost: Cost, width: int) -> None:
         self.write_time = time_format(cost, picture.end)
         self.timed = bool(cost.source)
         self.picture, self.plan, self.x_scale, self.height = picture, picture.plan, x_scale, height
-        self.bottom = _TOP + height * picture.plan.slots
+        self.bottom, self.right = _TOP + height * picture.plan.slots, width - _RIGHT
 
     def x(self, value: float) -> float:
         return _LEFT + value * self.x_scale
@@ -136,7 +140,7 @@ class _Canvas:
             parts.append(label(str(slot), _LEFT - 8, y, "end", "tick"))
         nodes = range(self.plan.node_size, slots, self.plan.node_size)
         if nodes and self.plan.node_size * self.height >= 6:
-            lines = "".join(f"M{_LEFT} {_TOP + n * self.height:.1f}H{WIDTH - _RIGHT}" for n in nodes)
+            lines = "".join(f"M{_LEFT} {_TOP + n * self.height:.1f}H{self.right}" for n in nodes)
             parts.append(tag("path", class_="node", d=lines))
         return "".join(parts)
 
@@ -150,7 +154,7 @@ class _Canvas:
             parts.append(label(self._tick(value), x, self.bottom + 16, "middle", "tick"))
         timed = "predicted seconds" if self.timed else "share of the step, as predicted"
         words = timed if seconds else "rows of a slot, to the cap of each micro-batch"
-        return "".join(parts) + label(words, WIDTH - _RIGHT, self.bottom + 32, "end")
+        return "".join(parts) + label(words, self.right, self.bottom + 32, "end")
 
     def _tick(self, value: float) -> str:
         if self.picture.unit == "rows":
@@ -160,7 +164,7 @@ class _Canvas:
     def _tick_values(self) -> list[tuple[float, float]]:
         """Return the begin of a tick's panel and its value: seconds from 0, or 0 and the cap where they have room."""
         if self.picture.unit == "seconds":
-            return [(0.0, value) for value in ticks(0, self.picture.end, 9)]
+            return [(0.0, value) for value in ticks(0, self.picture.end, 9 if self.right > 900 else 4)]
         panels = self.picture.panels
         cap = panels[0].stop - panels[0].start if panels else 1.0
         width = cap * self.x_scale

@@ -3,9 +3,11 @@ documents.
 
 Some costs arise once: FlashAttention-4 and Triton compile for each kind of group, NCCL connects each pair of ranks,
 CUDA loads each kernel, and the allocator requests memory from the driver. The largest micro-batch of the coming plans
-runs first, so that all others fit into its memory; then each kind of group in these plans, once on all slots; then the
-first plan unchanged; then the forward passes that evaluation adds. Gradients are cleared. Weights, moments, learning
-rate, random numbers and every later loss are the same as without a warm-up.
+runs first, whole: that the run fits is seen there, and all others fit into its memory. What follows only compiles and
+connects, with documents that are cut short: each kind of group in these plans, once on all slots; the micro-batches of
+the first plan in which groups of several kinds run next to each other; the forward passes that evaluation adds.
+Gradients are cleared. Weights, moments, learning rate, random numbers and every later loss are the same as without a
+warm-up.
 """
 
 import time
@@ -40,6 +42,7 @@ from longspan.train.training import Training
 # no more rows than fit a block: of 64, 80 or 128 queries (128 / query heads of a key head, forward), and 128 keys.
 MANY = 256
 SHORT_STEP, SHORT = 8, 128  # chunks of up to SHORT rows count in steps of so many
+LONG = 4 * SHORT  # rows to which chunks are cut: their kernels are those of any longer ones
 
 
 class GroupKind(NamedTuple):
@@ -90,6 +93,22 @@ def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
     """The micro-batch in which some slot holds the most rows."""
     batches = [(plan, batch) for plan in plans for batch in plan.micro_batches]
     return max(batches, key=lambda item: int(slot_rows((item[1],), item[0].slots, item[0].row_multiple).max()))[1]
+
+
+def shorten_group(group: Group) -> Group:
+    """Return a group of the same kind whose documents have at most LONG rows in a chunk; padded ones stay as they are.
+
+    >>> shorten_group(Group(slots=(0, 1), documents=(0, 1), lengths=(65536, 300))).lengths
+    (2048, 300)
+    """
+    if group.pad_to is not None:
+        return group
+    return replace(group, lengths=tuple(min(n, 2 * group.degree * LONG) for n in group.lengths))
+
+
+def shorten_batch(batch: MicroBatch) -> MicroBatch:
+    """Return a micro-batch of the same kinds of groups on the same slots, with documents that are cut short."""
+    return MicroBatch(tuple(map(shorten_group, batch.groups)))
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
@@ -171,7 +190,7 @@ class WarmUp:
     """The plans that a warm-up runs, in order, and the number of kinds of groups in them."""
 
     kinds_of_training: Plan
-    first: Plan
+    mixed: Plan | None  # groups of several kinds next to each other
     evaluation: Plan | None
     kinds: int
 
@@ -188,8 +207,9 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     try:
         allocate_adam_states(training.optimizer)
         _connect_slots(training, [*plans, *([evaluation] if evaluation else [])])
-        for plan in (work.kinds_of_training, work.first):
-            _run_plan(training, plan, backward=True)
+        for plan in (work.kinds_of_training, work.mixed):
+            if plan is not None:
+                _run_plan(training, plan, backward=True)
         if work.evaluation is not None:
             _run_plan(training, work.evaluation, backward=False)
     except (RuntimeError, MemoryError) as error:
@@ -209,20 +229,48 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
     """The warm-up of some plans, with `in_flight` copies of the largest micro-batch, as a pipeline holds at once."""
     groups = smallest_group_of_each_kind(plans)
-    batches = [largest_micro_batch(plans)] * in_flight
-    batches += [batch for group in groups.values() for batch in repeat_on_all_slots(group, plans[0].slots)]
-    batches += batches[-1:] * (-len(batches) % in_flight)
-    forward = None if evaluation is None else _forward_plan(evaluation, groups, in_flight)
-    all_plans = [*plans, *([evaluation] if evaluation else [])]
-    return WarmUp(number_plan(batches, plans[0]), plans[0], forward, len(smallest_group_of_each_kind(all_plans)))
+    largest, batches = largest_micro_batch(plans), list[MicroBatch]()
+    for group in groups.values():
+        batches += repeat_on_all_slots(shorten_group(group), plans[0].slots)
+    training = number_plan(_fill_up([largest] * in_flight + batches, in_flight), plans[0])
+    mixed = _list_mixed_batches(plans[0])
+    return WarmUp(
+        training,
+        number_plan(_fill_up(mixed, in_flight), plans[0]) if mixed else None,
+        None if evaluation is None else _forward_plan(evaluation, groups, in_flight, most=_most_rows(training)),
+        len(smallest_group_of_each_kind([*plans, *([evaluation] if evaluation else [])])),
+    )
 
 
-def _forward_plan(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int) -> Plan:
-    """The kinds of groups that only evaluation has, and its largest micro-batch."""
+def _list_mixed_batches(plan: Plan) -> list[MicroBatch]:
+    """List a micro-batch of each set of several kinds of groups that run next to each other in a plan."""
+    batches = dict[frozenset[GroupKind], MicroBatch]()
+    for batch in plan.micro_batches:
+        batches.setdefault(frozenset(map(kind_of_group, batch.groups)), shorten_batch(batch))
+    return [batch for kinds, batch in batches.items() if len(kinds) > 1]
+
+
+def _forward_plan(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int, *, most: int) -> Plan:
+    """The kinds of groups that only evaluation has, and its largest micro-batch.
+
+    That is cut short where it has no more rows than training had at `most`: evaluation keeps less of a row.
+    """
     groups = smallest_group_of_each_kind([evaluation], leave_out=warm)
-    batches = [largest_micro_batch([evaluation])]
-    batches += [batch for group in groups.values() for batch in repeat_on_all_slots(group, evaluation.slots)]
-    return number_plan(batches + batches[-1:] * (-len(batches) % in_flight), evaluation)
+    largest = number_plan([largest_micro_batch([evaluation])], evaluation)
+    batches = [shorten_batch(b) if _most_rows(largest) <= most else b for b in largest.micro_batches]
+    for group in groups.values():
+        batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
+    return number_plan(_fill_up(batches, in_flight), evaluation)
+
+
+def _most_rows(plan: Plan) -> int:
+    """Return the most rows that a slot has in a micro-batch of a plan."""
+    return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
+
+
+def _fill_up(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
+    """Repeat the last micro-batch up to a multiple, which a pipeline takes."""
+    return batches + batches[-1:] * (-len(batches) % multiple)
 
 
 def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
@@ -254,8 +302,7 @@ def _peak_memory_text(device: torch.device) -> str:
 
 def _out_of_memory_error(training: Training, work: WarmUp, error: BaseException) -> ConfigError:
     """The error of a rank that has too little memory for the coming plans."""
-    plan = work.kinds_of_training
-    rows = int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
+    rows = _most_rows(work.kinds_of_training)
     cap = training.config.context.max_tokens_per_slot
     return ConfigError(
         f"rank {training.world.rank} ran out of memory before step 1, in a micro-batch of up to {rows:,} rows of a "

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from longspan.plan import Group, MicroBatch, Plan
-from longspan.report.bars import plan_bars
+from longspan.report.pictures.bars import plan_bars
 from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan
 

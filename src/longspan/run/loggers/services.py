@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from longspan.files import write_atomically
-from longspan.run.loggers import RunStart, scalars
+from longspan.run.loggers.run_loggers import RunStart, scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

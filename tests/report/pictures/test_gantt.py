@@ -13,24 +13,26 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic
 from longspan.report import chrome_trace, gantt_svg, plan_document, write_png
-from longspan.report.bars import FILLS, plan_bars
 from longspan.report.markup import style_sheet
+from longspan.report.pictures.bars import FILLS, plan_bars
 from tests.report.runs import mixed_plan
 
 EMPTY = Plan(4, (), (MicroBatch(), MicroBatch()), 0)
 
 
+@pytest.mark.parametrize("wide", [1120, 400])
 @pytest.mark.parametrize("unit", ["seconds", "rows"])
 @pytest.mark.parametrize("slots", [1, 8, 64, 1024])
-def test_svg_is_well_formed_and_bounded(slots: int, unit: str) -> None:
+def test_svg_is_well_formed_and_bounded(slots: int, unit: str, wide: int) -> None:
     plan = mixed_plan(slots)
-    svg = gantt_svg(plan, unit=unit)  # pyright: ignore[reportArgumentType]
+    svg = gantt_svg(plan, unit=unit, width=wide)  # pyright: ignore[reportArgumentType]
     tree = ElementTree.fromstring(svg)
     width, height = (float(x) for x in tree.attrib["viewBox"].split()[2:])
     for rect in tree.iter("rect"):
         x, y, w, h = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
         assert 0 <= x <= x + w <= width + 0.2 and 0 <= y <= y + h <= height + 0.2
-    assert len(svg) < 500_000 and height < 800
+    assert len(svg) < 500_000 and height < 800 and width == wide
+    assert all(0 <= float(words.attrib["x"]) <= width for words in tree.iter("text"))
     data = json.loads(tree.attrib["data-plan"])
     drawn = {rect.attrib["data-d"] for rect in tree.iter("rect") if "data-d" in rect.attrib}
     assert drawn == data["documents"].keys()

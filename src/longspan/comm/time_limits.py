@@ -1,10 +1,11 @@
-"""How long the ranks of a run wait for each other before one that is missing is named: `run.timeout_seconds`.
+"""How long ranks wait for each other before one that is missing is named, where a plan predicts what they do.
 
-A number holds everywhere. With "auto" a step may last ten times as long as it is predicted to, or as the last steps did
-in the median where that is longer, and at least 60 s; an evaluation likewise. `LONG` holds where nothing is predicted,
-and where ranks wait for work of one of them: set-up, the first two steps and the first evaluation of each set, which
-compile kernels, checkpoints and saved models, loggers that upload, and all of a run whose plans are priced for another
-machine, as on CPUs. Work of one rank that sends signs of life (`leave_together`) may last as long as it takes.
+That is `run.timeout_seconds` of `longspan train` and `longspan eval`, and what trainers do. A number holds everywhere.
+With "auto" a step may last ten times as long as it is predicted to, or as the last steps did in the median where that
+is longer, and at least 60 s; an evaluation likewise. `LONG` holds where nothing is predicted, and where ranks wait for
+work of one of them: set-up, the first two steps and the first evaluation of each set, which compile kernels,
+checkpoints and saved models, loggers that upload, and all of a run whose plans are priced for another machine, as on
+CPUs. Work of one rank that sends signs of life (`leave_together`) may last as long as it takes.
 """
 
 import time
@@ -13,35 +14,32 @@ from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 
-from longspan.comm import World
 from longspan.comm.all_ranks import set_timeout
-from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig
-from longspan.evaluation.result import Evaluation
+from longspan.comm.world import World
 
 LEAST, TIMES, LONG = 60.0, 10.0, 600.0
 FIRST_STEPS = 2  # of a session, in which kernels are compiled
 MEASURED = 20  # steps whose median counts
 
 
-def longest_wait(config: RunConfig) -> float:
-    """The seconds that a world of a run begins with: `run.timeout_seconds`, or under "auto" the longest limit."""
-    seconds = config.run.timeout_seconds
-    return LONG if isinstance(seconds, str) else seconds
+def longest_wait(timeout: float | str) -> float:
+    """The seconds that a world begins with: `run.timeout_seconds`, or under "auto" the longest limit."""
+    return LONG if isinstance(timeout, str) else timeout
 
 
 class TimeLimits:
-    """The limits of one session of a run. `is_priced`: plans are priced for the devices that run them.
+    """The limits of one session over plans: of `longspan train`, of a trainer, or of a loop of one's own.
 
-    >>> limits = TimeLimits(config, world, is_priced=True)
+    >>> limits = TimeLimits(world)
     >>> with limits.around_step(plan.predicted_seconds):
     ...     run_step(model, plan, documents, world)
+
+    Not `is_automatic`, the world's own time-out holds: where it was given as a number, or where plans are priced for
+    other devices than those that run them. With `has_loggers` a step's end has the longest limit.
     """
 
-    def __init__(self, config: RunConfig, world: World, *, is_priced: bool) -> None:
-        self._world = world
-        self._is_automatic = config.run.timeout_seconds == AUTO and is_priced
-        self._has_loggers = bool(config.run.loggers)
+    def __init__(self, world: World, *, is_automatic: bool = True, has_loggers: bool = False) -> None:
+        self._world, self._is_automatic, self._has_loggers = world, is_automatic, has_loggers
         self._steps = deque[float](maxlen=MEASURED)
         self._begun, self._of_step = 0, LONG
         self._evaluated = dict[Hashable, float]()  # seconds of an evaluation
@@ -62,14 +60,17 @@ class TimeLimits:
         """A context of what the ranks do after a step: a logger may upload its row on the first of them."""
         return self._limit_waits(LONG if self._has_loggers else self._of_step)
 
-    def around_evaluation(self, key: Hashable) -> AbstractContextManager[None]:
-        """A context of an evaluation of one set under one choice of plans, its key; the first has the longest limit."""
-        seconds = self._evaluated.get(key)
-        return self._limit_waits(LONG if seconds is None else TIMES * seconds)
+    @contextmanager
+    def around_evaluation(self, key: Hashable, predicted: float) -> Iterator[None]:
+        """A context of an evaluation that is predicted to take so many seconds.
 
-    def note_evaluation(self, key: Hashable, evaluation: Evaluation) -> None:
-        """Note the predicted and measured seconds of an evaluation, for the next one with this key."""
-        self._evaluated[key] = max(evaluation.plan.predicted_seconds, evaluation.seconds)
+        `key` is that of evaluations which run the same kernels; the first of them has the longest limit.
+        """
+        seconds = self._evaluated.get(key)
+        started = time.monotonic()
+        with self._limit_waits(LONG if seconds is None else TIMES * max(predicted, seconds)):
+            yield
+        self._evaluated[key] = time.monotonic() - started
 
     def _step_seconds(self) -> list[float]:
         return [median(self._steps)] if self._steps else []

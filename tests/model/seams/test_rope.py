@@ -19,7 +19,7 @@ from transformers import (
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.rope import (
+from longspan.model.seams.rope import (
     has_no_positions,
     position_limit,
     scale_rope,

@@ -1,14 +1,12 @@
-"""`run.timeout_seconds`: how long ranks of a run wait for each other, in each part of it."""
+"""How long ranks wait for each other, in each part of a run, an evaluation or a loop over plans."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from longspan.config.sections import RunConfig
-from longspan.run import time_limits
-from longspan.run.time_limits import LEAST, LONG, TimeLimits, longest_wait
+from longspan.comm import time_limits
+from longspan.comm.time_limits import LEAST, LONG, TimeLimits, longest_wait
 
 
 class Clock:
@@ -29,13 +27,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def limits_of(*, is_priced: bool = True, **run: Any) -> tuple[TimeLimits, Any]:
-    """The limits of a run, and the watch of its world."""
-    config = RunConfig()
-    config = replace(config, run=replace(config.run, **run))
-    watch = SimpleNamespace(timeout=longest_wait(config))
+def limits_of(
+    *, is_automatic: bool = True, timeout: float | str = "auto", loggers: bool = False
+) -> tuple[TimeLimits, Any]:
+    """The limits of a session, and the watch of its world."""
+    watch = SimpleNamespace(timeout=longest_wait(timeout))
     world: Any = SimpleNamespace(watch=watch)
-    return TimeLimits(config, world, is_priced=is_priced), watch
+    return TimeLimits(world, is_automatic=is_automatic, has_loggers=loggers), watch
 
 
 def limit_of_step(
@@ -63,32 +61,33 @@ def test_steps_that_are_slower_than_predicted_get_more(clock: Clock) -> None:
     assert seconds == [LONG, LONG, LEAST, 300.0]
 
 
-@pytest.mark.parametrize(
-    ("is_priced", "run", "limit"),
-    [(False, {}, LONG), (True, {"timeout_seconds": 25.0}, 25.0), (False, {"timeout_seconds": 1800.0}, 1800.0)],
-    ids=["no price", "a number", "a longer one"],
-)
-def test_one_limit_where_nothing_is_predicted_or_a_number_is_given(
-    clock: Clock, is_priced: bool, run: dict[str, Any], limit: float
-) -> None:
-    limits, watch = limits_of(is_priced=is_priced, **run)
+@pytest.mark.parametrize("timeout", ["auto", 25.0, 1800.0], ids=["no price", "a number", "a longer one"])
+def test_one_limit_where_nothing_is_predicted_or_a_number_is_given(clock: Clock, timeout: float | str) -> None:
+    limits, watch = limits_of(is_automatic=False, timeout=timeout)
+    limit = longest_wait(timeout)
     assert {limit_of_step(limits, watch, clock, 1.0, 1.0) for _ in range(4)} == {(limit, limit)}
-    with limits.around_evaluation("books"):
-        assert watch.timeout == limit
+    for _ in range(2):
+        with limits.around_evaluation("books", 1.0):
+            assert watch.timeout == limit == (LONG if timeout == "auto" else timeout)
 
 
 def test_a_logger_may_take_its_time_after_a_step(clock: Clock) -> None:
-    limits, watch = limits_of(loggers=("wandb",))
+    limits, watch = limits_of(loggers=True)
     assert [limit_of_step(limits, watch, clock, 1.0, 1.0) for _ in range(3)][-1] == (LEAST, LONG)
 
 
-def test_an_evaluation_is_limited_by_the_one_before_it(clock: Clock) -> None:
+def test_an_evaluation_is_limited_by_its_prediction_and_the_one_before_it(clock: Clock) -> None:
     limits, watch = limits_of()
-    evaluation: Any = SimpleNamespace(plan=SimpleNamespace(predicted_seconds=50.0), seconds=12.0)
-    for key, limit in (("books", LONG), ("books", 500.0), ("code", LONG)):
-        with limits.around_evaluation(key):
+    for key, predicted, seconds, limit in (
+        ("books", 50.0, 12.0, LONG),
+        ("books", 50.0, 80.0, 500.0),
+        ("books", 50.0, 1.0, 800.0),
+        ("code", 50.0, 1.0, LONG),
+        ("code", 2.0, 1.0, LEAST),
+    ):
+        with limits.around_evaluation(key, predicted):
             assert watch.timeout == limit
-        limits.note_evaluation(key, evaluation)
-    with pytest.raises(ValueError, match="stopped"), limits.around_evaluation("books"):
+            clock.now += seconds
+    with pytest.raises(ValueError, match="stopped"), limits.around_evaluation("books", 50.0):
         raise ValueError("stopped")
     assert watch.timeout == LONG, "after an evaluation that was stopped, too"

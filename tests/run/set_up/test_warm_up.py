@@ -14,10 +14,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
-from longspan.run import warm_up as warm_up_module
-from longspan.run import warm_up as warm_up_run
-from longspan.run.metrics_log import read_metrics
-from longspan.run.warm_up import (
+from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.set_up import warm_up as warm_up_module
+from longspan.run.set_up import warm_up as warm_up_run
+from longspan.run.set_up.warm_up import (
     allocate_adam_states,
     kind_of_group,
     repeat_on_all_slots,
@@ -103,13 +103,36 @@ def test_every_slot_meets_every_kind(slots: int) -> None:
         groups = [group for batch in work.kinds_of_training.micro_batches for group in batch.groups]
         assert {kind_of_group(group) for group in groups if slot in group.slots} == kinds
     assert work.kinds == len(kinds) and len(work.kinds_of_training.micro_batches) % 2 == 0
-    assert work.kinds_of_training.max_tokens_per_slot is None and work.first == plans[0]
+    assert work.kinds_of_training.max_tokens_per_slot is None and work.mixed is None  # of the first plan: one kind
     most = max(int(plan.timeline().rows.max()) for plan in plans)
     rows = work.kinds_of_training.timeline().rows.max(1)
     assert rows[0] == rows[1] == most == rows.max()
     assert work.evaluation is not None and work.evaluation.micro_batches[0].lengths in [
         batch.lengths for batch in plans[1].micro_batches
     ]
+
+
+def test_only_the_largest_micro_batch_is_run_whole() -> None:
+    several, pair = Group((0,), (0, 1), (60_000, 5536)), Group((2, 3), (3,), (9000,))
+    batches = (MicroBatch((several, Group((1,), (2,), (50_000,)))), MicroBatch((Group((0, 1), (4,), (120,)), pair)))
+    lengths = (60_000, 5536, 50_000, 9000, 120)
+    plan = Plan(slots=4, lengths=lengths, micro_batches=batches, targets=sum(lengths) - 5)
+    evaluations = [MicroBatch((Group((0,), (0,), (rows,)),)) for rows in (60_000, 90_000)]
+    shorter, longer = (
+        warm_up_plans([plan], Plan(4, batch.lengths, (batch,), targets=batch.lengths[0] - 1), in_flight=1)
+        for batch in evaluations
+    )
+    assert shorter.mixed is not None and shorter.evaluation is not None and longer.evaluation is not None
+    first, *others = shorter.kinds_of_training.micro_batches
+    assert first.lengths == batches[0].lengths
+    others += [*shorter.mixed.micro_batches, *shorter.evaluation.micro_batches]
+    assert max(n for batch in others for n in batch.lengths) == 2048
+    kinds, mixed = (
+        [{kind_of_group(group) for group in batch.groups} for batch in list_of]
+        for list_of in (batches, shorter.mixed.micro_batches)
+    )
+    assert mixed == kinds
+    assert longer.evaluation.lengths[0] == 90_000  # which may not fit
 
 
 def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
@@ -140,7 +163,7 @@ def test_communicators_are_made_before_the_first_pass(
     training: Any = SimpleNamespace(world=world, config=config, optimizer=None, model=nn.Linear(1, 1))
     plans = [plan_fixed(lengths, Layout(2), cp=2) for lengths in ([9, 4], [8], [7, 5])]
     warm_up(training, plans[:2], plans[2], lambda line: None)
-    assert calls == [*plans, *(["pairs"] if planner == "dynamic" else []), True, True, False]
+    assert calls == [*plans, *(["pairs"] if planner == "dynamic" else []), True, False]
 
 
 @pytest.mark.parametrize("made", [True, False])

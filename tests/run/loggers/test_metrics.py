@@ -21,8 +21,8 @@ from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
 from longspan.plan.plan_rows import plan_row
 from longspan.run import progress
-from longspan.run.metrics_log import MetricsLog, read_metrics
-from longspan.run.plan_log import PlanLog
+from longspan.run.loggers.metrics_log import MetricsLog, read_metrics
+from longspan.run.loggers.plan_log import PlanLog
 from longspan.run.progress import ProgressDisplay
 from longspan.train.memory.live_bytes import peak_memory_bytes
 

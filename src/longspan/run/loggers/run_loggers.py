@@ -52,8 +52,8 @@ class Logger(Protocol):
 LoggerClass = Callable[[RunStart], Logger]
 # longspan's own loggers: their classes by the name of the package and extra that they need.
 BUILT_IN = {
-    "tensorboard": "longspan.run.logger_services.TensorBoardLogger",
-    "wandb": "longspan.run.logger_services.WandbLogger",
+    "tensorboard": "longspan.run.loggers.services.TensorBoardLogger",
+    "wandb": "longspan.run.loggers.services.WandbLogger",
 }
 
 

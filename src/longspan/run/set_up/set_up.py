@@ -37,7 +37,8 @@ from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost_changes import with_spans
 from longspan.run.checks.check_model import check_image_keys
 from longspan.run.refining import refinement_of_run
-from longspan.run.resume import (
+from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
+from longspan.run.set_up.resume import (
     check_steps_left,
     checkpoint_to_resume,
     drop_old_node_size,
@@ -45,7 +46,6 @@ from longspan.run.resume import (
     steps_done,
     with_held_out_of,
 )
-from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
 from longspan.train.long_documents import scale_positions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.images_held import UNEVEN

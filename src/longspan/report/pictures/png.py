@@ -6,7 +6,7 @@ from typing import Any
 
 from longspan.errors import ConfigError, plural
 from longspan.plan import Cost, Plan
-from longspan.report.bars import FILLS, Bar, PlanBars, Unit, plan_bars
+from longspan.report.pictures.bars import FILLS, Bar, PlanBars, Unit, plan_bars
 
 MANY, IDLE = "#93a5bf", "#f3f3f0"
 LETTER, LINE = 7, 11  # pixels of a label: width of a letter, height

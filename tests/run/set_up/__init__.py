@@ -1,0 +1,1 @@
+"""What a run does before its first step."""
