@@ -167,7 +167,7 @@ class MessageBound:
         Infinite where a host has fewer slots.
         """
         inside, across = np.zeros((2, len(self._members)))
-        for i, members in enumerate(self._members.tolist()):
+        for i, members in enumerate(map(int, self._members)):
             if members > 1:
                 inside[i] = (
                     self._swap(members, np.arange(members, members + 1)) if members <= self.node_size else np.inf
