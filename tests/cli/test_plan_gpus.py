@@ -87,7 +87,9 @@ def test_columns_are_plans_of_memory(model: str, capsys: pytest.CaptureFixture[s
     for name in ("none", "selective", "full"):
         column = answer["columns"][name]
         plan = plan_fixed([column["longest"]], Layout(4), cp=4, cp_comm_type="auto")
-        memory = MemoryPlan.of(model, Layout(4), plan, MemorySettings(lora_rank=4), name, machine=Machine())
+        memory = MemoryPlan.of(
+            model, Layout(4), plan, MemorySettings(lora_rank=4, compiled="auto"), name, machine=Machine()
+        )
         assert column["device"] == memory.device.to_json() and column["measures"] == [name] * 4
     assert answer["keys"]["lora.rank"] == 4
 

@@ -20,7 +20,7 @@ def test_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.json").write_text(mixed_plan(4).to_json())
     assert main(["report", str(tmp_path / "plan.json")]) == 0
-    assert (tmp_path / "plan.html").read_text().count("data-plan=") == 2
+    assert (tmp_path / "plan.html").read_text().count("data-plan=") == 4  # by units, wide and narrow
     assert main(["report", str(tmp_path / "plan.json"), "--out", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").is_file() and capsys.readouterr().out.endswith("other.html\n")
 

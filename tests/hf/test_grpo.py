@@ -135,6 +135,7 @@ def test_grpo_with_a_reference_and_two_iterations(saved: str, ranks: int) -> Non
     compare(case, DYNAMIC, ranks=ranks, **EXACT)
 
 
+@pytest.mark.whole
 def test_rloo_with_a_reference(saved: str) -> None:
     """RLOO, with the divergence from a reference in its rewards."""
     compare(partial(rloo, path=saved, beta=0.1, **TWICE), CP, **EXACT)

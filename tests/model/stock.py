@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from transformers import (
     ApertusConfig,
     AutoModelForCausalLM,
+    CodeGenConfig,
     DeepseekV3Config,
     Gemma2Config,
+    GPTJConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -46,7 +48,7 @@ def config_of(family: str) -> PreTrainedConfig:
     """Qwen3 with tied and Llama with untied embeddings; Mistral with windows; Gemma 2 with windows and soft caps;
     gpt-oss with sinks and a window in every other layer; DeepSeek-V3 with values unlike queries (MLA). The attention of
     mixture-of-experts models alone: they have one expert, or dense layers in its place. Apertus with a learnt
-    activation; NanoChat with its norm before and after the layers."""
+    activation; NanoChat with its norm before and after the layers. GPT-J and CodeGen with a table of rotary angles."""
     if family == "apertus":
         return ApertusConfig(**SIZES)
     if family == "nanochat":
@@ -57,6 +59,11 @@ def config_of(family: str) -> PreTrainedConfig:
         return MistralConfig(**SIZES, sliding_window=5)
     if family == "gemma2":
         return Gemma2Config(**SIZES, sliding_window=5, query_pre_attn_scalar=8)
+    if family in ("gpt-j", "codegen"):
+        kind = GPTJConfig if family == "gpt-j" else CodeGenConfig
+        drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        ids = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        return kind(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, **ids, **drops)
     if family == "gpt-oss":
         return GptOssConfig(**SIZES, sliding_window=5, num_local_experts=1, num_experts_per_tok=1)
     if family == "qwen3-moe":

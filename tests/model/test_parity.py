@@ -15,6 +15,7 @@ from longspan.plan import Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.stock import error, gradients_of, stock_answer, texts, tiny, worst
+from tests.versions import transformers_before
 
 LENGTHS = (13, 1, 30, 7, 2, 18)  # ragged, with documents shorter than 2 cp and one without a target
 FAMILIES = ("qwen3", "llama")
@@ -101,7 +102,7 @@ def _other_families(rank: int) -> dict[str, float]:
     errors, documents = {}, texts(LENGTHS)
     with World(Layout(ranks=2), backend=backend()) as world:
         plan = plan_fixed(LENGTHS, world.home, cp=2)
-        for family in ("mistral", "gemma2"):
+        for family in ("mistral", "gemma2", *(() if transformers_before("5.24") else ("gpt-j", "codegen"))):
             stock = stock_answer(family, torch.float32, documents, world.device)
             model = prepare(tiny(family, attention="eager"), world)
             loss = run_step(model, plan, documents, world).loss
@@ -109,6 +110,6 @@ def _other_families(rank: int) -> dict[str, float]:
     return errors
 
 
-def test_windows_and_soft_caps_of_other_families() -> None:
+def test_windows_and_soft_caps_and_tables_of_angles_of_other_families() -> None:
     for errors in run_ranks(_other_families, 2):
         assert max(errors.values()) < 1e-5, errors

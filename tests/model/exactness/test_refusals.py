@@ -107,7 +107,6 @@ PROBED = {
         r"FalconForCausalLM: transformer.h.0.self_attention, .*\(FalconAttention\) bypasses",
     ),
     "Bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}, r"BloomForCausalLM cannot be probed|bypasses"),
-    "GPT-J": ("GPTJConfig", {"rotary_dim": 4}, r"transformer.h.0.attn, .* \(GPTJAttention\) bypasses"),
     "JetMoe": (
         "JetMoeConfig",
         {"num_local_experts": 4, "kv_channels": 8, "num_experts_per_tok": 2},

@@ -16,6 +16,7 @@ from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.stock import SIZES, VOCABULARY, tiny
+from tests.versions import transformers_before
 
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": VOCABULARY}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -30,6 +31,14 @@ TABLES: dict[str, tuple[dict[str, Any], str | None]] = {
     "BertGenerationConfig": (
         _BASE | {"max_position_embeddings": 16, "is_decoder": True},
         "bert.embeddings.position_embeddings",
+    ),
+    **(
+        {}
+        if transformers_before("5.24")  # whose GPT-J and CodeGen bypass transformers' interface of attention
+        else {
+            "GPTJConfig": (_GPT | {"rotary_dim": 4}, "transformer.rotary_emb.embed_positions"),
+            "CodeGenConfig": (_GPT | {"rotary_dim": 4}, "transformer.rotary_emb.embed_positions"),
+        }
     ),
     "LlamaConfig": (SIZES | {"max_position_embeddings": 16}, None),
     "GPTNeoXConfig": (_BASE | {"max_position_embeddings": 16}, None),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -39,6 +40,7 @@ def _losses(config: RunConfig, ranks: int) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows if name in row] for name in COMPARED}
 
 
+@pytest.mark.whole  # test_memory_runs.py runs a hybrid
 def test_the_losses_of_the_example_are_those_of_one_rank(tmp_path: Path) -> None:
     paths = {"data.path": str(write_texts(tmp_path / "texts")), "run.dir": str(tmp_path / "four")}
     four = load_config(EXAMPLE, SMALLER | paths)

@@ -130,7 +130,7 @@ def test_rows_to_try_reach_from_the_longest_document_to_one_micro_batch() -> Non
 def test_less_memory_means_slower_measures_and_then_a_refusal_with_the_bytes() -> None:
     config = config_of()
     run, host = run_of(config), 64 * GIB
-    rooms = (400, 140, 100)
+    rooms = (400, 100, 90)
     plans = [run.choose_memory(MemoryBudget(device=room * GIB, host=host)) for room in rooms]
     assert set(plans[0].measures) == {"none"} and plans[0].gathered_once
     assert [plan.device.total <= room * GIB for plan, room in zip(plans, rooms, strict=True)] == [True] * 3
