@@ -20,8 +20,8 @@ from longspan.config.sections import RunConfig
 from longspan.launch.stop_signals import NOTICES, Interrupted, leave_closed_output, pass_over
 from longspan.run.checks.check_data import check_files
 from longspan.run.checks.config_check import check_config
-from longspan.run.starts import Starts, begin_gpu_imports
 from longspan.train.plans import home_of
+from longspan.train.starts import Starts, begin_gpu_imports
 
 if TYPE_CHECKING:
     from longspan.run.result import TrainResult

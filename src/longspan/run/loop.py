@@ -48,11 +48,11 @@ from longspan.run.run_facts import facts_of
 from longspan.run.set_up.set_up import check_targets, set_up
 from longspan.run.set_up.warm_up import warm_up_run
 from longspan.run.slow_slots import SlowSlots
-from longspan.run.starts import Starts
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plan_steps
 from longspan.train.reading.gather import share_documents
 from longspan.train.reading.step_inputs import count_pack_targets
+from longspan.train.starts import Starts
 from longspan.train.terms import plan_waves_ahead
 
 HANG = "hang"  # of what torch recorded of collectives, where one failed

@@ -46,7 +46,6 @@ from longspan.run.set_up.resume import (
     steps_done,
     with_held_out_of,
 )
-from longspan.run.starts import Starts
 from longspan.train.long_documents import scale_positions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.images_held import UNEVEN
@@ -57,6 +56,7 @@ from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.order import set_epoch_steps, source_lines
 from longspan.train.plans.partition import choose_partition_on_ranks
 from longspan.train.plans.run_machine import use_machine
+from longspan.train.starts import Starts
 from longspan.train.terms.mtp import add_configured_depths, depths_line
 from longspan.train.training import (
     AnyModel,
