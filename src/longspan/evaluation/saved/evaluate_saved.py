@@ -54,7 +54,7 @@ def evaluate_saved(
 
     Raises CheckpointError, DataError, ModelError or ConfigError for what is missing or does not fit, EvaluationError
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
-    `starts` has the parts of the start before this call; they are logged once the first model is ready.
+    `starts` has the parts of the start before this call; on GPUs they are logged once the first model is ready.
     """
     starts, deadline = starts or Starts(), time.monotonic() + (request.seconds or math.inf)
     metrics = run_on_every_rank(world, partial(_load_set_metrics, request), ConfigError)
@@ -152,7 +152,8 @@ class _Evaluator:
         cost = run_on_every_rank(self.world, price, ConfigError)
         if "model" not in self.starts.parts:
             self.starts.end_part("model")
-            log(str(self.starts))
+            if gpu:
+                log(str(self.starts))
         with StopSignal() as stop:
             sets = tuple(self._evaluate_sets(model, step, cost, stop, log, progress))
         digest = tokenizer_digest(fit.checked.tokenizer)
