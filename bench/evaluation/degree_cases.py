@@ -36,12 +36,16 @@ class EvaluationCase:
 
     @property
     def ranks(self) -> int:
-        """The fewest ranks that it runs on: two slots, for degree 2; more must be a multiple."""
-        return max(DEGREES) * self.tp * self.pp
+        """The fewest ranks that it runs on, one slot; more must be a multiple, and of two slots for degree 2."""
+        return self.tp * self.pp
 
     def runs_on(self, ranks: int) -> bool:
-        """Whether so many ranks are slots of this case, which degree 2 divides."""
+        """Whether so many ranks are whole slots of this case."""
         return ranks % self.ranks == 0
+
+    def degrees(self, ranks: int) -> tuple[int, ...]:
+        """The degrees that divide the slots of so many ranks."""
+        return tuple(degree for degree in DEGREES if ranks // self.ranks % degree == 0)
 
     def home(self, ranks: int) -> Layout:
         """The home of its model on so many ranks."""
@@ -60,6 +64,8 @@ class EvaluationCase:
 CASES = (
     EvaluationCase(name="1k-tp2", tokens=1024, layers=4, tp=2, known=(8.9, 12.4)),
     EvaluationCase(name="8k-tp2", tokens=8192, layers=8, tp=2, known=(26.3, 21.3)),
+    EvaluationCase(name="1k-tp1", tokens=1024, layers=4),
+    EvaluationCase(name="8k-tp1", tokens=8192, layers=8),
     EvaluationCase(name="8k-pp2", tokens=8192, layers=8, pp=2),
     EvaluationCase(name="16k-pp2", tokens=16384, layers=8, pp=2),
     EvaluationCase(name="8k-tp2-pp2", tokens=8192, layers=8, tp=2, pp=2, known=(39.5, 32.2)),

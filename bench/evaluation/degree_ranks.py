@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.evaluation.degree_cases import DEGREES, EvaluationCase, EvaluationSettings
+from bench.evaluation.degree_cases import EvaluationCase, EvaluationSettings
 from torch import nn
 from torch.optim import Optimizer
 
@@ -96,21 +96,23 @@ def _bench(case: EvaluationCase, settings: EvaluationSettings, world: World) -> 
 
 def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: World) -> dict[str, Any]:
     bench = _bench(case, settings, world)
-    plans = {degree: bench.at_fixed_degree(degree) for degree in DEGREES}
+    degrees = case.degrees(settings.ranks)
+    plans = {degree: bench.at_fixed_degree(degree) for degree in degrees}
     runs: list[dict[str, Any]] = []
-    for trained, other in (DEGREES, DEGREES[::-1]):
+    for trained in degrees:
         bench.train_step(plans[trained])
-        for degree in (trained, other):
+        for degree in sorted(degrees, key=trained.__ne__):  # first that of training
             named = {"name": f"train {trained}, eval {degree}", "trained": trained, "degree": degree}
             runs.append(named | _measure(bench, plans[degree]))
     dynamic: dict[str, Any] = vars(bench.options)  # with any number of rows on a slot
     runs.append({"name": "planned"} | _measure(bench, PlanChoice.dynamic(**dynamic)))
-    difference = max(abs(a["loss"] - b["loss"]) for a, b in (runs[0:2], runs[2:4]))
+    losses = [[run["loss"] for run in runs if run.get("trained") == trained] for trained in degrees]
+    difference = max(max(values) - min(values) for values in losses)
     kind = torch.bfloat16 if settings.gpu else torch.float32
     row: dict[str, Any] = {name: getattr(case, name) for name in ("name", "tokens", "layers", "tp", "pp", "preset")}
     row |= {"known": case.known, "runs": runs, "difference": difference, "good": difference <= BOUND[kind]}
     if settings.flags.profile:
-        row["parts"] = {str(degree): _parts(bench, plans[degree]) for degree in DEGREES}
+        row["parts"] = {str(degree): _parts(bench, plans[degree]) for degree in degrees}
     return row
 
 

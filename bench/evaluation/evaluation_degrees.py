@@ -89,7 +89,7 @@ def _summary(record: dict[str, Any]) -> list[tuple[str, ...]]:
     for row in record["rows"]:
         times = {(run.get("trained"), run.get("degree")): 1e3 * run["mean"] for run in row["runs"]}
         planned, cells = 1e3 * planned_run(row)["mean"], [row["name"]]
-        for pair in (row["known"], *([times[trained, degree] for degree in DEGREES] for trained in DEGREES)):
+        for pair in (row["known"], *([times.get((trained, degree)) for degree in DEGREES] for trained in DEGREES)):
             cells += _pair(pair)
         best = times[DEGREES[0], DEGREES[0]]
         lines.append((*cells, f"{planned:.1f}", f"{best / planned:.2f}", f"{row['difference']:.1e}"))
@@ -101,8 +101,11 @@ def planned_run(row: dict[str, Any]) -> dict[str, Any]:
     return next(run for run in row["runs"] if "trained" not in run)
 
 
-def _pair(times: Sequence[float] | None) -> tuple[str, str]:
-    return ("", "") if times is None else (f"{times[0]:.1f} → {times[1]:.1f}", f"{times[0] / times[1]:.2f}")
+def _pair(times: Sequence[float | None] | None) -> tuple[str, str]:
+    first, second = times or (None, None)
+    if first is None or second is None:
+        return "" if first is None else f"{first:.1f}", ""
+    return f"{first:.1f} → {second:.1f}", f"{first / second:.2f}"
 
 
 def _runs(record: dict[str, Any]) -> list[tuple[str, ...]]:

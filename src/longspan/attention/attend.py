@@ -113,6 +113,8 @@ def attend(
         check_capture(dropout)
         call = replace(call, dropout=Dropout(dropout, _layer_seed(dropout_seed, shard, layer), first_head))
     q = q if call.sign == 1 else q * call.sign
+    if not torch.is_grad_enabled() and active_recording.get() is None:  # a node of autograd would only cost the host
+        return _attend_parts(*_contiguous_heads(q, k, v), _put_sinks(call, sinks))[0]
     return _Attend.apply(q, k, v, sinks, call)  # pyright: ignore[reportReturnType]
 
 
@@ -149,7 +151,7 @@ def _layer_seed(seed: int | None, shard: SequenceShard, layer: int | None) -> in
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttendCall) -> Tensor:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = _contiguous_heads(q, k, v)
         recording, with_sinks = active_recording.get(), _put_sinks(call, sinks)
         if recording is None:
             out, saved, slices = _attend_parts(q, k, v, with_sinks)
@@ -176,6 +178,11 @@ class _Attend(torch.autograd.Function):
                 parts.insert(0, PATTERNS[cp_comm_type][1](take_rows(dout, rows), saved_slices, members, call))
         dq, dk, dv = _join_rows_of_parts([(part.q, part.k, part.v) for part in parts], dout, ctx.shapes)
         return dq, dk, dv, None if sinks is None else _sum_sinks([part.sinks for part in parts], sinks), None
+
+
+def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors (T, N, H) whose numbers of a head lie side by side."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:

@@ -8,6 +8,7 @@ Rows of a slot: group after group in plan order, document after document, in the
 """
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -33,8 +34,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_graphs(fn: Function) -> Function:
-    """torch.compile ends its graph before a call of this function and begins another after it."""
-    return cast(Function, torch.compiler.disable(fn))
+    """torch.compile ends its graph before a call of this function and begins another after it.
+
+    Where nothing that is compiled runs, the call is the function's own: torch's switch takes the host ten calls more.
+    """
+    disabled = torch.compiler.disable(fn)
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback  # None where nothing that is compiled runs
+    from torch._dynamo.eval_frame import skip_code
+
+    @wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
+
+    skip_code(run.__code__)
+    vars(run).update(vars(disabled) | {"_torchdynamo_wrapper_id": id(run)})  # by which dynamo knows the switch
+    return cast(Function, run)
 
 
 RowsAt = tuple[tuple[Tensor, Tensor], ...]  # local rows (n,) and rows (n, D) for them, of every modality

@@ -23,10 +23,10 @@ from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import RowSums, Totals
 from longspan.layout import Layout
+from longspan.model.gather_once import gather_once, gathered_bytes
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import gather_once, gathered_bytes
 from longspan.plan import MicroBatch, Plan
 from longspan.train.memory.live_bytes import measure_added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes

@@ -19,12 +19,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from longspan.comm import World
 from longspan.comm.groups.channel import wide
 from longspan.errors import ModelError
-from longspan.model.float8.weights import find_float8_weight, quantise_once
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
 _FSDP_MODULES = "listed_fsdp_modules"  # on a model: a table of models would keep them
-_GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
 
@@ -93,6 +91,11 @@ def shard_over_slots(
         _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
 
 
+def reshards_after_forward(module: FSDPModule) -> bool | None:
+    """Return whether a module frees its gathered parameters after forward; None if it was not sharded here."""
+    return _RESHARDS.get(module)
+
+
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """List every module that FSDP2 manages, children after parents; empty where parameters are not sharded.
 
@@ -136,56 +139,13 @@ def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         modules = fsdp_modules(model)
-        for group in _reduction_groups(modules):
+        for group in reduction_groups(modules):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                     whole.grad = None
-        _free_groups(modules)
+        free_groups(modules)
         raise
-
-
-@contextmanager
-def gather_once(model: nn.Module) -> Iterator[None]:
-    """Gather parameters once for forward passes inside, without backward passes; all ranks enter it together.
-
-    A layer is gathered when it is first called, next to the layer before, and freed at the end, also after an error.
-    Weights in float8 stay as long.
-    """
-    modules = fsdp_modules(model)
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-    try:
-        with quantise_once(model):
-            yield
-    finally:
-        for module in modules:
-            module.set_reshard_after_forward(_RESHARDS[module], recurse=False)
-        _free_groups(modules)
-
-
-def gathered_bytes(model: nn.Module) -> int:
-    """Count the bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
-
-    0 if there are none, and for a model that is not sharded here: what it does after a pass is not known.
-    """
-    if model not in _GATHERED_BYTES:
-        modules = fsdp_modules(model)
-        groups = _reduction_groups(modules) if all(module in _RESHARDS for module in modules) else ()
-        _GATHERED_BYTES[model] = sum(
-            data.numel() * group.mesh_info.shard_mesh_size * _number_bytes(group, parameter)
-            for group in groups
-            for parameter in group.fsdp_params
-            for data in (parameter._sharded_param_data,)
-        )
-    return _GATHERED_BYTES[model]
-
-
-def _number_bytes(group: Any, parameter: Any) -> int:
-    """Return the bytes of a number of a parameter that passes hold: gathered, and in float8 if it is used so."""
-    place = parameter._module_info
-    gathered = group.mp_policy.param_dtype or parameter._sharded_param_data.dtype
-    return gathered.itemsize + (find_float8_weight(place.module, place.param_name) is not None)
 
 
 def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
@@ -210,16 +170,16 @@ def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
     sum_over_replicas(False)
     try:
         yield sum_over_replicas
-        assert all(group._partial_reduce_output is None for group in _reduction_groups(modules)), (
+        assert all(group._partial_reduce_output is None for group in reduction_groups(modules)), (
             "sum_over_replicas was not called before the last backward pass"
         )
     finally:
         sum_over_replicas()
-        for group in _reduction_groups(modules):
+        for group in reduction_groups(modules):
             group._partial_reduce_output = None
 
 
-def _reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
+def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
     """Yield FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
     for state in dict.fromkeys(module._get_fsdp_state() for module in modules):  # modules may have one together
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -231,7 +191,7 @@ def widen_gradients(model: nn.Module) -> None:
 
     For passes that FSDP2 does not see, whose gradients would add up in the compute dtype.
     """
-    for group in _reduction_groups(fsdp_modules(model)):
+    for group in reduction_groups(fsdp_modules(model)):
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
@@ -252,15 +212,15 @@ def reshard(model: nn.Module) -> None:
     They are freed after an error in that pass, too. FSDP2 would take the pass for unfinished and free nothing, and a
     later pass would take the gathered parameters for current ones.
     """
-    _free_groups(fsdp_modules(model))
+    free_groups(fsdp_modules(model))
 
 
-def _free_groups(modules: Sequence[FSDPModule]) -> None:
+def free_groups(modules: Sequence[FSDPModule]) -> None:
     """Bring FSDP2's groups back to their idle state after an error, and free what they gathered."""
     for module in modules:
         state: Any = module._get_fsdp_state()
         state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
-        for group in _reduction_groups([module]):
+        for group in reduction_groups([module]):
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()  # does something where the error came between a gather and its end
         module.reshard()

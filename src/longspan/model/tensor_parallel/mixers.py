@@ -25,7 +25,7 @@ from longspan.model.adapters import is_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
 from longspan.model.tensor_parallel.mixer_parts import MixerParts, find_tensors, mixer_parts, reads_inputs
 from longspan.model.tensor_parallel.split_adapters import split_adapted
-from longspan.model.tensor_parallel.styles import View, make_row_view, replace_attributes, split_rows
+from longspan.model.tensor_parallel.styles import ReplacedAttributes, View, make_row_view, split_rows
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
 
@@ -170,7 +170,7 @@ def _show_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]])
         with ExitStack() as stack:
             for owner, attributes in views.items():
                 values = {name: view(getattr(owner, name)) for name, view in attributes.items() if hasattr(owner, name)}
-                stack.enter_context(replace_attributes(owner, values))
+                stack.enter_context(ReplacedAttributes(owner, values))
             return inner(*args, **kwargs)
 
     mixer.forward = forward

@@ -6,8 +6,7 @@ classes; an instance's `forward` is wrapped, and holds a world's key, no group. 
 `plan.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -50,18 +49,26 @@ def return_none(x: Tensor) -> None:
     """Hide a parameter from a module's forward: its view is None."""
 
 
-@contextmanager
-def replace_attributes(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
-    """Give the module's attributes these values inside the `with` block; a value hides a parameter of its name."""
-    attributes = vars(module)
-    old_values = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del attributes[name]
-        attributes.update(old_values)
+class ReplacedAttributes:
+    """A context in which a module's attributes have these values; a value hides a parameter of its name.
+
+    No generator, which would take the host longer: a layer enters it at each of its linears.
+    """
+
+    __slots__ = ("_attributes", "_old_values", "_values")
+
+    def __init__(self, module: nn.Module, values: Mapping[str, object]) -> None:
+        self._attributes, self._values = vars(module), values
+
+    def __enter__(self) -> None:
+        attributes = self._attributes
+        self._old_values = {name: attributes[name] for name in self._values if name in attributes}
+        attributes.update(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._values:
+            del self._attributes[name]
+        self._attributes.update(self._old_values)
 
 
 def wrap_forward(
@@ -82,16 +89,27 @@ def wrap_forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if enter is not None:
             args, kwargs = _apply_to_input(enter, args, kwargs)
-        if attributes:
-            with replace_attributes(module, {name: view(getattr(module, name)) for name, view in attributes.items()}):
-                out = inner(*args, **kwargs)
-        else:
-            out = inner(*args, **kwargs)
+        out = _call_with_views(module, attributes, inner, args, kwargs) if attributes else inner(*args, **kwargs)
         if leave is None:
             return out
         return (leave(out[0]), *out[1:]) if isinstance(out, tuple) else leave(out)
 
     module.forward = forward
+
+
+def _call_with_views(
+    module: nn.Module, views: Mapping[str, View], inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Call a module's forward with its parameters as their views, and as they are where the views change nothing."""
+    replaced = dict[str, Tensor | None]()
+    for name, view in views.items():
+        parameter = getattr(module, name)
+        if (seen := view(parameter)) is not parameter:
+            replaced[name] = seen
+    if not replaced:
+        return inner(*args, **kwargs)
+    with ReplacedAttributes(module, replaced):
+        return inner(*args, **kwargs)
 
 
 def _apply_to_input(
@@ -220,7 +238,7 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
     @wraps(inner)
     def forward(ids: Tensor) -> Tensor:
         elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
-        with replace_attributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
+        with ReplacedAttributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         return tp_sum_split(vectors, key, ROWS) if sequence_parallel else tp_sum(vectors, key)

@@ -55,7 +55,9 @@ def _chunk_slice(part: slice, count: int, index: int) -> slice:
 
 def local_tensor(x: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, differentiably; another tensor as it is."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return x
+    return x.to_local() if torch.is_grad_enabled() else x._local_tensor  # in evaluation no view, which the host makes
 
 
 def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:

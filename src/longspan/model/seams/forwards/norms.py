@@ -104,7 +104,10 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
         return type(norm).forward(norm, x)
-    return run_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, _find_eps(norm)), x)
+    eps = _find_eps(norm)
+    if x.numel() <= MOST:
+        return rms_norm(x, weight.shape, weight, eps)
+    return run_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, eps), x)
 
 
 def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -118,7 +121,10 @@ def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tens
 
 
 def _find_eps(norm: nn.Module) -> float | None:
-    return next((float(getattr(norm, name)) for name in _EPS if isinstance(getattr(norm, name, None), float)), None)
+    for name in _EPS:
+        if isinstance(eps := getattr(norm, name, None), float):
+            return eps
+    return None
 
 
 def _has_weight_and_eps(norm: nn.Module) -> bool:

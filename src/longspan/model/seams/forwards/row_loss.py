@@ -11,7 +11,7 @@ With `future_ids=` (depths, T) a model with depths of multi-token prediction run
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from typing import Any
 
@@ -42,7 +42,7 @@ class OutputHead:
     def __init__(self, model: PreTrainedModel, forward: Forward) -> None:
         self._model, self._forward = model, forward
         # Some forwards count the rows of what they are given: Gemma 4 does.
-        self._takes_rows = "inputs_embeds" in signature(forward).parameters
+        self._takes_rows = _takes_embeddings(forward)
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -58,6 +58,11 @@ class OutputHead:
         x = hidden.unsqueeze(0)
         rows = {"inputs_embeds": x} if self._takes_rows else {}
         return self._forward(ModelAfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
+
+
+@cache
+def _takes_embeddings(forward: Forward) -> bool:
+    return "inputs_embeds" in signature(forward).parameters
 
 
 def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool = True, tried: bool = False) -> bool:

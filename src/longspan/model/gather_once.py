@@ -1,0 +1,117 @@
+"""Parameters that FSDP2 gathers once for many forward passes without backward passes, as those of an evaluation.
+
+While they are whole, FSDP2's hooks of a layer would do nothing and take the host as long as a quarter of the layer.
+What is switched for that long, when parameters are freed and which hooks run, is switched here and switched back here.
+A pipeline and free plans keep parameters whole by themselves (`sharding.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from longspan.model.float8.weights import find_float8_weight, quantise_once
+from longspan.model.sharding import free_groups, fsdp_modules, reduction_groups, reshards_after_forward
+
+_GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+@contextmanager
+def gather_once(model: nn.Module) -> Iterator[None]:
+    """Gather parameters once for forward passes inside, without backward passes; all ranks enter it together.
+
+    A layer is gathered when it is first called, next to the layer before, and freed at the end, also after an error.
+    Weights in float8 stay as long.
+    """
+    modules = fsdp_modules(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        with quantise_once(model), ExitStack() as hooks:
+            for state in dict.fromkeys(module._get_fsdp_state() for module in modules if module is not model):
+                hooks.enter_context(_hooks_of_gathered(state))
+            yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(reshards_after_forward(module), recurse=False)
+        free_groups(modules)
+
+
+@contextmanager
+def _hooks_of_gathered(state: Any) -> Iterator[None]:
+    """Run a layer's hooks of FSDP2 inside only until its parameters are gathered; then inputs are cast, and no more.
+
+    A block of several modules, which are gathered together, keeps its hooks.
+    """
+    if len(state._modules) != 1:
+        yield
+        return
+    (module,) = state._modules
+    before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+    hooks = _GatheredHooks(state, module._forward_pre_hooks[before], module._forward_hooks[after])
+    module._forward_pre_hooks[before], module._forward_hooks[after] = hooks.before, hooks.after  # in their places
+    try:
+        yield
+    finally:
+        module._forward_pre_hooks[before], module._forward_hooks[after] = hooks.pre_forward, hooks.post_forward
+
+
+class _GatheredHooks:
+    """The hooks of one layer: FSDP2's own, `pre_forward` and `post_forward`, and what stands for them."""
+
+    def __init__(self, state: Any, pre_forward: Any, post_forward: Any) -> None:
+        self.pre_forward, self.post_forward = pre_forward, post_forward
+        self._state, self._gathering = state, False
+        self._groups = [*reduction_groups([state._modules[0]])]
+        policy = state._mp_policy
+        self._dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
+        self._casts_outputs: bool = policy.output_dtype is not None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gather parameters that are not, as FSDP2 does; otherwise cast inputs that are in another dtype."""
+        self._gathering = self._casts_outputs or not all(group.is_unsharded for group in self._groups)
+        if self._gathering:
+            return self.pre_forward(module, args, kwargs)
+        if self._dtype is None or all(_has_dtype(x, self._dtype) for x in (*args, *kwargs.values())):
+            return None
+        return self._state._cast_forward_inputs(args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        """End the forward pass for FSDP2 where it began it."""
+        return self.post_forward(module, args, out) if self._gathering else None
+
+
+def _has_dtype(x: object, dtype: torch.dtype) -> bool:
+    """Return whether FSDP2, which casts tensors inside of collections, would leave an argument as it is."""
+    if isinstance(x, Tensor):
+        return x.dtype == dtype or not x.is_floating_point()
+    if isinstance(x, tuple | list):
+        return all(_has_dtype(value, dtype) for value in x)
+    return not isinstance(x, Mapping | set) and not hasattr(x, "__dataclass_fields__")
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Count the bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
+
+    0 if there are none, and for a model that is not sharded here: what it does after a pass is not known.
+    """
+    if model not in _GATHERED_BYTES:
+        modules = fsdp_modules(model)
+        known = all(reshards_after_forward(module) is not None for module in modules)
+        _GATHERED_BYTES[model] = sum(
+            data.numel() * group.mesh_info.shard_mesh_size * _number_bytes(group, parameter)
+            for group in (reduction_groups(modules) if known else ())
+            for parameter in group.fsdp_params
+            for data in (parameter._sharded_param_data,)
+        )
+    return _GATHERED_BYTES[model]
+
+
+def _number_bytes(group: Any, parameter: Any) -> int:
+    """Return the bytes of a number of a parameter that passes hold: gathered, and in float8 if it is used so."""
+    place = parameter._module_info
+    gathered = group.mp_policy.param_dtype or parameter._sharded_param_data.dtype
+    return gathered.itemsize + (find_float8_weight(place.module, place.param_name) is not None)
