@@ -47,8 +47,8 @@ HEAD_START = 60_000_000  # cycles of a GPU, about 35 ms, in which the host launc
 class _Columns(RoundingBits):
     """As if each tensor were some columns of a parameter that is twice as wide, as under tensor parallelism."""
 
-    @cache
-    def places(self, parameter: nn.Parameter) -> Places:  # noqa: B019
+    @cache  # noqa: B019  (of one bench)
+    def places(self, parameter: nn.Parameter) -> Places:
         """Return the places of the second half of a wider parameter's columns."""
         rows, width = (1, *parameter.shape)[-2:]
         return Places.of((rows, 2 * width), (slice(0, rows), slice(width, 2 * width)))
