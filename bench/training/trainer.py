@@ -19,6 +19,7 @@ import os
 import statistics
 import tempfile
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--preset", default="qwen3-tiny")
     parser.add_argument("--layers", type=int, default=0, help="of the preset; 0: all")
     parser.add_argument("--dtype", default="float32", help="of parameters")
-    parser.add_argument("--documents", type=int, default=8, help="of a step")
+    parser.add_argument("--documents", type=int, default=8, help="of a step, a multiple of the ranks")
     parser.add_argument("--length", type=int, default=512, help="of the longest document")
     parser.add_argument("--shortest", type=int, default=0, help="lengths fall evenly to this; 0: a quarter of --length")
     parser.add_argument("--cp", type=int, default=1)
@@ -150,21 +151,25 @@ def run_train(options: argparse.Namespace) -> StepClock:
         degree = {"context.context_parallel_size": options.cp} if options.planner == "fixed" else {}
         keys |= degree | {"context.max_tokens_per_slot": _rows(options)}
         keys |= {"context.cp_comm_type": "auto", "context.planner": options.planner, "train.memory": options.memory}
-        keys |= {"train.steps": count_steps(options), "train.tokens_per_step": sum(lengths_of(options))}
+        keys |= {"train.steps": count_steps(options) + 1, "train.tokens_per_step": sum(lengths_of(options))}
         keys |= {"train.lr": 1e-4, "train.save_minutes": 0}
         config = load_config(None, keys)
-        with _TimedDisplay(clock, config.train.steps) as display:
+        with _TimedDisplay(clock, config.train.steps) as display, suppress(_EndOfRunError):
             train(config, world, display)
         world.control.barrier()
     return clock
 
 
+class _EndOfRunError(Exception):
+    """The last step that is measured; a run that ends by it writes no checkpoint."""
+
+
 class _TimedDisplay(ProgressDisplay):
-    """Shows nothing, and tells a clock of steps."""
+    """Shows nothing, tells a clock of steps, and ends the run before its last step."""
 
     def __init__(self, clock: StepClock, steps: int) -> None:
         super().__init__(steps, None)
-        self._clock = clock
+        self._clock, self._last, self._measured = clock, steps - 1, 0
 
     def begin_step(self, step: int) -> None:
         """Begin a step."""
@@ -174,6 +179,9 @@ class _TimedDisplay(ProgressDisplay):
     def show_step(self, row: Any) -> None:
         """End a step."""
         self._clock.end_step()
+        self._measured += 1
+        if self._measured == self._last:
+            raise _EndOfRunError
 
 
 def _rows(options: argparse.Namespace) -> int:

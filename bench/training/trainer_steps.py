@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 -m bench.training.trainer --ways SFTTrainer --cp 2
 """
 
 import argparse
+import gc
 import os
 import resource
 import time
@@ -94,6 +95,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def start_peak() -> None:
     """Begin to measure a GPU's peak."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
