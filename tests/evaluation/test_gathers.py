@@ -12,7 +12,6 @@ from longspan import Layout, World, bind, evaluate, prepare
 from longspan.evaluation import evaluate as module
 from longspan.model.exactness.row_trial import try_rows
 from longspan.model.gather_once import gather_once, gathered_bytes
-from longspan.model.layers import decoder_layers
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice
@@ -86,7 +85,7 @@ def hooks_after_an_error(rank: int) -> list[str]:
     dtypes = list[str]()
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         model = prepare(deep("qwen3", torch.float32, LAYERS), world, compute_dtype=torch.bfloat16)
-        layer, hooks = decoder_layers(model)["model.layers.1"], _hooks(model)
+        layer, hooks = model.get_submodule("model.layers.1"), _hooks(model)
         evaluate(model, DOCUMENTS, PlanChoice.fixed(1, max_tokens_per_slot=20), world)
 
         def note(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -94,7 +93,7 @@ def hooks_after_an_error(rank: int) -> list[str]:
             if len(dtypes) == 3:
                 raise ValueError("the third call")
 
-        inner = decoder_layers(model)["model.layers.0"].register_forward_hook(lambda _, args, out: out.float())
+        inner = model.get_submodule("model.layers.0").register_forward_hook(lambda _, args, out: out.float())
         noting = layer.register_forward_pre_hook(note)
         with pytest.raises(ValueError, match="the third call"), gather_once(model), torch.no_grad():
             for micro_batch in plan_fixed((20,) * 6, world.home, cp=1, max_tokens_per_slot=20).micro_batches:

@@ -36,7 +36,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module in modules:
-            module.set_reshard_after_forward(reshards_after_forward(module), recurse=False)
+            module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
         free_groups(modules)
 
 
