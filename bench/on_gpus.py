@@ -1,0 +1,191 @@
+"""Runs that need GPUs, one after another, within a time: what ended well is left out when the command is given again.
+
+    python bench/on_gpus.py --list                                     # every run, its GPUs, seconds and command
+    python bench/on_gpus.py --out runs/gpus --seconds 570              # in order, while the next one's seconds are left
+    python bench/on_gpus.py --out runs/gpus --only first-steps,step-32k --seconds 570
+
+Each run writes `NAME.log` and, where its command has `{out}`, `NAME.json` with the table next to it; `runs.jsonl` has a
+line a run: status and seconds. A run has half as long again as the seconds that stand here, and then it is ended with
+its workers. Seconds are estimates for two H200s; the first run on a machine compiles kernels and takes a minute more.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parents[1]
+STEP = "{python} -m longspan bench step --model.preset qwen3-8b --planners fixed --out {out}"
+TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
+GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
+YARN = "--model.rope_scaling yarn"
+PACKED = "--same 8x8192 --context.max_tokens_per_slot 16384"
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """A command, the GPUs that it takes, and the seconds that it is expected to."""
+
+    name: str
+    seconds: int
+    command: str
+    gpus: int = 2
+
+    def words(self, folder: Path) -> list[str]:
+        """Return the command for a folder of results."""
+        torchrun = f"{sys.executable} -m torch.distributed.run --nproc-per-node {self.gpus}"
+        out = folder.resolve() / f"{self.name}.json"
+        return shlex.split(
+            self.command.format(python=sys.executable, torchrun=torchrun, out=out, folder=folder.resolve())
+        )
+
+
+RUNS = (
+    GpuRun(
+        "first-steps",
+        150,
+        "{python} bench/training/first_steps.py --ranks 2 --longest 16384 --tail 49152 --tail_longest 8192 --steps 3 "
+        "--runs cold,warm --out {out} -- --model.preset qwen3-0.6b --model.dtype bfloat16",
+    ),
+    *(
+        GpuRun(
+            f"tests-{part}",
+            150,
+            f"{{python}} -m pytest -q --backend nccl -m nccl --part {part} --resume {{folder}}/tests-{part}.jsonl",
+        )
+        for part in ("train", "comm", "attention", "model", "mixers")
+    ),
+    GpuRun("step-32k", 90, f"{STEP} --sequences 32768 --profile"),
+    GpuRun("step-32k-a2a", 75, f"{STEP} --sequences 32768 --profile --context.cp_comm_type a2a"),
+    GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN} --profile"),
+    GpuRun(
+        "step-64k-host",
+        110,
+        f"{STEP} --sequences 65536 {YARN} --train.memory none --train.activation_checkpointing selective "
+        "--train.offload_activations true",
+    ),
+    GpuRun("step-packed", 150, f"{STEP} {PACKED} --profile --peers"),
+    GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
+    GpuRun("step-256k", 240, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
+    GpuRun("step-peers", 150, f"{STEP.replace('fixed', 'none')} --sequences 8192,16384,32768 --peers --repeats 2"),
+    GpuRun("trainer-train", 90, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways train"),
+    GpuRun("trainer-sft", 90, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways SFTTrainer"),
+    GpuRun("trainer-trl", 90, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways 'TRL cp'"),
+    GpuRun("grpo-dynamic", 100, f"{GRPO} --planners dynamic"),
+    GpuRun("grpo-fixed", 100, f"{GRPO} --planners 2"),
+    GpuRun(
+        "evaluation",
+        90,
+        "{python} bench/evaluation/evaluation_degrees.py --cases 1k-tp1,8k-tp1,1k-tp2,8k-tp2 --profile --out {out}",
+    ),
+    GpuRun("optimizer", 60, "{python} bench/training/optimizer_time.py --millions 2000 --out {out}", gpus=1),
+    GpuRun(
+        "saves",
+        240,
+        "{torchrun} bench/training/saves.py --preset qwen3-8b --steps 60 --every 40 --tokens 16384 --ways background "
+        "--out {out}",
+    ),
+    GpuRun("longest-1m", 260, "{torchrun} bench/training/longest.py --rows 1048576 --out {out}"),
+    GpuRun("two-nodes", 280, "sh bench/two_nodes.sh longspan bench calibrate --out {out}"),
+    GpuRun(
+        "two-nodes-step",
+        150,
+        "sh bench/two_nodes.sh longspan bench step --run.machine {folder}/two-nodes.json --planners fixed,dynamic "
+        "--distribution lognorm --seed 7 --out {out}",
+    ),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpus"), help="folder of results")
+    parser.add_argument("--only", default="", help="names of runs, with commas between; their order counts")
+    parser.add_argument("--seconds", type=float, default=1e9, help="for all runs of this call")
+    parser.add_argument("--list", action="store_true", help="show the runs, and start none")
+    options = parser.parse_args()
+    runs = choose_runs(options.only)
+    if options.list:
+        for run in runs:
+            print(f"{run.name} ({run.gpus} GPUs, {run.seconds} s): {shlex.join(run.words(options.out))}")
+        return
+    sys.exit(0 if take_runs(runs, options.out, options.seconds) else 1)
+
+
+def choose_runs(names: str) -> list[GpuRun]:
+    """Return the runs of these names, in their order; all without a name. Exits where one is not there."""
+    by_name = {run.name: run for run in RUNS}
+    chosen = [word.strip() for word in names.split(",") if word.strip()] or list(by_name)
+    if unknown := [name for name in chosen if name not in by_name]:
+        sys.exit(f"--only has {', '.join(unknown)}; runs are {', '.join(by_name)}")
+    return [by_name[name] for name in chosen]
+
+
+def take_runs(runs: list[GpuRun], folder: Path, seconds: float) -> bool:
+    """Take the runs that have not ended well in this folder, while there is time; returns whether none failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, started, good = folder / "runs.jsonl", time.monotonic(), True
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    done = {row["name"] for row in map(json.loads, lines) if row["status"] == 0}
+    for run in runs:
+        left = seconds - (time.monotonic() - started)
+        if run.name in done or left < run.seconds:
+            print(
+                f"{run.name}: {'done before' if run.name in done else f'{left:.0f} s are left, it takes {run.seconds}'}"
+            )
+            continue
+        row = take_run(run, folder, min(left, 1.5 * run.seconds))
+        good = good and row["status"] == 0
+        with rows.open("a") as opened:
+            opened.write(json.dumps(row) + "\n")
+    return good
+
+
+def take_run(run: GpuRun, folder: Path, limit: float) -> dict[str, str | int | float]:
+    """Take one run, in a session of its own that is ended whole; returns its line."""
+    log, started = folder / f"{run.name}.log", time.monotonic()
+    paths = [str(HERE / "src"), str(HERE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHON": sys.executable}
+    with log.open("wb") as opened:
+        process = subprocess.Popen(
+            run.words(folder),
+            cwd=HERE,
+            env=environment,
+            stdout=opened,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = 124
+        finally:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                _end_session(process, number)
+    seconds = round(time.monotonic() - started, 1)
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    print(
+        f"{run.name}: status {status}, {seconds:g} s\n  " + "\n  ".join(line[:200] for line in lines[-4:]), flush=True
+    )
+    return {"name": run.name, "status": status, "seconds": seconds}
+
+
+def _end_session(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to what is left of a process's session, and wait up to five seconds until nothing is."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+        for _ in range(50):
+            time.sleep(0.1)
+            process.poll()  # one that has ended stays in its session until it is waited for
+            os.killpg(process.pid, 0)
+
+
+if __name__ == "__main__":
+    main()
