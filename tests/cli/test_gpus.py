@@ -28,12 +28,12 @@ def driver_of(count: int, error: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         cuInit=lambda flags: error,
         cuDeviceGetCount=lambda into: write(into, count),
-        cuDeviceGetAttribute=lambda into, attribute, device: write(into, {75: 9, 76: 0}[attribute]),
+        cuDeviceGetAttribute=lambda into, attribute, device: write(into, {75: 9, 76: 0, 16: 132}[attribute]),
     )
 
 
 BUILDS: list[tuple[dict[str, Any], SimpleNamespace | None, Gpus]] = [
-    ({"cuda": "13.0", "hip": None}, driver_of(2), Gpus(2, (9, 0))),
+    ({"cuda": "13.0", "hip": None}, driver_of(2), Gpus(2, (9, 0), 132)),
     ({"cuda": "13.0"}, driver_of(0), NONE),  # CUDA_VISIBLE_DEVICES is empty
     ({"cuda": "13.0"}, driver_of(0, error=100), NONE),  # a driver without devices
     ({"cuda": "13.0"}, None, NONE),  # no driver

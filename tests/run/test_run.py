@@ -432,7 +432,11 @@ def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
         in longer
     )
     assert "\nresumed    at step 3 on 1 rank\n" in longer and "\nresumed" not in first
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["sessions"] == [[0, 1], [3, 1]]
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["sessions"] == [[0, 1], [3, 1]]
+    total, parts = facts["starts"].pop("total"), facts["starts"]
+    assert {"data", "model", "kernels", "first step"} <= parts.keys() and abs(sum(parts.values()) - total) < 0.2
+    assert longer.count("\nready after ") == 1
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and rows[2]["lr"] < rows[3]["lr"]
 
 

@@ -18,6 +18,7 @@ from longspan.cli.evaluation.output import (
     write_result_folder,
 )
 from longspan.cli.processes import (
+    attention_ahead,
     choose_processes,
     count_host_ranks,
     has_torchrun,
@@ -108,8 +109,11 @@ def main(argv: Sequence[str]) -> int:
         check_writable(flags.documents, flags.out, flags.plot)
     print_note(processes.note, sys.stderr)
     args = (request, processes.ranks, processes.backend, begun)
-    cache = request.subjects[0].config.run.compile_cache
-    results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks, compile_cache=cache)
+    config = request.subjects[0].config
+    with attention_ahead(config, processes, backward=False):
+        results: tuple[SubjectResult, ...] = run_on_ranks(
+            eval_rank, args, processes.ranks, compile_cache=config.run.compile_cache
+        )
     if is_reporting():
         _write_results(flags, results, processes.ranks)
     return 0

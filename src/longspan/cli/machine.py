@@ -19,15 +19,17 @@ from typing import Any
 from longspan.errors import ConfigError
 from longspan.launch.launch import usable_cores
 
-_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+# CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR, and _MULTIPROCESSOR_COUNT
+_ATTRIBUTES = (75, 76, 16)
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """How many GPUs torch can use, and the compute capability of the first."""
+    """How many GPUs torch can use, and the compute capability and multiprocessors (0: not known) of the first."""
 
     count: int
     capability: tuple[int, int]
+    multiprocessors: int = 0
 
 
 NONE = Gpus(0, (0, 0))
@@ -51,12 +53,13 @@ def _driver_gpus() -> Gpus:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver is installed
         return NONE
-    count, capability = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    count, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int(), ctypes.c_int())
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return NONE
-    for number, attribute in zip(capability, _CAPABILITY, strict=True):
+    for number, attribute in zip(numbers, _ATTRIBUTES, strict=True):
         driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, 0)  # the first device is number 0
-    return Gpus(count.value, (capability[0].value, capability[1].value))
+    major, minor, multiprocessors = (number.value for number in numbers)
+    return Gpus(count.value, (major, minor), multiprocessors)
 
 
 def find_first_gpu() -> tuple[str, int] | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
 from longspan.cli.processes import (
+    attention_ahead,
     choose_processes,
     count_host_ranks,
     has_torchrun,
@@ -47,9 +48,10 @@ def main(argv: Sequence[str]) -> int:
     print_note(processes.note, sys.stderr if flags.json else sys.stdout)
     args = (config, ranks, processes.backend, flags.json, begun)
     try:
-        result: TrainResult = run_on_ranks(
-            train_rank, args, ranks, compile_cache=config.run.compile_cache, ignored=save_on
-        )
+        with attention_ahead(config, processes, backward=True):
+            result: TrainResult = run_on_ranks(
+                train_rank, args, ranks, compile_cache=config.run.compile_cache, ignored=save_on
+            )
     except Interrupted as interrupted:  # before the run heeded signals, or a second one
         interrupted.status = config.run.stopped_status or interrupted.status
         raise

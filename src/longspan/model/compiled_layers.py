@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from types import FunctionType, MethodType
 from typing import Any, Literal, cast, get_args
 
@@ -41,6 +42,7 @@ Compiled = Literal["auto", "layers", "modules", "none"]
 BACKEND = "inductor"
 RECOMPILES = 64  # kinds of layers that share a class, in training and in evaluation
 _IS_COMPILED = "is_compiled_layer"
+_STARTING = Lock()  # processes that compile
 _FUNCTIONS = (FunctionType, MethodType)
 
 
@@ -174,14 +176,15 @@ def _set_up_compiler() -> None:
 def start_compile_workers(ranks_of_host: int) -> None:
     """Start the processes that compile kernels, which import torch while weights are filled.
 
-    All ranks of a host together have as many as its cores.
+    All ranks of a host together have as many as its cores. Another call starts no others, from another thread neither.
     """
     from torch._inductor import async_compile
     from torch._inductor import config as inductor
 
-    cores = len(os.sched_getaffinity(0))
-    inductor.compile_threads = max(1, min(inductor.compile_threads or cores, cores // ranks_of_host))
-    async_compile.maybe_warm_pool()
+    with _STARTING:
+        cores = len(os.sched_getaffinity(0))
+        inductor.compile_threads = max(1, min(inductor.compile_threads or cores, cores // ranks_of_host))
+        async_compile.maybe_warm_pool()
 
 
 def leave_norms(model: PreTrainedModel) -> None:

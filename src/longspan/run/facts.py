@@ -73,6 +73,7 @@ class RunFacts:
     node_size: int = 0
     sessions: tuple[tuple[int, int], ...] = ()
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
+    starts: dict[str, float] = field(default_factory=dict[str, float])  # seconds, once the first step is done
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the text of each line, for the console and the report."""
@@ -145,7 +146,14 @@ class RunFacts:
         counts = [count for session in self.sessions for count in session]
         lists = all(isinstance(word, str) for word in self.kernels) and all(isinstance(n, int) for n in counts)
         home = isinstance(self.home, dict) and all(isinstance(n, int) for n in self.home.values())
-        return plain and lists and home and "slots" in self.home and isinstance(self.memory, dict)
+        return (
+            plain
+            and lists
+            and home
+            and "slots" in self.home
+            and isinstance(self.memory, dict)
+            and isinstance(self.starts, dict)
+        )
 
 
 def facts_text(facts: RunFacts) -> str:

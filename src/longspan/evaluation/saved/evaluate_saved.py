@@ -79,6 +79,17 @@ def _load_set_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
     return {entry.name: load_metrics(entry.metrics, entry.metrics_key) for entry in entries}
 
 
+def choose_compiled(word: str, configuration: PreTrainedConfig, tokens_of_rank: float) -> str:
+    """Return what of the layers is compiled: where "auto" decides, nothing for an evaluation that is soon done.
+
+    >>> choose_compiled("auto", configuration, 50_000)
+    'none'
+    """
+    text = configuration.get_text_config()
+    pays = tokens_of_rank * text.hidden_size * text.num_hidden_layers >= WORTH_COMPILING
+    return word if word != AUTO or pays else "none"
+
+
 @dataclass(frozen=True)
 class _Fit:
     """Weights and documents, and the configuration under which they fit each other and the ranks."""
@@ -143,7 +154,10 @@ class _Evaluator:
         """Load the model, then evaluate each set at each degree."""
         fit = self.fit
         images = any(getattr(named_documents.documents, "items", ()) for named_documents in fit.sets)
-        config = replace(fit.config, train=replace(fit.config.train, compiled=self._choose_compiled()))
+        tokens = sum(sum(named_documents.documents.lengths) for named_documents in fit.sets)
+        tokens_of_rank = tokens * max(1, len(self.degrees)) / len(self.world.home.ranks)
+        compiled = choose_compiled(fit.config.train.compiled, fit.configuration, tokens_of_rank)
+        config = replace(fit.config, train=replace(fit.config.train, compiled=compiled))
         model, step = load_saved_model(fit.checked, config, fit.configuration, self.world, images=images)
         model.eval()
         use_machine(fit.config, self.world, log)
@@ -158,14 +172,6 @@ class _Evaluator:
             sets = tuple(self._evaluate_sets(model, step, cost, stop, log, progress))
         digest = tokenizer_digest(fit.checked.tokenizer)
         return SubjectResult(fit.checked.subject.weights, fit.config, digest, sets, fit.changes)
-
-    def _choose_compiled(self) -> str:
-        """Return what of the layers is compiled: where "auto" decides, nothing for an evaluation that is soon done."""
-        text, compiled = self.fit.configuration.get_text_config(), self.fit.config.train.compiled
-        tokens = sum(sum(named_documents.documents.lengths) for named_documents in self.fit.sets)
-        rows = tokens * max(1, len(self.degrees)) / len(self.world.home.ranks)
-        pays = rows * text.hidden_size * text.num_hidden_layers >= WORTH_COMPILING
-        return compiled if compiled != AUTO or pays else "none"
 
     def _evaluate_sets(
         self,
