@@ -184,6 +184,7 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
         "first_ratio": round(seconds[0] / steady, 3),
         "tokens_per_second": round(rows[-1]["tokens"] / steady, 1),
         "memory_bytes": rows[-1]["memory_bytes"],
+        "starts": json.loads((run / "run.json").read_text()).get("starts", {}),
     }
 
 
@@ -243,7 +244,19 @@ def as_markdown(record: dict[str, Any]) -> str:
         f"Each step holds one document of {record['longest']:,} tokens and a long tail of {record['tail']:,} "
         f"({record['tails']} in each step). Ratios are of the steady step, the median of the second half; `bench` is "
         f"`longspan bench step` on the documents of the first step.\n\n"
-        f"{origin_text(record)}\n\n{markdown_table(names, rows)}\n"
+        f"{origin_text(record)}\n\n{markdown_table(names, rows)}\n{_starts_table(record)}"
+    )
+
+
+def _starts_table(record: dict[str, Any]) -> str:
+    """A table of the seconds of the first rank's start by part; "" where no run has them."""
+    starts = [(row["run"], row["starts"]) for row in record["rows"] if row.get("starts")]
+    if not starts:
+        return ""
+    parts = list(dict.fromkeys(name for _, seconds in starts for name in seconds))
+    rows = [(run, *(f"{seconds[part]:.1f} s" if part in seconds else "" for part in parts)) for run, seconds in starts]
+    return (
+        f"\nThe first rank's start, from the command to the end of step 1:\n\n{markdown_table(('run', *parts), rows)}\n"
     )
 
 

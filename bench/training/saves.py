@@ -1,7 +1,7 @@
 """Steps while a checkpoint is written: how long training stands for a save, and whether steps next to it are slower.
 
 python bench/training/saves.py --out bench/records/saves.json                                          # CPUs
-torchrun --nproc-per-node 2 bench/training/saves.py --model QWEN3-8B --steps 60 --every 20 --out saves-2-gpus.json
+torchrun --nproc-per-node 2 bench/training/saves.py --preset qwen3-8b --steps 60 --every 20 --out saves-2-gpus.json
 
 Steps of one plan, a save every `--every` of them, first in the background and then while training waits. A step next to
 a save is one that ran while files were written. Without torchrun it starts `--world` processes.
@@ -24,10 +24,14 @@ from longspan.comm import run_local
 from longspan.plain_text import markdown_table
 from longspan.train import CheckpointSaver, build_optimizer
 
+WAYS = ("background", "waits")  # in a thread; or training waits
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="a folder of Hugging Face's; none: a small one of random weights")
+    parser.add_argument("--model", default="", help="a folder of Hugging Face's; none: random weights of --preset")
+    parser.add_argument("--preset", default="qwen3-tiny", help="of random weights, without --model")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--steps", type=int, default=120)
@@ -59,18 +63,22 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
     """Both ways of saving, on one rank."""
     rows = list[dict[str, Any]]()
     with World(Layout(ranks)) as world:
-        preset = None if options.model else "qwen3-tiny"
-        model = prepare(
-            load_model(
-                options.model or None, preset, dtype=options.dtype, seed=0, vocab_size=None if options.model else 32768
-            ),
-            world,
+        loaded = load_model(
+            options.model or None,
+            None if options.model else options.preset,
+            dtype=options.dtype,
+            seed=0,
+            vocab_size=32768 if not options.model and options.preset.endswith("tiny") else None,
+            sharded=None,
         )
+        compute = torch.bfloat16 if world.device.type == "cuda" else None  # as a run computes
+        model = prepare(loaded, world, compute_dtype=compute)
         optimizer = build_optimizer(model, lr=1e-4)
         lengths = [options.tokens // 8] * 8
         plan = plan_fixed(lengths, world.home, cp=1, max_tokens_per_slot=options.tokens // ranks)
         documents = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate(lengths)]
-        for background in (True, False):
+        for way in options.ways:
+            background = way == WAYS[0]
             folder = world.control.broadcast_object(tempfile.mkdtemp(dir=options.folder))
             saver = CheckpointSaver(folder, world, keep=1, background=background)
             seconds, beside, figures = list[float](), list[bool](), list[Any]()

@@ -1,61 +1,65 @@
 """Steps of a Trainer next to those of `longspan train` and of a loop of one's own, over the same plans.
 
 python bench/training/trainer.py --world 2 --cp 2 --out bench/records/trainer-cpu.json         # two CPU processes
-torchrun --nproc-per-node 1 bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 \
-    --dtype bfloat16 --memory auto --ways train SFTTrainer --out bench/records/trainer-H200.json  # 64K packed, one GPU
+torchrun --nproc-per-node 2 bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 \
+    --cp 2 --memory auto --ways train --out bench/records/trainer-2xH200.json              # 64K packed, two GPUs
 
 Ways: `train` is `longspan train`, `loop` calls run_step and an AdamW; `Trainer` is transformers', whose loss takes one
 pass; `SFTTrainer` TRL's, with its metrics; `own loss` a Trainer whose loss is another function of log-probabilities:
-one forward pass more. Seconds are the median of steps from end to end. Host ms are of one step more, under
-torch.profiler: its seconds less those in operators and in waits for a device or for other ranks, so what Python takes.
-Peak bytes are those of the GPU, and without one of the process.
+one forward pass more; `TRL cp` the stock SFTTrainer under the context parallelism of accelerate (FSDP2, SDPA), which
+refuses packed rows: a document a row and micro-batch. Parameters are float32, on GPUs all ways compute in bfloat16.
+Seconds are the median of steps from end to end. Host ms are of one step more, under torch.profiler: its seconds less
+those in operators and in waits for a device or for other ranks, so what Python takes. Peak bytes are those of the GPU,
+and without one of the process. On GPUs run one way a command: each adds its row to the record.
 """
 
 import argparse
 import json
 import os
-import resource
 import statistics
 import tempfile
-import time
+import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from bench.training.trainer_steps import (
+    VOCABULARY,
+    StepClock,
+    add_rows,
+    make_config,
+    make_tokenizer,
+    peak_gib,
+    start_peak,
+    write_rows,
+)
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from longspan.bench.layers import change_layer_count
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import missing_row
 from longspan.comm import World
 from longspan.config.file import load_config
 from longspan.hf import LongspanArguments, with_longspan
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
-from longspan.model.presets import preset_config
-from longspan.plain_text import markdown_table
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import run_ranks
 from longspan.train import Document, PlanChoice, clip_grad_norm, run_step
 
+STOCK = "TRL cp"
 WAYS = ("train", "loop", "Trainer", "SFTTrainer", "own loss")
-VOCABULARY = 2048
 FIRST = 3  # steps that are not timed, in which kernels are compiled
-COLUMNS = ("way", "seconds a step", "tokens/s/rank", "over the first", "host ms a step", "peak GiB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen3-tiny")
     parser.add_argument("--layers", type=int, default=0, help="of the preset; 0: all")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--documents", type=int, default=8, help="of a step")
+    parser.add_argument("--dtype", default="float32", help="of parameters")
+    parser.add_argument("--documents", type=int, default=8, help="of a step, a multiple of the ranks")
     parser.add_argument("--length", type=int, default=512, help="of the longest document")
     parser.add_argument("--shortest", type=int, default=0, help="lengths fall evenly to this; 0: a quarter of --length")
     parser.add_argument("--cp", type=int, default=1)
@@ -63,46 +67,49 @@ def main() -> None:
     parser.add_argument("--planner", default="fixed", choices=("fixed", "dynamic"), help="not of the loop")
     parser.add_argument("--steps", type=int, default=8, help="that are timed")
     parser.add_argument("--memory", default="none", choices=("none", "auto"), help="not for the loop")
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=(*WAYS, STOCK))
     parser.add_argument("--world", type=int, default=1, help="local CPU processes, without torchrun")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
-        figures = [measure_way(int(os.environ["RANK"]), way, options) for way in options.ways]
+        rows = [measure_way(int(os.environ["RANK"]), way, options) for way in options.ways]
     else:
-        figures = [run_ranks(measure_way, options.world, way, options, timeout=3600)[0] for way in options.ways]
+        rows = [run_ranks(measure_way, options.world, way, options, timeout=3600)[0] for way in options.ways]
     if int(os.environ.get("RANK", "0")):
         return
-    rows = [dict(zip(COLUMNS, (*row[:3], round(row[1] / figures[0][1], 3), *row[3:]), strict=True)) for row in figures]
-    about = {name: value for name, value in vars(options).items() if name != "out"} | {"load": os.getloadavg()[0]}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    record = open_record("Trainer and loop", None, device, Path(__file__).parent) | about | {"rows": rows}
-    table = markdown_table(COLUMNS, [[str(x) for x in row.values()] for row in rows])
-    text = f"{table}\n\n{_origin(options, record)}"
-    if options.out:
-        write_record(record, options.out, f"# Steps of a Trainer, of longspan train and of a loop\n\n{text}\n")
-    print(text)
-
-
-def _origin(options: argparse.Namespace, record: dict[str, Any]) -> str:
+    record = add_rows("Trainer and loop", options, rows, Path(__file__).parent)
     lengths, model = lengths_of(options), f"{options.preset}, {options.layers or 'all'} layers, {options.dtype}"
-    return (
+    about = (
         f"{model}, {options.planner} cp {options.cp}, memory {options.memory}, a step of {len(lengths)} documents of "
-        f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all; "
-        f"{origin_text(record)}; load of the machine {record['load']:.1f}"
+        f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all"
     )
+    write_rows(record, options.out, "Steps of a Trainer, of longspan train and of a loop", about)
 
 
-def measure_way(rank: int, way: str, options: argparse.Namespace) -> tuple[Any, ...]:
-    """The way, its seconds a step, tokens a second and rank, milliseconds of the host, and peak GiB, on this rank."""
-    if gpu := torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    clock = {"train": run_train, "loop": run_loop}.get(way, partial(run_trainer, way))(options)
+def measure_way(rank: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of a way on this rank: seconds a step, tokens a second and rank, milliseconds of the host, peak GiB."""
+    start_peak()
+    run = {"train": run_train, "loop": run_loop, STOCK: run_stock}.get(way, partial(run_trainer, way))
+    try:
+        clock = run(options)
+    except Exception as error:
+        if way != STOCK:
+            raise
+        traceback.print_exc()
+        return {"way": way, **missing_row(error)}
     seconds = statistics.median(clock.seconds[FIRST : FIRST + options.steps])
-    tokens = sum(lengths_of(options)) / seconds / int(os.environ.get("WORLD_SIZE", "1"))
-    peak = torch.cuda.max_memory_allocated() if gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return way, round(seconds, 4), round(tokens, 1), round(1e3 * clock.host, 1), round(peak / 2**30, 2)
+    return {
+        "way": way,
+        "seconds": round(seconds, 4),
+        "tokens/s/rank": round(sum(lengths_of(options)) / seconds / world_size(), 1),
+        "over the first": 1.0,
+        "host ms": round(1e3 * clock.host, 1),
+        "peak GiB": peak_gib(),
+    }
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def lengths_of(options: argparse.Namespace) -> list[int]:
@@ -115,13 +122,9 @@ def make_documents(options: argparse.Namespace) -> list[np.ndarray]:
     return [random.integers(0, VOCABULARY, length) for length in lengths_of(options)]
 
 
-def make_config(options: argparse.Namespace) -> Any:
-    config = preset_config(options.preset, vocab_size=VOCABULARY)
-    return change_layer_count(config, options.layers) if options.layers else config
-
-
 def make_model(options: argparse.Namespace) -> Any:
-    return load_model(config=make_config(options), dtype=options.dtype, seed=0)
+    config = make_config(options.preset, options.layers)
+    return load_model(config=config, dtype=options.dtype, seed=0, sharded=True)
 
 
 def count_steps(options: argparse.Namespace) -> int:
@@ -129,15 +132,15 @@ def count_steps(options: argparse.Namespace) -> int:
     return FIRST + options.steps + 1
 
 
-def run_train(options: argparse.Namespace) -> "StepClock":
+def run_train(options: argparse.Namespace) -> StepClock:
     """Steps of `longspan train`: its corpus has the documents of one step, which every step takes in another order."""
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
     device = None if torch.cuda.is_available() else "cpu"
-    clock = StepClock(options)
+    clock = StepClock(count_steps(options))
     with World(Layout(ranks), device=device) as world, tempfile.TemporaryDirectory() as made:
         folder = Path(world.control.broadcast_object(made))
         if rank == 0:
-            make_config(options).save_pretrained(folder / "model")
+            make_config(options.preset, options.layers).save_pretrained(folder / "model")
             make_tokenizer().save_pretrained(folder / "model")
             lines = [json.dumps({"input_ids": ids.tolist()}) for ids in make_documents(options)]
             (folder / "rows.jsonl").write_text("\n".join(lines))
@@ -148,21 +151,25 @@ def run_train(options: argparse.Namespace) -> "StepClock":
         degree = {"context.context_parallel_size": options.cp} if options.planner == "fixed" else {}
         keys |= degree | {"context.max_tokens_per_slot": _rows(options)}
         keys |= {"context.cp_comm_type": "auto", "context.planner": options.planner, "train.memory": options.memory}
-        keys |= {"train.steps": count_steps(options), "train.tokens_per_step": sum(lengths_of(options))}
+        keys |= {"train.steps": count_steps(options) + 1, "train.tokens_per_step": sum(lengths_of(options))}
         keys |= {"train.lr": 1e-4, "train.save_minutes": 0}
         config = load_config(None, keys)
-        with _TimedDisplay(clock, config.train.steps) as display:
+        with _TimedDisplay(clock, config.train.steps) as display, suppress(_EndOfRunError):
             train(config, world, display)
         world.control.barrier()
     return clock
 
 
-class _TimedDisplay(ProgressDisplay):
-    """Shows nothing, and tells a clock of steps."""
+class _EndOfRunError(Exception):
+    """The last step that is measured; a run that ends by it writes no checkpoint."""
 
-    def __init__(self, clock: "StepClock", steps: int) -> None:
+
+class _TimedDisplay(ProgressDisplay):
+    """Shows nothing, tells a clock of steps, and ends the run before its last step."""
+
+    def __init__(self, clock: StepClock, steps: int) -> None:
         super().__init__(steps, None)
-        self._clock = clock
+        self._clock, self._last, self._measured = clock, steps - 1, 0
 
     def begin_step(self, step: int) -> None:
         """Begin a step."""
@@ -172,6 +179,9 @@ class _TimedDisplay(ProgressDisplay):
     def show_step(self, row: Any) -> None:
         """End a step."""
         self._clock.end_step()
+        self._measured += 1
+        if self._measured == self._last:
+            raise _EndOfRunError
 
 
 def _rows(options: argparse.Namespace) -> int:
@@ -179,11 +189,11 @@ def _rows(options: argparse.Namespace) -> int:
     return options.rows or -(-sum(lengths_of(options)) // options.cp) + 8 * options.documents * options.cp
 
 
-def run_loop(options: argparse.Namespace) -> "StepClock":
+def run_loop(options: argparse.Namespace) -> StepClock:
     """Steps of a loop of one's own."""
     device = None if torch.cuda.is_available() else "cpu"
-    clock = StepClock(options)
-    with World(Layout(int(os.environ.get("WORLD_SIZE", "1"))), device=device) as world:
+    clock = StepClock(count_steps(options))
+    with World(Layout(world_size()), device=device) as world:
         model = prepare(make_model(options), world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         documents = [Document(ids) for ids in make_documents(options)]
@@ -199,25 +209,32 @@ def run_loop(options: argparse.Namespace) -> "StepClock":
     return clock
 
 
-def run_trainer(way: str, options: argparse.Namespace) -> "StepClock":
+def arguments(folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments that all trainers have; on GPUs over float32 they compute in bfloat16, as `longspan train` does."""
+    gpu = torch.cuda.is_available()
+    newer = hasattr(TrainingArguments, "activation_checkpointing")
+    return {
+        "output_dir": folder,
+        "max_steps": count_steps(options),
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 10_000,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": not gpu,
+        "bf16": gpu and options.dtype == "float32",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "activation_checkpointing" if newer else "gradient_checkpointing": False,
+    }
+
+
+def run_trainer(way: str, options: argparse.Namespace) -> StepClock:
     """Steps of a Trainer over the same documents."""
-    clock, ranks = StepClock(options), int(os.environ.get("WORLD_SIZE", "1"))
+    clock, ranks = StepClock(count_steps(options)), world_size()
     rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in make_documents(options)]
     with tempfile.TemporaryDirectory() as folder:
-        common: dict[str, Any] = {
-            "output_dir": folder,
-            "per_device_train_batch_size": -(-len(rows) // ranks),
-            "max_steps": count_steps(options),
-            "learning_rate": 1e-4,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 10_000,
-            "save_strategy": "no",
-            "report_to": [],
-            "use_cpu": not torch.cuda.is_available(),
-            "bf16": False,
-            "disable_tqdm": True,
-            "remove_unused_columns": False,
-        }
+        common = arguments(folder, options) | {"per_device_train_batch_size": -(-len(rows) // ranks)}
         data: Any = rows * count_steps(options)
         degree = {"planner": "dynamic"} if options.planner == "dynamic" else {"context_parallel_size": options.cp}
         layout = LongspanArguments(**degree, memory=options.memory, max_tokens_per_slot=str(_rows(options)))
@@ -227,7 +244,6 @@ def run_trainer(way: str, options: argparse.Namespace) -> "StepClock":
             from trl import SFTConfig, SFTTrainer
 
             args = SFTConfig(**common, max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
-            args.activation_checkpointing = args.gradient_checkpointing = False
             keywords |= {"train_dataset": Dataset.from_list(data), "processing_class": make_tokenizer()}
             keywords["data_collator"] = pad
             trainer = with_longspan(SFTTrainer)(args=args, longspan=layout, **keywords)
@@ -237,6 +253,48 @@ def run_trainer(way: str, options: argparse.Namespace) -> "StepClock":
             trainer = with_longspan(kind)(args=args, data_collator=pad, longspan=layout, **keywords)
         trainer.train()
         trainer.end()
+    return clock
+
+
+def run_stock(options: argparse.Namespace) -> StepClock:
+    """Steps of TRL's SFTTrainer under accelerate's context parallelism; each document is a row and a micro-batch."""
+    from accelerate import ParallelismConfig
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    clock, ranks = StepClock(count_steps(options)), world_size()
+    rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in make_documents(options)]
+    sharding = {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "reshard_after_forward": True,
+        "activation_checkpointing": True,
+        "cpu_ram_efficient_loading": False,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        args = SFTConfig(
+            **arguments(folder, options),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=len(rows),
+            parallelism_config=ParallelismConfig(cp_size=ranks),
+            fsdp=True,  # pyright: ignore[reportArgumentType]
+            fsdp_config=sharding,
+            max_length=None,
+            pad_to_multiple_of=2 * ranks,  # as its documentation asks for
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+        config = make_config(options.preset, options.layers)
+        with torch.device(args.device):
+            dtype = getattr(torch, options.dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        trainer = SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=Dataset.from_list(rows * count_steps(options)),
+            processing_class=make_tokenizer(),
+            callbacks=[clock],
+        )
+        trainer.train()
     return clock
 
 
@@ -252,60 +310,6 @@ class OwnLoss(Trainer):
         return (loss, out) if return_outputs else loss
 
 
-class StepClock(TrainerCallback):
-    """Seconds from one optimizer step's end to the next; the last step is profiled, and not among them."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.seconds: list[float] = []
-        self.host = 0.0  # seconds of the host in the profiled step
-        self._last, self._began = count_steps(options), 0.0
-        self._profile: Any = None
-
-    def begin(self) -> None:
-        """Begin the first step."""
-        self._began = now()
-
-    def end_step(self) -> None:
-        """End a step."""
-        ended = now()
-        self.seconds.append(ended - self._began)
-        if self._profile is not None:
-            self._profile.__exit__(None, None, None)
-            self.host = self.seconds.pop() - _busy_seconds(self._profile)
-            self._profile = None
-        elif len(self.seconds) == self._last - 1:
-            self._profile = profile(activities=[ProfilerActivity.CPU])
-            self._profile.__enter__()
-        self._began = now()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin the first step of a Trainer."""
-        self.begin()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a step of a Trainer."""
-        self.end_step()
-
-
-def _busy_seconds(profiled: Any) -> float:
-    """Seconds in which the main thread was in an operator, or waited for a device or for other ranks."""
-    events = [event for event in profiled.events() if event.device_type.name == "CPU" and not event.is_async]
-    ranges = [event.time_range for event in events if event.thread == events[0].thread]
-    spans = sorted((within.start, within.end) for within in ranges)
-    busy, until = 0.0, 0.0
-    for start, end in spans:
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return busy / 1e6
-
-
-def now() -> float:
-    """Seconds, when the device has done what it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch (B, L) of rows, padded on the right."""
     length = max(len(row["input_ids"]) for row in rows)
@@ -317,13 +321,6 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         tables["labels"][number, 1:size] = torch.tensor(row["labels"][1:])
         tables["attention_mask"][number, :size] = 1
     return tables
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of as many words as the model has embeddings: rows here are ids already."""
-    words = Tokenizer(WordLevel({f"word{i}": i for i in range(VOCABULARY)}, unk_token="word2"))
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word0", eos_token="word1", unk_token="word2")
 
 
 if __name__ == "__main__":

@@ -38,13 +38,17 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert row["seconds"] > 0 and row["prediction_ratio"] == row["predicted_seconds"] / row["seconds"]
         assert row["tokens_per_second_per_device"] == pytest.approx(80 / row["seconds"] / 2)
         assert sum(row["parts"].values()) >= 2 * row["parts"]["step"] > 0 and row["parts"]["attention"] > 0
-    assert "missing" in peer and {"machine", "versions", "command", "cost", "configuration"} <= record.keys()
+    assert (
+        peer["name"].endswith("whole packed documents, SDPA, 0 of 2 layers recomputed") and peer["micro_batches"] == 1
+    )
+    assert peer["loss"] == pytest.approx(planned[0]["loss"], rel=1e-6)
+    assert {"machine", "versions", "command", "cost", "configuration"} <= record.keys()
     assert record["node_size"] == 2 and record["lengths"] == [40, 24, 9, 7] and record["shape"]["layers"] == 2
     table = out.with_suffix(".md").read_text()
     assert table == record_markdown(record) and "| longspan fixed |" in table
     assert "recomputation full, the model's own norms, float32" in table and "Longest kernels of longspan" in table
     text = record_text(record)
-    assert "not available: ValueError: its attention kernels run on CUDA only" in text and "exposed comm" in text
+    assert "exposed comm" in text
 
 
 def test_a_record_has_the_plan_of_memory_that_chose(capsys: pytest.CaptureFixture[str]) -> None:

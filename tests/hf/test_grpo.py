@@ -17,7 +17,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from tests.hf.stock import SIZES, VOCABULARY, WORDS, Run, compare, model_of, tokenizer
+from longspan.train import PlanChoice
+from tests.hf.stock import SIZES, VOCABULARY, WORDS, Run, compare, model_of, ours, tokenizer
 
 CP = {"context_parallel_size": 2}
 EXACT: dict[str, Any] = {"loss": 1e-9, "metric": 1e-9}
@@ -133,6 +134,26 @@ def test_grpo_with_a_reference_and_two_iterations(saved: str, ranks: int) -> Non
     """grpo, old log-probabilities, clipping, the divergence from a reference, an evaluation; dynamic plans."""
     case = partial(grpo, path=saved, loss_type="grpo", beta=0.1, **TWICE, **EVALUATION)
     compare(case, DYNAMIC, ranks=ranks, **EXACT)
+
+
+def counted_plans(run: Run) -> Any:
+    """Two updates, and how many plans were made for them."""
+    made, plain = list[int](), PlanChoice.plan
+
+    def plan(choice: PlanChoice, *values: Any, **keywords: Any) -> Any:
+        made.append(len(values[0]))
+        return plain(choice, *values, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlanChoice, "plan", plan)
+        trainer = grpo(run)
+    run.kept["plans"] = made.count(4)  # answers of an update
+    return trainer
+
+
+def test_the_two_passes_of_an_update_have_one_plan() -> None:
+    """A dynamic plan may take a good part of a second on the host."""
+    assert ours(counted_plans, DYNAMIC, ranks=2).kept["plans"] == 2
 
 
 @pytest.mark.whole

@@ -17,7 +17,14 @@ from longspan.cli.evaluation.output import (
     write_picture,
     write_result_folder,
 )
-from longspan.cli.processes import choose_processes, has_torchrun, is_reporting, print_note, run_on_ranks
+from longspan.cli.processes import (
+    choose_processes,
+    count_host_ranks,
+    has_torchrun,
+    is_reporting,
+    print_note,
+    run_on_ranks,
+)
 from longspan.corpus.files import find_root
 from longspan.errors import plural
 from longspan.evaluation.saved.comparison import results_record
@@ -28,6 +35,7 @@ from longspan.layout import Layout
 from longspan.run.checks.config_check import check_config
 from longspan.run.progress import LINE_SECONDS
 from longspan.train.plans import home_of
+from longspan.train.starts import Starts, begin_gpu_imports
 
 LINES = 10  # of one evaluation, where there is no terminal and it is short
 
@@ -87,6 +95,7 @@ class EvalDisplay:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
+    begun = time.time()
     flags = parse_eval(argv)
     processes = choose_processes(flags.world, flags.device)
     with processes.note_errors():
@@ -98,7 +107,8 @@ def main(argv: Sequence[str]) -> int:
     if is_reporting():
         check_writable(flags.documents, flags.out, flags.plot)
     print_note(processes.note, sys.stderr)
-    args, cache = (request, processes.ranks, processes.backend), request.subjects[0].config.run.compile_cache
+    args = (request, processes.ranks, processes.backend, begun)
+    cache = request.subjects[0].config.run.compile_cache
     results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks, compile_cache=cache)
     if is_reporting():
         _write_results(flags, results, processes.ranks)
@@ -128,13 +138,21 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
     return home
 
 
-def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str) -> tuple[SubjectResult, ...]:
-    """Evaluate on one rank."""
+def eval_rank(
+    rank: int, request: EvalRequest, ranks: int, backend: str, begun: float | None = None
+) -> tuple[SubjectResult, ...]:
+    """Evaluate on one rank, for a command that has begun at a time of `time.time()`."""
+    starts = Starts(begun)
+    starts.end_part("processes")
+    if backend == "nccl":
+        begin_gpu_imports(count_host_ranks(ranks), compiled=False)
     from longspan.comm import World
     from longspan.comm.time_limits import longest_wait
     from longspan.evaluation.saved.evaluate_saved import evaluate_saved
 
+    starts.end_part("imports")
     home, seconds = check_request(request, ranks), request.subjects[0].config.run.timeout_seconds
     world = World(home, backend=backend, timeout=longest_wait(seconds))
     with world, EvalDisplay(sys.stderr if rank == 0 else None) as show:
-        return evaluate_saved(request, world, show.show_line, show.show_progress)
+        starts.end_part("groups")
+        return evaluate_saved(request, world, show.show_line, show.show_progress, starts)

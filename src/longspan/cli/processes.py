@@ -98,9 +98,9 @@ def has_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def count_host_ranks() -> int:
-    """Count how many of torchrun's processes run on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+def count_host_ranks(ranks: int | None = None) -> int:
+    """Count how many of torchrun's processes run on this host; all of these `ranks` where that is not known."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks or os.environ["WORLD_SIZE"])
 
 
 def is_reporting() -> bool:

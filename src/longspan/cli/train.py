@@ -3,16 +3,25 @@
 import gc
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
-from longspan.cli.processes import choose_processes, has_torchrun, is_reporting, print_note, run_on_ranks
+from longspan.cli.processes import (
+    choose_processes,
+    count_host_ranks,
+    has_torchrun,
+    is_reporting,
+    print_note,
+    run_on_ranks,
+)
 from longspan.config.sections import RunConfig
 from longspan.launch.stop_signals import NOTICES, Interrupted, leave_closed_output, pass_over
 from longspan.run.checks.check_data import check_files
 from longspan.run.checks.config_check import check_config
 from longspan.train.plans import home_of
+from longspan.train.starts import Starts, begin_gpu_imports
 
 if TYPE_CHECKING:
     from longspan.run.result import TrainResult
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns 0 when the run came to its end, `run.stopped_status` when it was told to stop."""
+    begun = time.time()
     flags, config = parse_train(argv)
     save_on = [number for number in NOTICES if number.name in config.run.save_on]
     pass_over(save_on)  # until there is a step to save
@@ -35,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if not has_torchrun():
         check_files(config)
     print_note(processes.note, sys.stderr if flags.json else sys.stdout)
-    args = (config, ranks, processes.backend, flags.json)
+    args = (config, ranks, processes.backend, flags.json, begun)
     try:
         result: TrainResult = run_on_ranks(
             train_rank, args, ranks, compile_cache=config.run.compile_cache, ignored=save_on
@@ -50,8 +60,14 @@ def main(argv: Sequence[str]) -> int:
     return config.run.stopped_status if result.stopped else 0
 
 
-def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool) -> "TrainResult":
-    """Train on one rank."""
+def train_rank(
+    rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool, begun: float | None = None
+) -> "TrainResult":
+    """Train on one rank, of a command that has begun at a time of `time.time()`."""
+    starts = Starts(begun)
+    starts.end_part("processes")
+    if backend == "nccl":
+        begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")
     gc.disable()  # under torchrun: what is imported is no garbage, and looking for some takes a tenth of the time
     try:
         from longspan.comm import World
@@ -61,12 +77,14 @@ def train_rank(rank: int, config: RunConfig, ranks: int, backend: str, to_stderr
     finally:
         gc.freeze()
         gc.enable()
+    starts.end_part("imports")
 
     home = home_of(config.parallel, ranks)
     with World(home, backend=backend, timeout=longest_wait(config.run.timeout_seconds)) as world:
+        starts.end_part("groups")
         stream = (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
         with ProgressDisplay(config.train.steps, stream, log_every=config.run.log_every) as display:
-            return train(config, world, display)
+            return train(config, world, display, starts)
 
 
 def _report_result(result: "TrainResult", saved: str, checkpoints: str, *, as_json: bool) -> None:

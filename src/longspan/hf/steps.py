@@ -47,6 +47,7 @@ class StepsPart(StockTrainer):
 
     _coming: Sequence[Any] = ()  # batches of the optimizer step that begins
     _guessed: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
+    _last_plan: tuple[Any, Any] = None, None  # what the newest plan is made for, and the plan
     _cut = False  # a callback ended an epoch before the Trainer called the model with all of them
 
     @cached_property
@@ -70,9 +71,13 @@ class StepsPart(StockTrainer):
         }
 
     def _plan(self, documents: list[Document], *, training: bool) -> Any:
+        """The plan of documents; of a step with two passes it is made once."""
         targets = sum(document.targets for document in documents)
         lengths = [len(document) for document in documents]
-        return self._choices[training].plan(lengths, self.world.home, targets=targets)
+        about = (training, targets, lengths)
+        if self._last_plan[0] != about:
+            self._last_plan = about, self._choices[training].plan(lengths, self.world.home, targets=targets)
+        return self._last_plan[1]
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         """Values of documents' tokens from one forward pass, without gradients."""

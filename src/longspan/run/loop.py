@@ -40,7 +40,7 @@ from longspan.run.loggers.run_loggers import logger_classes
 from longspan.run.memory_short import explain_memory, record_history
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records import Records, open_records
+from longspan.run.records import Records, note_facts, open_records
 from longspan.run.refining import correction_columns, note_step, refine_prices
 from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import TrainingRun
@@ -52,27 +52,29 @@ from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plan_steps
 from longspan.train.reading.gather import share_documents
 from longspan.train.reading.step_inputs import count_pack_targets
+from longspan.train.starts import Starts
 from longspan.train.terms import plan_waves_ahead
 
 HANG = "hang"  # of what torch recorded of collectives, where one failed
 
 
-def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainResult:
+def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Starts | None = None) -> TrainResult:
     """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
 
     A signal that stops, on any rank, ends the run after the current step, with a checkpoint; one of `run.save_on`
     writes one, and the run goes on. Raises LongspanError for
     what does not fit, before the first step, for a loss or gradients that are not finite, before they are used, and for
     what the disk refuses (after a checkpoint, where all ranks can still write one); RunFolderError where another run
-    is at work in the folder.
+    is at work in the folder. `starts` has the parts of the start before this call.
     """
+    starts = starts or Starts()
     check_config(config, len(world.home.ranks))
     check_targets(config, world)
     with StopSignal(config.run.save_on) as stop, run_lock(Path(config.run.dir), world, display.log):
         display.log(settings_line(config))
         names = config.run.loggers if is_first_rank(world) else ()
         classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
-        run = set_up(config, world, display.log)
+        run = set_up(config, world, display.log, starts)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
             for opened in open_worlds():
@@ -81,7 +83,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
             limits = TimeLimits(world, is_automatic=is_automatic, has_loggers=bool(config.run.loggers))
             evaluations = Evaluations(run, display, records, stop, limits)
             profiles = StepProfiles(config.train.profile_steps, run.dir / FOLDER, world, display.log)
-            result = _Loop(run, display, records, evaluations, profiles).train(stop)
+            result = _Loop(run, display, records, evaluations, profiles, starts).train(stop)
         summary = as_json(result.summary(), indent=1)
         run_on_first_rank(world, lambda: write_atomically(run.dir / "summary.json", summary), RunFolderError)
         return result
@@ -96,6 +98,7 @@ class _Loop:
     records: Records
     evaluations: Evaluations
     profiles: StepProfiles
+    starts: Starts
 
     def train(self, stop: StopSignal) -> TrainResult:
         """Run the remaining steps and, unless the run is stopped, the end of the run."""
@@ -103,7 +106,9 @@ class _Loop:
         with _plans(run) as plans:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
+            self.starts.end_part("records")
             warm_up_run(run, self.display.log)
+            self.starts.end_part("kernels")
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(plans, stop, saves)
         done = saves.done
@@ -143,6 +148,8 @@ class _Loop:
                     _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
                     self.display.show_step(row)
                     agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
+                if saves.done == run.done + 1:
+                    self.note_start()
                 stopped = agreed.stopped
                 if agreed.slow is not None:
                     slow_slots.name(agreed.slow, run.world, self.display.log)
@@ -163,6 +170,13 @@ class _Loop:
             if figures := saves.saver.take_figures():  # of a checkpoint that no step's row follows
                 self.display.log(str(figures))
         return stopped
+
+    def note_start(self) -> None:
+        """Log the seconds to the end of the first step by part, and keep them in run.json; entered by all ranks."""
+        self.starts.end_part("first step")
+        write = partial(note_facts, self.run.dir, {"starts": self.starts.to_json()})
+        run_on_first_rank(self.run.world, write, RunFolderError)
+        self.display.log(str(self.starts))
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.

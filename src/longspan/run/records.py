@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import ConfigError, RunFolderError
-from longspan.files import as_json, name_file_in_errors, write_atomically
+from longspan.files import as_json, name_file_in_errors, read_json, write_atomically
 from longspan.plan import Group, Plan
 from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
 from longspan.run.facts import RunFacts, facts_text
@@ -161,6 +161,12 @@ def open_records(
         ):
             open_groups = partial(GroupLog, world, groups_file, log)
             yield Records(metrics, plans, run_on_every_rank(world, open_groups, RunFolderError))
+
+
+def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Add what is known only later to run.json."""
+    file = directory / "run.json"
+    write_atomically(file, as_json(read_json(file) | dict(facts), indent=1))
 
 
 def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:

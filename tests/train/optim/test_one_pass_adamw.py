@@ -2,18 +2,21 @@
 
 import math
 from copy import deepcopy
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
 from longspan.errors import ModelError
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Update, apply_by_torch, apply_updates
 from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
-from longspan.train.optim.rounding_bits import Key, Places, RoundingBits, random_words
+from longspan.train.optim.rounding_bits import STREAMS, Key, Places, RoundingBits, noise_of, random_words
 from longspan.train.optim.stochastic_rounding import StochasticRounding, rounding_optimizer
 from tests.train.optim.update_cases import GROUP
 
@@ -124,8 +127,9 @@ def _world(step: int) -> Any:
     return SimpleNamespace(seed=3, step=step)
 
 
-FIXED_WORDS = [7941540427017379605, 14708932809605115492, 2573957915243656518]
-KEYS = [(3**39, -(5**26)), (3**39, 7**22), (11**18, 7**22)]
+FIXED_WORDS = [2916905539, 1624711879, 257303690]
+KEYS = [(3**20, 5**13), (3**20, 7**11), (11**9, 7**11), (11**9, 7**11 + 1)]
+OTHER_KEY = (0x12345678, 0x9ABCDEF1)
 BLOCKS = [
     ((5, 7), (slice(0, 5), slice(0, 7))),
     ((5, 7), (slice(2, 4), slice(0, 7))),
@@ -153,31 +157,84 @@ def test_places_are_those_in_the_whole(shape: tuple[int, ...], block: tuple[slic
 def test_words_are_fixed() -> None:
     """Runs go on with the same bits after an update of this package."""
     words = random_words(Key(*KEYS[0]), torch.tensor([0, 1, 2**40]))
-    assert [word % (1 << 64) for word in words.tolist()] == FIXED_WORDS
+    assert words.tolist() == FIXED_WORDS
 
 
-def test_bits_of_words_are_even_and_independent() -> None:
-    """Each bit is set in half of the words; neighbours, streams and keys do not go together."""
-    places = torch.arange(1 << 14)
-    bits = [_bits(random_words(Key(*key), places)) for key in KEYS]
+def _noise(key: Key, places: Tensor) -> Tensor:
+    """The numbers from 0 to 2^16 that round the three streams, (3, places)."""
+    words = random_words(key, places)
+    return torch.stack([noise_of(words, stream) for stream in range(STREAMS)])
+
+
+def _bits(noise: Tensor) -> Tensor:
+    """Every bit of three streams as ±1, (places, 48)."""
+    return ((noise[:, :, None] >> torch.arange(16)) & 1).transpose(0, 1).flatten(1).double() * 2 - 1
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4096, 12288, 53248], ids=str)
+@pytest.mark.parametrize("start", [0, 2**31 - 100, 2**32 - 100, 5 * 2**32 + 17])
+def test_bits_are_even_and_go_together_with_no_others(start: int, stride: int) -> None:
+    """Each bit is set in half of the places; bits of a place, of neighbours and of other keys do not go together."""
+    places = start + stride * torch.arange(1 << 14)
+    bits = [_bits(_noise(Key(*key), places)) for key in KEYS]
     bound = 5 / math.sqrt(len(places))
-    for own in bits:
-        assert own.mean(0).abs().max() < bound
-        together = own.t() @ own / len(places)
-        assert (together - torch.eye(64)).abs().max() < bound
-        assert (own[1:].t() @ own[:-1] / len(places)).abs().max() < bound
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert (bits[a].t() @ bits[b] / len(places)).abs().max() < bound
+    for of_key in bits:
+        assert of_key.mean(0).abs().max() < bound
+        assert (of_key.t() @ of_key / len(places) - torch.eye(48)).abs().max() < bound
+        for lag in (1, 2, 8):
+            assert (of_key[lag:].t() @ of_key[:-lag] / len(places)).abs().max() < bound
+    for a, b in combinations(bits, 2):
+        assert (a.t() @ b / len(places)).abs().max() < bound
 
 
-def _bits(words: Tensor) -> Tensor:
-    return ((words[:, None] >> torch.arange(64)) & 1).float() * 2 - 1
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_noise_fills_its_range_evenly(key: tuple[int, int]) -> None:
+    """By chi-square: of each stream its 2^16 values; of pairs of streams, neighbours and steps their upper bits."""
+    places = torch.arange(1 << 21)
+    noise, after = (_noise(Key(*each), places) for each in (key, OTHER_KEY))
+    pairs = [(noise[0], noise[1]), (noise[0], noise[2]), (noise[1], noise[2])]
+    pairs += [(stream[1:], stream[:-1]) for stream in noise]
+    pairs += [(stream[4096:], stream[:-4096]) for stream in noise]
+    pairs += list(zip(noise, after, strict=True))
+    cells = [(stream, 1 << 16) for stream in noise] + [(a >> 9 << 7 | b >> 9, 1 << 14) for a, b in pairs]
+    cells += [(noise[0] >> 11 << 10 | noise[1] >> 11 << 5 | noise[2] >> 11, 1 << 15)]
+    for values, count in cells:
+        expected = len(values) / count
+        counts = torch.bincount(values, minlength=count).double()
+        excess = ((counts - expected).square().sum() / expected - (count - 1)) / math.sqrt(2 * (count - 1))
+        assert abs(excess) < 5, (count, excess)
+
+
+def test_places_with_the_same_low_word_have_other_bits() -> None:
+    """Numbers of a parameter past 2^32 do not repeat those before, in their order or any other."""
+    places = torch.arange(1 << 16)
+    words = [random_words(Key(*KEYS[0]), places + high * 2**32) for high in (0, 1, 2)]
+    assert all((a == b).sum() <= 5 for a, b in combinations(words, 2))
+    assert all(len(torch.cat(pair).unique()) > 2 * len(places) - 30 for pair in combinations(words, 2))
+
+
+@given(
+    offset=st.integers(0, 2**40),
+    inner=st.integers(1, 4096),
+    first=st.integers(0, 2**40),
+    sizes=st.tuples(*[st.integers(0, 8)] * 3),
+)
+def test_places_of_a_block_are_worked_out_as_the_formula_has_them(
+    offset: int, inner: int, first: int, sizes: tuple[int, int, int]
+) -> None:
+    """Also past 2^32, for any cut: numbers of a block from any of them on, by arithmetic of Python's integers."""
+    rows, near, far = 1 + sizes[0], inner + sizes[1], sizes[2] * (1 + sizes[0]) * (inner + sizes[1])
+    places = Places(offset, inner, rows, near, far)
+    indices = places.indices(first, first + 50, torch.device("cpu")).tolist()
+    for j, place in enumerate(indices, first):
+        row, column = divmod(j, inner)
+        assert place == offset + row // rows * far + row % rows * near + column
 
 
 @pytest.mark.parametrize("cut", [(1, 3), (2, 1), (2, 3)], ids=str)
 def test_shards_are_rounded_as_the_whole(cut: tuple[int, int]) -> None:
     draws = torch.Generator().manual_seed(0)
-    shape, key = (6, 6), Key(12345, -678)
+    shape, key = (6, 6), Key(12345, 678)
     tensors = [torch.randn(shape, generator=draws).bfloat16() for _ in range(3)]
     tensors.append(tensors[2].square())
     factors = Factors.of(GROUP, 2)

@@ -31,7 +31,7 @@ def test_numbers_past_two_to_the_31_are_updated_alike(by_chance: bool) -> None:
     for tensor in (parameter, gradient, mean):
         tensor.normal_()
     square.uniform_()
-    factors, key = Factors.of(update_cases.GROUP, 2), Key(5**20, 3**30) if by_chance else None
+    factors, key = Factors.of(update_cases.GROUP, 2), Key(5**13, 3**20) if by_chance else None
     whole = Places.of((PAST,), (slice(0, PAST),)) if by_chance else None
     places = (0, 2**30, 2**31 - 5000, 2**31, PAST - 10_001)
     expected = list[Update]()

@@ -27,6 +27,13 @@ BLOCKS = {  # of whole parameters: the place of a block, which is whole, of rows
     "columns": Places.of((5000, 40), (slice(0, 5000), slice(7, 11))),
     "columns of some experts": Places.of((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12))),
     "a part": Places.of((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12)))._replace(start=1025),
+    "wide columns": Places.of((40, 5000), (slice(0, 40), slice(2500, 5000))),
+    "wide columns of some experts": Places.of((30, 5, 5000), (slice(3, 20), slice(1, 4), slice(2000, 3100))),
+    "past 2^32, wide": Places.of((9, 2**21, 5000), (slice(1, 9), slice(1, 2**20), slice(7, 3007)))._replace(
+        start=2**33
+    ),
+    "past 2^32, narrow": Places.of((2**31, 40), (slice(0, 2**31), slice(7, 11)))._replace(start=2**32 - 1500),
+    "across 2^32": Places.of((2**21, 2**13), (slice(2**19 - 1, 2**19 + 2), slice(0, 2**13))),
 }
 SCALES = (None, 0.37, math.nan)
 
@@ -41,7 +48,7 @@ def updates(powers: float) -> Iterator[Update]:
 
     for size in SIZES:
         for dtypes in DTYPES:
-            for key, places in ((None, None), *((Key(-(3**39) + size, 5**26), block) for block in BLOCKS.values())):
+            for key, places in ((None, None), *((Key(3**20 + size, 5**13), block) for block in BLOCKS.values())):
                 first = numbers(size, dtypes[2], powers)
                 tensors = (numbers(size, dtypes[0], 3), numbers(size, dtypes[1], powers), first, first.float().square())
                 factors = Factors.of(GROUP | {"maximize": size % 2 == 0}, 1 + size % 3)

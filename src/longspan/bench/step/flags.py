@@ -50,7 +50,8 @@ class StepFlags(BenchFlags, SourceFlags):
     """Profile one more step. The result shows the seconds of attention, other layers, exposed communication, optimizer
     and idle time; the record also lists the longest kernels."""
     peers: Switch = False
-    """Also time Hugging Face with FSDP2 and torch's context_parallel, which needs a single sequence."""
+    """Also time Hugging Face with FSDP2: a single sequence under torch's context_parallel; whole documents, as many as
+    GPUs or more, packed under compiled layers and FlashAttention-4."""
     warmup: int = 2
     """Steps before the timed ones."""
     repeats: int = 3

@@ -35,10 +35,11 @@ def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Calla
 
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (settings.ranks,))
-    model = _shard_model(settings, world, mesh)
-    name = settings.config.train.optimizer
-    fused: dict[str, Any] = {"fused": True} if name == "adamw" else {}  # as peers have it: torch's
-    optimizer = build_optimizer(model, name, lr=0.0, **fused)
+    model = draw_model(settings, world)
+    model.set_attn_implementation("sdpa")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    shard_model(settings, model, mesh)
+    optimizer = make_peer_optimizer(settings, model)
     losses: list[float] = []
 
     def step() -> None:
@@ -81,15 +82,17 @@ def _make_inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, to
     return ids[None].clone(), labels[None].clone(), positions[None].clone()
 
 
-def _shard_model(settings: StepSettings, world: World, mesh: Any) -> Any:
-    """Make the model with random weights, whole on the device, and shard it."""
-    torch.manual_seed(0)
+def draw_model(settings: StepSettings, world: World) -> Any:
+    """Make the model with random weights, whole on the device: those of a tiny preset are the run's."""
+    torch.manual_seed(settings.config.train.seed)
     with torch.device(world.device):
         dtype = getattr(torch, settings.config.model.dtype)
         model: Any = AutoModelForCausalLM.from_config(settings.configuration, dtype=dtype, trust_remote_code=False)
-    model.set_attn_implementation("sdpa")
-    model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def shard_model(settings: StepSettings, model: Any, mesh: Any) -> None:
+    """Shard the model by FSDP2, layer by layer; gradients are sums over ranks."""
     compute = getattr(torch, settings.compute) if settings.compute else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in decoder_layers(model).values():
@@ -101,4 +104,10 @@ def _shard_model(settings: StepSettings, world: World, mesh: Any) -> Any:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)  # a sum over ranks, as the loss is divided already
-    return model
+
+
+def make_peer_optimizer(settings: StepSettings, model: Any) -> Any:
+    """Make the optimizer of the run with learning rate 0; of AdamW torch's fused one, as peers have it."""
+    name = settings.config.train.optimizer
+    fused: dict[str, Any] = {"fused": True} if name == "adamw" else {}
+    return build_optimizer(model, name, lr=0.0, **fused)

@@ -13,6 +13,7 @@ import torch
 
 from longspan.bench.record import missing_row, write_unfinished
 from longspan.bench.step.hf_peer import PEER, make_peer_step
+from longspan.bench.step.packed_peer import PACKED_PEER, make_packed_step
 from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
@@ -75,7 +76,11 @@ def _measure_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, 
             torch.cuda.empty_cache()
     if settings.flags.peers:
         for batch in settings.batches():
-            yield f"{PEER}{_rows_note(batch, settings)}", partial(_measure_peer, batch, world)
+            note = _rows_note(batch, settings)
+            if len(batch.lengths) == 1:
+                yield f"{PEER}{note}", partial(_measure_peer, batch, world)
+            if len(batch.lengths) >= settings.ranks:
+                yield f"{PACKED_PEER}{note}", partial(_measure_packed_peer, batch, world)
 
 
 def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
@@ -144,6 +149,14 @@ def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
     try:
         with make_peer_step(settings, world) as (step, losses):
             return measure_steps(settings, step, world) | {"loss": losses[0]}
+    except Exception as error:  # whatever it cannot do is recorded
+        return missing_row(error)
+
+
+def _measure_packed_peer(settings: StepSettings, world: World) -> dict[str, Any]:
+    try:
+        with make_packed_step(settings, world) as (step, losses, facts):
+            return measure_steps(settings, step, world) | {"loss": losses[0]} | facts
     except Exception as error:  # whatever it cannot do is recorded
         return missing_row(error)
 

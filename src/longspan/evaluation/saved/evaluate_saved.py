@@ -36,19 +36,27 @@ from longspan.train.plans import PlanChoice, find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.partition import set_usual_partition
 from longspan.train.plans.run_machine import use_machine
+from longspan.train.starts import Starts
 from longspan.train.step_figures import is_priced_here
 from longspan.train.training import AnyModel
+
+# Numbers of hidden states, over all layers, from which graphs save a rank more than the 8 s that they take to load: a
+# compiled forward reads and writes about 20 fewer in bfloat16 for each, at 3 TB/s.
+WORTH_COMPILING = 6e11
 
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
 
 
-def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: Progress) -> tuple[SubjectResult, ...]:
+def evaluate_saved(
+    request: EvalRequest, world: World, log: LogLine, progress: Progress, starts: Starts | None = None
+) -> tuple[SubjectResult, ...]:
     """Evaluate each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
 
     Raises CheckpointError, DataError, ModelError or ConfigError for what is missing or does not fit, EvaluationError
     for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
+    `starts` has the parts of the start before this call; on GPUs they are logged once the first model is ready.
     """
-    deadline = time.monotonic() + (request.seconds or math.inf)
+    starts, deadline = starts or Starts(), time.monotonic() + (request.seconds or math.inf)
     metrics = run_on_every_rank(world, partial(_load_set_metrics, request), ConfigError)
     checked_weights = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     sets = choose_sets(request, checked_weights, world, log)
@@ -56,9 +64,10 @@ def evaluate_saved(request: EvalRequest, world: World, log: LogLine, progress: P
     fits = [run_on_every_rank(world, partial(_fit_subject, request, *pair, world, log), ConfigError) for pair in pairs]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
         log(line)
+    starts.end_part("data")
     results = list[SubjectResult]()
     for fit in fits:  # one model at a time
-        results.append(_Evaluator(fit, request.degrees, world, metrics, deadline).run(log, progress))
+        results.append(_Evaluator(fit, request.degrees, world, metrics, deadline, starts).run(log, progress))
     return tuple(results)
 
 
@@ -128,21 +137,35 @@ class _Evaluator:
     world: World
     metrics: dict[str, dict[str, Metric]]  # by the name of a set of the run
     deadline: float  # of time.monotonic
+    starts: Starts
 
     def run(self, log: LogLine, progress: Progress) -> SubjectResult:
         """Load the model, then evaluate each set at each degree."""
         fit = self.fit
         images = any(getattr(named_documents.documents, "items", ()) for named_documents in fit.sets)
-        model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
+        config = replace(fit.config, train=replace(fit.config.train, compiled=self._choose_compiled()))
+        model, step = load_saved_model(fit.checked, config, fit.configuration, self.world, images=images)
         model.eval()
         use_machine(fit.config, self.world, log)
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         price = partial(find_run_cost, fit.config, model.config, log, gpu=gpu, slots=slots)
         cost = run_on_every_rank(self.world, price, ConfigError)
+        if "model" not in self.starts.parts:
+            self.starts.end_part("model")
+            if gpu:
+                log(str(self.starts))
         with StopSignal() as stop:
             sets = tuple(self._evaluate_sets(model, step, cost, stop, log, progress))
         digest = tokenizer_digest(fit.checked.tokenizer)
         return SubjectResult(fit.checked.subject.weights, fit.config, digest, sets, fit.changes)
+
+    def _choose_compiled(self) -> str:
+        """Return what of the layers is compiled: where "auto" decides, nothing for an evaluation that is soon done."""
+        text, compiled = self.fit.configuration.get_text_config(), self.fit.config.train.compiled
+        tokens = sum(sum(named_documents.documents.lengths) for named_documents in self.fit.sets)
+        rows = tokens * max(1, len(self.degrees)) / len(self.world.home.ranks)
+        pays = rows * text.hidden_size * text.num_hidden_layers >= WORTH_COMPILING
+        return compiled if compiled != AUTO or pays else "none"
 
     def _evaluate_sets(
         self,

@@ -56,6 +56,7 @@ from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.order import set_epoch_steps, source_lines
 from longspan.train.plans.partition import choose_partition_on_ranks
 from longspan.train.plans.run_machine import use_machine
+from longspan.train.starts import Starts
 from longspan.train.terms.mtp import add_configured_depths, depths_line
 from longspan.train.training import (
     AnyModel,
@@ -157,10 +158,11 @@ def _fit_configuration(data: RunData, config: RunConfig, world: World, log: LogL
     return scale_positions(configuration, config.model, *data.longest, log)
 
 
-def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
+def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> TrainingRun:
     """Open or begin the run of a configuration that `check_config` has passed; all ranks call it together.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
+    `starts` notes how long its parts take.
     """
     checkpoint = checkpoint_to_resume(config, world, log)
     config, as_written, data = _open_run_documents(config, checkpoint, world, log)
@@ -169,9 +171,12 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     config = use_measured_rows(config, world, log)
     data.check_fit(config, world)
     done = 0 if checkpoint is None else steps_done(checkpoint, world)
+    starts.end_part("data")
     run_memory = _run_memory(config, data, configuration, world, done)
     memory = choose_on_ranks(run_memory, world, log) if done < config.train.steps else None
+    starts.end_part("plan of memory")
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
+    starts.end_part("model")
     refuse_randomness(find_language_model(model))
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model, memory=memory)
@@ -188,8 +193,10 @@ def set_up(config: RunConfig, world: World, log: LogLine) -> TrainingRun:
     price = partial(_model_cost, config, world, model.config, data.corpus, log, memory)
     cost = run_on_every_rank(world, price, ConfigError)
     refinement = refinement_of_run(config, cost, state, world, log)
+    starts.end_part("optimizer and costs")
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done, refinement=refinement)
     run = _resolve_plans(replace(run, why_partition=why_partition, memory=memory), data, log)
+    starts.end_part("rows that fit")
     if done == config.train.steps:
         return run
     return replace(run, memory=plan_on_ranks(replace(run_memory, config=run.config), memory, world))

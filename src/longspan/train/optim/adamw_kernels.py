@@ -7,7 +7,9 @@ import triton.language as tl
 
 COLUMNS = tl.constexpr(20)  # of a tensor's row in the table, 8 bytes each
 FACTORS = tl.constexpr(16)  # the column with which float32 factors begin
-GOLDEN, FIRST, SECOND = (tl.constexpr(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# As in rounding_bits.py.
+GOLDEN, FAR = tl.constexpr(0x9E3779B9), tl.constexpr(0x85EBCA6B)
+FIRST, SECOND, THIRD = tl.constexpr(0x21F0AAAD), tl.constexpr(0xD35A2D97), tl.constexpr(0xB5297A4D)
 
 
 @triton.jit
@@ -38,17 +40,28 @@ def adamw_kernel(
         mean = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(MOMENT)), ALIGNMENT)
         square = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(MOMENT)), ALIGNMENT)
         numel = tl.load(row + 4)
+        factors = (row + FACTORS).to(tl.pointer_type(tl.float32))
+        decay, fresh, keep, new = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2), tl.load(factors + 3)
+        root, eps, rate, sign = tl.load(factors + 4), tl.load(factors + 5), tl.load(factors + 6), tl.load(factors + 7)
+        offset, start_key, middle_key = numel, 0, 0
+        if BY_CHANCE:
+            start_key, middle_key = tl.load(row + 5).to(tl.uint32), tl.load(row + 6).to(tl.uint32)
+            offset = tl.load(row + 7)
+            if FLAT:
+                offset += tl.load(row + 12)
         whole = numel // BLOCK * BLOCK
         start, step = tl.program_id(0).to(tl.int64) * BLOCK, tl.num_programs(0).to(tl.int64) * BLOCK
         for first in range(start, whole, step):
             update_block(
                 *(parameter + first, gradient + first, mean + first, square + first),
-                *(row, first, numel, factor, BY_CHANCE, FLAT, BLOCK, False),
+                *(factor, decay, fresh, keep, new, root, eps, rate, sign),
+                *(row, first, numel, offset, start_key, middle_key, BY_CHANCE, FLAT, BLOCK, False),
             )
         if (whole < numel) & (whole % step == start):
             update_block(
                 *(parameter + whole, gradient + whole, mean + whole, square + whole),
-                *(row, whole, numel, factor, BY_CHANCE, FLAT, BLOCK, True),
+                *(factor, decay, fresh, keep, new, root, eps, rate, sign),
+                *(row, whole, numel, offset, start_key, middle_key, BY_CHANCE, FLAT, BLOCK, True),
             )
 
 
@@ -58,10 +71,21 @@ def update_block(
     gradient,
     mean,
     square,
+    scale,
+    decay,
+    fresh,
+    keep,
+    new,
+    root,
+    eps,
+    rate,
+    sign,
     row,
     first,
     numel,
-    scale,
+    offset,
+    start_key,
+    middle_key,
     BY_CHANCE: tl.constexpr,
     FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -69,7 +93,6 @@ def update_block(
 ):
     """Update BLOCK numbers of a tensor, of which `first` is the first; with MASKED up to `numel`. Each result rounds
     once: nothing is contracted."""
-    factors = (row + FACTORS).to(tl.pointer_type(tl.float32))
     lane = tl.arange(0, BLOCK)
     if MASKED:
         inside = first + lane < numel
@@ -82,16 +105,17 @@ def update_block(
         g = tl.load(gradient + lane).to(tl.float32)
         m = tl.load(mean + lane).to(tl.float32)
         v = tl.load(square + lane).to(tl.float32)
-    g = g * scale * tl.load(factors + 7)
-    m = m + (g - m) * tl.load(factors + 1)
-    v = v * tl.load(factors + 2) + g * g * tl.load(factors + 3)
-    size = tl.sqrt_rn(v) * tl.load(factors + 4) + tl.load(factors + 5)
-    p = p * tl.load(factors + 0) - tl.div_rn(m, size) * tl.load(factors + 6)
+    g = g * scale * sign
+    m = m + (g - m) * fresh
+    v = v * keep + g * g * new
+    size = tl.sqrt_rn(v) * root + eps
+    p = p * decay - tl.div_rn(m, size) * rate
     if BY_CHANCE:
-        word = random_words(row, first, lane, FLAT)
-        p = round_by_word(p, word, parameter.dtype.element_ty)
-        m = round_by_word(m, word >> 16, mean.dtype.element_ty)
-        v = round_by_word(v, word >> 32, square.dtype.element_ty)
+        place = offset + (first + lane if FLAT else places_in_rows(row, first, lane, BLOCK))
+        word = random_bits(place, start_key, middle_key)
+        p = round_by_bits(p, word & 0xFFFF, parameter.dtype.element_ty)
+        m = round_by_bits(m, word >> 16, mean.dtype.element_ty)
+        v = round_by_bits(v, word * THIRD >> 16, square.dtype.element_ty)
     if MASKED:
         tl.store(parameter + lane, p.to(parameter.dtype.element_ty), mask=inside)
         tl.store(mean + lane, m.to(mean.dtype.element_ty), mask=inside)
@@ -103,33 +127,53 @@ def update_block(
 
 
 @triton.jit
-def random_words(row, first, lane, FLAT: tl.constexpr):
-    """Compute a word of 64 random bits for each number, from its place in the whole parameter."""
+def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
+    """Compute where numbers of a block are in the whole parameter, without its offset; `Places` has the formula."""
+    inner, rows, near, far = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
     first += tl.load(row + 12)  # of a part of a tensor
-    place = first + lane
-    if not FLAT:
-        inner, rows, far = tl.load(row + 8), tl.load(row + 9), tl.load(row + 11)
+    if first < 4294967296:  # noqa: SIM108  (a division of 32 bits takes a fifth of the instructions)
+        first_row = (first.to(tl.uint32) // inner.to(tl.uint32)).to(tl.int64)
+    else:
         first_row = first // inner
-        column = (first - first_row * inner + lane).to(tl.uint32)  # less than a row and a block
-        at_row = first_row + column // inner.to(tl.uint32)
-        column = column % inner.to(tl.uint32)
-        if far != 0:
-            place = at_row // rows * far + at_row % rows * tl.load(row + 10) + column
-        else:
-            place = at_row * tl.load(row + 10) + column
-    place += tl.load(row + 7)
-    word = place.to(tl.uint64) * GOLDEN + tl.load(row + 5).to(tl.uint64)
-    word = (word ^ (word >> 30)) * FIRST
-    word ^= tl.load(row + 6).to(tl.uint64)
-    word = (word ^ (word >> 27)) * SECOND
-    return word ^ (word >> 31)
+    column = first - first_row * inner
+    if inner >= BLOCK:  # then there are two rows at most, and no number takes a division
+        left = inner - column
+        place = row_start(first_row, rows, near, far) + column
+        following = row_start(first_row + 1, rows, near, far) - left
+        place = tl.where(lane < left, place, following) + lane
+    else:
+        columns = column.to(tl.uint32) + lane.to(tl.uint32)  # less than a row and a block
+        further = columns // inner.to(tl.uint32)
+        columns -= further * inner.to(tl.uint32)
+        place = row_start(first_row + further, rows, near, far) + columns
+    return place
 
 
 @triton.jit
-def round_by_word(x, word, DTYPE: tl.constexpr):
+def row_start(at_row, rows, near, far):
+    """Compute where a row begins, of rows that are `near` to each other within what is `far` from each other."""
+    start = at_row * near
+    if far != 0:
+        start = at_row // rows * far + at_row % rows * near
+    return start
+
+
+@triton.jit
+def random_bits(place, start_key, middle_key):
+    """Compute 32 random bits for each place; `rounding_bits.random_words` says how."""
+    word = place.to(tl.uint32) * GOLDEN + start_key
+    word = word ^ (word >> 16) ^ ((place >> 32).to(tl.uint32) * FAR + middle_key)
+    word *= FIRST
+    word ^= word >> 15
+    word *= SECOND
+    return word ^ (word >> 15)
+
+
+@triton.jit
+def round_by_bits(x, noise, DTYPE: tl.constexpr):
     """Round finite numbers to bfloat16, up or down, by sixteen random bits; others and other types stay."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
-        noise = (word & 0xFFFF).to(tl.int32)
-        up_or_down = ((x.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
-        x = tl.where(tl.abs(x) < float("inf"), up_or_down, x)
+        noise = tl.where(tl.abs(x) < float("inf"), noise, 0)
+        bits = (x.to(tl.uint32, bitcast=True) + noise) >> 16  # of what is no number, the first bits stay
+        x = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x

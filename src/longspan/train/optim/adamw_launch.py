@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,9 @@ from longspan.train.optim.rounding_bits import Key, Places
 BLOCK, WARPS = 1024, 4  # numbers that a program updates at a time, by so many warps
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
 ALIGNMENT = 16  # bytes that one load of a thread takes
-COLUMNS, PLACES, FACTORS = 20, 5, 16  # words of eight bytes in a row of the table; where places and factors begin
+COLUMNS = 20  # words of eight bytes in a row of the table
+_ROW = Struct("=13q24x8f")  # addresses, count, key and places; from the column FACTORS of the kernels on, factors
+_NEAREST = (0,) * 8  # in place of a key and places
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -108,14 +111,12 @@ def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
 
 def make_table(updates: Sequence[Update]) -> Any:
     """Return the kernel's table (tensors, COLUMNS) of int64, whose last columns are pairs of factors in float32."""
-    table = np.zeros((len(updates), COLUMNS), np.int64)
-    factors = table.view(np.float32)[:, 2 * FACTORS :]
-    for row, numbers, update in zip(table, factors, updates, strict=True):
-        row[:5] = *(tensor.data_ptr() for tensor in update[:4]), update.parameter.numel()
-        if update.key is not None and update.places is not None:
-            row[PLACES : PLACES + 8] = *update.key, *update.places
-        numbers[:] = update.factors
-    return table
+    table = bytearray(_ROW.size * len(updates))
+    for row, update in enumerate(updates):
+        rounding = (*update.key, *update.places) if update.key is not None and update.places is not None else _NEAREST
+        addresses = [tensor.data_ptr() for tensor in update[:4]]
+        _ROW.pack_into(table, _ROW.size * row, *addresses, update.parameter.numel(), *rounding, *update.factors)
+    return np.frombuffer(table, np.int64).reshape(len(updates), COLUMNS)
 
 
 def _triton_type(dtype: torch.dtype) -> Any:

@@ -137,7 +137,8 @@ class OnePassAdamW(AdamW):
             return update
         part = self._parts.get(parameter, _Part(parameter, 0, True))
         places = self._rounding.places(part.parameter)
-        update = update._replace(key=self._rounding.key(part.parameter), places=places._replace(start=part.start))
+        places = places._replace(start=part.start) if part.start else places
+        update = Update(*update[:5], self._rounding.key(part.parameter), places)
         if part.last:
             self._rounding.count_update(part.parameter)
         return update

@@ -1,11 +1,12 @@
 """Random bits of stochastic rounding, counted: each number's bits are a hash of where it is in the whole parameter.
 
 So they do not depend on how a parameter is sharded, nor on the device: a tensor on one GPU, its shards on eight and a
-CPU round alike. The hash is that of splitmix64 (Steele et al. 2014) with a second word of the key in its middle, so
-that no two keys give one sequence at different places. `adamw_kernels.py` computes the same in Triton.
+CPU round alike. `adamw_kernels.py` computes the same in Triton. All arithmetic is on words of 32 bits, of which GPUs
+multiply one in an instruction: a hash takes about a dozen.
 """
 
 import hashlib
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,12 +17,18 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
 
-GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-NOISE_BITS, STREAMS = 16, 4  # of a word of 64 bits: the parameter, and up to three moments
+GOLDEN, FAR = 0x9E3779B9, 0x85EBCA6B  # factors of a place's low and high word
+FIRST, SECOND = 0x21F0AAAD, 0xD35A2D97  # of hash-prospector's hash of least bias, with shifts of 16, 15 and 15
+THIRD = 0xB5297A4D  # of the third stream
+WORD = (1 << 32) - 1
+NOISE_BITS, STREAMS = 16, 3  # of a number: the parameter, and both moments
+
+
+_KEY = struct.Struct("<2I")  # in a digest
 
 
 class Key(NamedTuple):
-    """Two words of 64 bits, as signed integers: a parameter's in one update."""
+    """Two words of 32 bits: a parameter's in one update."""
 
     first: int
     second: int
@@ -88,14 +95,14 @@ class RoundingBits:
         # Copies on several pipeline stages have one name.
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._step, self._draws = -1, Counter[nn.Parameter]()
+        self._places = dict[nn.Parameter, Places]()
 
     def key(self, parameter: nn.Parameter) -> Key:
         """Return the key of the parameter's update that comes next."""
         if self._world.step != self._step:
             self.restart()
         counted = self._world.seed, self._step, self._draws[parameter], self._names.get(parameter, "")
-        digest = hashlib.blake2b(repr(counted).encode(), digest_size=16).digest()
-        return Key(*(int.from_bytes(word, "little", signed=True) for word in (digest[:8], digest[8:])))
+        return Key(*_KEY.unpack(hashlib.blake2b(repr(counted).encode(), digest_size=_KEY.size).digest()))
 
     def count_update(self, parameter: nn.Parameter, by: int = 1) -> None:
         """Note that the parameter was updated, so that its next update in this step has another key."""
@@ -105,10 +112,12 @@ class RoundingBits:
         """Let the next update draw as the first one of its step."""
         self._step, self._draws = self._world.step, Counter()
 
-    @staticmethod
-    def places(parameter: nn.Parameter) -> Places:
+    def places(self, parameter: nn.Parameter) -> Places:
         """Return where this rank's numbers of a parameter are in the whole."""
-        return Places.of(parameter.shape, LocalPart.of(parameter).block)
+        places = self._places.get(parameter)
+        if places is None:
+            places = self._places[parameter] = Places.of(parameter.shape, LocalPart.of(parameter).block)
+        return places
 
 
 def chunk_numbers(device: torch.device) -> int:
@@ -117,18 +126,27 @@ def chunk_numbers(device: torch.device) -> int:
 
 
 def random_words(key: Key, places: Tensor) -> Tensor:
-    """Return a word of 64 random bits for each place, as int64 of the same shape."""
-    word = places * _as_signed(GOLDEN) + key.first
-    word = (word ^ _shift_right(word, 30)) * _as_signed(FIRST)
-    word = word ^ key.second
-    word = (word ^ _shift_right(word, 27)) * _as_signed(SECOND)
-    return word ^ _shift_right(word, 31)
+    """Return a word of 32 random bits for each place, as int64 of the same shape.
+
+    The first word of the key moves the sequence of the places' low words. The second one, and the high word of a place,
+    are mixed in before two rounds of multiplication, so that no two keys give one sequence at different places.
+    """
+    word = (places * GOLDEN + key.first) & WORD
+    word = word ^ (word >> 16) ^ (((places >> 32) * FAR + key.second) & WORD)
+    word = word * FIRST & WORD
+    word = (word ^ (word >> 15)) * SECOND & WORD
+    return word ^ (word >> 15)
 
 
 def noise_of(words: Tensor, stream: int) -> Tensor:
-    """Return the sixteen bits of each word that round this stream's numbers: of the parameter (0) or of a moment."""
+    """Return the sixteen bits of each place that round this stream's numbers: of the parameter (0) or of a moment.
+
+    Two streams are the halves of the word; the third is the upper half of its product with an odd number.
+    """
     assert 0 <= stream < STREAMS, stream
-    return (_shift_right(words, stream * NOISE_BITS) & 0xFFFF).to(torch.int32)
+    if stream == 2:
+        words = words * THIRD & WORD
+    return (words & 0xFFFF if stream == 0 else words >> NOISE_BITS).to(torch.int32)
 
 
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
@@ -145,7 +163,7 @@ def round_by_places(x: Tensor, key: Key, places: Places, stream: int) -> Tensor:
     """Round the block of a parameter, or of a moment, to bfloat16 by the bits of its places; a DTensor stays one."""
     rounded, local = x.to(torch.bfloat16), local_tensor(x)
     flat, result = local.contiguous().view(-1), torch.empty_like(local_tensor(rounded)).view(-1)
-    key = Key(key.first ^ (stream // STREAMS), key.second)  # an optimizer with many states
+    key = Key(key.first, (key.second + stream // STREAMS * GOLDEN) & WORD)  # an optimizer with many states
     chunk = chunk_numbers(flat.device)
     for start in range(0, len(flat), chunk):
         stop = min(start + chunk, len(flat))
@@ -153,12 +171,3 @@ def round_by_places(x: Tensor, key: Key, places: Places, stream: int) -> Tensor:
         result[start:stop] = round_stochastically(flat[start:stop], noise_of(words, stream % STREAMS))
     local_tensor(rounded).copy_(result.view(local.shape))
     return rounded
-
-
-def _shift_right(words: Tensor, bits: int) -> Tensor:
-    """Shift words without sign to the right: zeros come in."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1) if bits else words
-
-
-def _as_signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word

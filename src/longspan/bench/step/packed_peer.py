@@ -1,0 +1,254 @@
+"""The step that `bench step --peers` compares packed documents with: what torchtitan's recipe gives a user.
+
+Stock Hugging Face under FSDP2, each decoder layer and the loss compiled, FlashAttention-4 on whole packed documents,
+and as few layers recomputed as fit. There is no context parallelism: a document is whole on one rank. Where
+FlashAttention-4 is not installed, torch's own kernels attend, and the name of the row says so.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from longspan.attention.kernels import fa4
+from longspan.bench.step.hf_peer import draw_model, make_peer_optimizer, shard_model
+from longspan.bench.step.settings import StepSettings
+from longspan.comm import World
+from longspan.data.document import SyntheticDocument, synthetic_documents
+from longspan.layout.packing import NO_TARGET
+from longspan.model.layers import decoder_layers
+
+PACKED_PEER = "Hugging Face + FSDP2 + compiled layers, whole packed documents"
+_ATTENTION = "longspan_bench_packed"  # the name by which transformers knows the attention of packed documents
+_MEMORY_SHARE = 0.9  # of a device's memory, for what torch allocates; the rest are context, communicators, fragments
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+
+
+# ---- documents of a rank
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Documents of one micro-batch, one after another: ids, labels and positions (1, T), and where documents begin."""
+
+    ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor  # (documents + 1,) int32
+    longest: int
+
+    @classmethod
+    def of(cls, documents: Sequence[SyntheticDocument], device: torch.device) -> "PackedBatch":
+        """Pack documents. None of them: one token without a target, so that the rank takes part in all collectives."""
+        documents = documents or synthetic_documents([1], 2)
+        lengths = [len(document) for document in documents]
+        ids = torch.cat([torch.from_numpy(document[np.arange(len(document))]) for document in documents])
+        ends = torch.tensor(lengths).cumsum(0)
+        labels = ids.roll(-1).index_fill(0, ends - 1, NO_TARGET)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        cu_seqlens = F.pad(ends, (1, 0)).to(device, torch.int32)
+        return cls(*(x.to(device)[None] for x in (ids, labels, positions)), cu_seqlens, max(lengths))
+
+
+def pack_on_ranks(lengths: Sequence[int], ranks: int, max_rows: int) -> list[list[list[int]]]:
+    """Return the documents of every rank's micro-batches, by index; each rank has as many micro-batches.
+
+    >>> pack_on_ranks([8, 8, 8, 8], ranks=2, max_rows=16)
+    [[[0, 2]], [[1, 3]]]
+
+    The longest goes first, to the rank with the fewest tokens, into its first micro-batch with room. Raises ValueError
+    for a document that no slot holds, and where there are fewer documents than ranks.
+    """
+    if len(lengths) < ranks:
+        raise ValueError(f"it cuts no document, and {len(lengths)} do not reach {ranks} ranks")
+    if max_rows and max(lengths) > max_rows:
+        raise ValueError(f"it cuts no document, and one of {max(lengths):,} rows is more than {max_rows:,} a slot")
+    batches, loads = [list[list[int]]() for _ in range(ranks)], [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        rank = loads.index(min(loads))
+        loads[rank] += lengths[index]
+        for batch in batches[rank]:
+            if not max_rows or sum(lengths[i] for i in batch) + lengths[index] <= max_rows:
+                batch.append(index)
+                break
+        else:
+            batches[rank].append([index])
+    count = max(map(len, batches))
+    return [of_rank + [[]] * (count - len(of_rank)) for of_rank in batches]
+
+
+# ---- attention
+
+
+def choose_attention(device: torch.device) -> tuple[str, Attend]:
+    """Return the attention of packed documents that this installation has, with its name."""
+    if device.type != "cuda":
+        return "SDPA", _attend_by_sdpa
+    if not fa4.device_lack(device):
+        return "FlashAttention-4", _attend_by_fa4
+    try:
+        from torch.nn.attention.varlen import varlen_attn as _  # noqa: F401
+    except ImportError:
+        return "SDPA", _attend_by_sdpa
+    return "torch varlen_attn", _attend_by_torch
+
+
+def _attend_by_fa4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
+    from flash_attn.cute.interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    longest_of = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    out = flash_attn_varlen_func(q, k, v, **lengths, **longest_of, softmax_scale=scale, causal=True)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    heads = q.shape[1] // k.shape[1]  # torch 2.11 has no grouped heads here
+    k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
+    arguments: Any = (q, k, v, cu_seqlens, cu_seqlens, longest, longest)
+    return varlen_attn(*arguments, scale=scale, window_size=(-1, 0))  # pyright: ignore[reportReturnType]
+
+
+def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    outputs = [
+        F.scaled_dot_product_attention(*(x[None] for x in tensors), is_causal=True, scale=scale, enable_gqa=True)[0]
+        for tensors in documents
+    ]
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def _register_attention(attend: Attend) -> None:
+    """Let transformers attend by this function; as no mask goes by its name, transformers builds none."""
+
+    @torch.compiler.disable
+    def forward(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+        """Attend from q (1, N, T, H) to k and v (1, K, T, H): (1, T, N, H)."""
+        if mask is not None or options.get("dropout") or options.get("sliding_window") or options.get("softcap"):
+            raise ValueError(f"it attends causally within documents; {type(module).__name__} asks for more")
+        scale = options.get("scaling") or q.shape[-1] ** -0.5
+        rows = (x[0].transpose(0, 1) for x in (q, k, v))
+        return attend(*rows, options["cu_seq_lens_q"], options["max_length_q"], scale)[None], None
+
+    AttentionInterface.register(_ATTENTION, forward)
+
+
+# ---- layers
+
+
+class CompiledLayers:
+    """Decoder layers that run compiled, of which the last `recomputed` run a second time in the backward pass."""
+
+    def __init__(self, model: Any, backend: str) -> None:
+        layers = decoder_layers(model).values()
+        self.count, self.recomputed = len(layers), 0
+        for index, layer in enumerate(layers):
+            layer.forward = partial(self._run_layer, index, torch.compile(layer.forward, backend=backend))
+
+    def _run_layer(self, index: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if index < self.count - self.recomputed:
+            return forward(*arguments, **options)
+        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: World) -> None:
+    """Recompute as few layers as fit in the device's memory.
+
+    By the peaks of two steps: with all layers recomputed, and with all but two. On a CPU nothing is recomputed.
+    """
+    if world.device.type != "cuda":
+        return
+    peaks = list[int]()
+    for recomputed in (layers.count, layers.count, layers.count - 2):  # the first has no states of the optimizer yet
+        layers.recomputed = recomputed
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peaks.append(torch.cuda.max_memory_allocated())
+    room = _MEMORY_SHARE * torch.cuda.get_device_properties(world.device).total_memory - peaks[1]
+    of_layer = max(peaks[2] - peaks[1], 0) / 2
+    counts = world.control.gather_objects(layers.count if not of_layer else int(max(room, 0) / of_layer))
+    layers.recomputed = layers.count - min(layers.count, *counts)
+    torch.cuda.empty_cache()
+
+
+# ---- the step
+
+
+@contextmanager
+def make_packed_step(
+    settings: StepSettings, world: World
+) -> Iterator[tuple[Callable[[], None], list[float], dict[str, Any]]]:
+    """Make a step, the list of the losses of those that ran, and what a record says of it.
+
+    Raises ValueError for what the stack does not offer.
+    """
+    max_rows = settings.config.context.max_tokens_per_slot
+    assert isinstance(max_rows, int)
+    packed = pack_on_ranks(settings.lengths, settings.ranks, max_rows)[world.rank]
+    text = settings.configuration.get_text_config()
+    if set(getattr(text, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        raise ValueError(f"its layers attend to whole documents; {text.model_type} has others")
+    documents = synthetic_documents(settings.lengths, text.vocab_size)
+    targets = sum(settings.lengths) - len(documents)
+    batches = [PackedBatch.of([documents[i] for i in indices], world.device) for indices in packed]
+
+    attention, attend = choose_attention(world.device)
+    _register_attention(attend)
+    backend = "inductor" if world.device.type == "cuda" else "eager"
+    model = draw_model(settings, world)
+    model.set_attn_implementation(_ATTENTION)
+    layers = CompiledLayers(model, backend)
+    shard_model(settings, model, init_device_mesh(world.device.type, (settings.ranks,)))
+    optimizer = make_peer_optimizer(settings, model)
+    sum_losses: Any = torch.compile(_sum_losses, backend=backend)
+    losses: list[float] = []
+
+    def step() -> None:
+        total = torch.zeros((), device=world.device, dtype=torch.float64)
+        for batch in batches:
+            logits = model(
+                input_ids=batch.ids,
+                position_ids=batch.positions,
+                use_cache=False,
+                cu_seq_lens_q=batch.cu_seqlens,
+                cu_seq_lens_k=batch.cu_seqlens,
+                max_length_q=batch.longest,
+                max_length_k=batch.longest,
+            ).logits
+            loss = sum_losses(logits[0], batch.labels[0])
+            (loss / targets).backward()
+            total += loss.detach()
+            del logits, loss
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        losses.append(world.control.sum_over_slots([total.item()])[0] / targets)
+
+    fit_recomputation(layers, step, world)
+    recomputed = f"{layers.recomputed} of {layers.count} layers recomputed"
+    yield (
+        step,
+        losses,
+        {
+            "name": f"{PACKED_PEER}, {attention}, {recomputed}",
+            "micro_batches": len(batches),
+            "recomputed_layers": layers.recomputed,
+            "attention": attention,
+        },
+    )
+
+
+def _sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, ignore_index=NO_TARGET, reduction="sum")

@@ -1,0 +1,74 @@
+"""The seconds of a start by part, from the command to the end of step 1, as the first rank sees them.
+
+A part is all that happens between two notes, whatever thread does it. A run logs them in one line after its first step
+and keeps them in run.json under "starts"; `bench/training/first_steps.py` records them.
+
+`begin_gpu_imports` takes the modules that only GPUs need out of that line: a thread imports them while the rank makes
+its CUDA context, joins the others and reads its data.
+"""
+
+import threading
+import time
+from contextlib import suppress
+from importlib import import_module
+
+# What the first step on GPUs would import: the compiler of layers and the kernels of FlashAttention-4.
+GPU_MODULES = ("triton", "torch._inductor.compile_fx", "flash_attn.cute.interface")
+
+
+class Starts:
+    """Seconds by part of one process's start, which began at a time of `time.time()`.
+
+    >>> starts = Starts(begun)
+    >>> starts.end_part("imports")
+    >>> str(starts)
+    'ready after 4.1 s: imports 4.1'
+    """
+
+    def __init__(self, begun: float | None = None) -> None:
+        self.begun: float = time.time() if begun is None else begun
+        self.parts: dict[str, float] = {}
+        self._last = self.begun
+
+    def end_part(self, name: str) -> None:
+        """Note that a part has ended now; the next one begins. Parts of one name are added."""
+        now = time.time()
+        self.parts[name] = self.parts.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def to_json(self) -> dict[str, float]:
+        """The seconds by part, and all of them as "total"."""
+        return {name: round(seconds, 2) for name, seconds in self.parts.items()} | {
+            "total": round(self._last - self.begun, 2)
+        }
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.05)
+        return f"ready after {self._last - self.begun:.1f} s: {parts}"
+
+
+def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread:
+    """Import what ranks on GPUs need later, in a thread; whoever needs a module of these waits for it as it imports it.
+
+    With `compiled`, the processes that compile the kernels of layers are started first. A module that is absent, or
+    cannot be imported, is left to who needs it.
+
+    >>> begin_gpu_imports(8, compiled=True)
+    """
+
+    def work() -> None:
+        if compiled:
+            from longspan.model.compiled_layers import start_compile_workers
+
+            with suppress(Exception):  # `prepare` starts them too
+                start_compile_workers(ranks_of_host)
+        for name in GPU_MODULES:
+            with suppress(Exception):
+                import_module(name)
+        if compiled:
+            with suppress(Exception):  # the digest of torch's files, part of the key of every compiled graph
+                import_module("torch._inductor.codecache").torch_key()
+
+    thread = threading.Thread(target=work, name="longspan imports", daemon=True)
+    thread.start()
+    return thread
