@@ -40,7 +40,7 @@ COPIES = {
 }
 CASES = {"gathered twice": True, "gathered once": False}
 WHY = """
-What of it can be left out by what torch 2.11 and 2.13 offer (`torch/distributed/fsdp/_fully_shard`):
+What of it can be left out by what torch 2.13 offers (read in `torch/distributed/fsdp/_fully_shard`):
 
 - *Gradients to float32*: sums are in float32, so that a gradient is read once in bfloat16 and written once in float32
   in any layout, 6 bytes; `chunk_cat` lays it out by ranks in the same pass. Nothing is left to cut, but by sums in

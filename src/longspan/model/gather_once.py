@@ -52,7 +52,10 @@ def _hooks_of_gathered(state: Any) -> Iterator[None]:
     (module,) = state._modules
     before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
     hooks = _GatheredHooks(state, module._forward_pre_hooks[before], module._forward_hooks[after])
-    module._forward_pre_hooks[before], module._forward_hooks[after] = hooks.before, hooks.after  # in their places
+    module._forward_pre_hooks[before], module._forward_hooks[after] = (
+        hooks.begin_forward,
+        hooks.end_forward,
+    )  # in their places
     try:
         yield
     finally:
@@ -70,7 +73,7 @@ class _GatheredHooks:
         self._dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._casts_outputs: bool = policy.output_dtype is not None
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather parameters that are not, as FSDP2 does; otherwise cast inputs that are in another dtype."""
         self._gathering = self._casts_outputs or not all(group.is_unsharded for group in self._groups)
         if self._gathering:
@@ -79,7 +82,7 @@ class _GatheredHooks:
             return None
         return self._state._cast_forward_inputs(args, kwargs)
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    def end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         """End the forward pass for FSDP2 where it began it."""
         return self.post_forward(module, args, out) if self._gathering else None
 

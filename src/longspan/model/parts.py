@@ -245,4 +245,5 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, training in modes:
-            module.training = training
+            if module.training != training:
+                vars(module)["training"] = training  # torch's own way asks nine times what a flag is

@@ -220,7 +220,7 @@ def _take_step(
         reader.prepare_images(run.model, step + 1)
     limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
     with limit, explain_memory(run, step + 1), profiles.around_step(step + 1):
-        result = run.take_step(plan, documents, step)
+        result = run.take_step(plan, documents, step, partial(reader.prepare, step + 1))
     seconds = time.perf_counter() - started
     if is_usual:
         slow_slots.note(result.slot_ratio)
@@ -247,7 +247,7 @@ def _take_step(
 class StepReader:
     """Selects the documents of each step and counts their targets into its plan, once a step.
 
-    What `prepare_images` read for the next step is kept for `read`.
+    What `prepare` and `prepare_images` made for the next step is kept for `read`.
     """
 
     def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
@@ -261,6 +261,21 @@ class StepReader:
             return prepared[1:]
         documents = self._select_documents(step)
         return documents, count_pack_targets(documents, self._plans.plan(step))
+
+    def prepare(self, step: int) -> None:
+        """Plan the next step and select its documents while the device computes; `read` raises the errors.
+
+        No rank waits for a plan, and what all ranks do together is left to `read`.
+        """
+        run, corpus = self._run, self._run.corpus
+        # Prices that measured steps correct are fitted before a step: a plan of theirs is asked for then.
+        if self._next is not None or run.refinement is not None or step >= run.config.train.steps:
+            return
+        with suppress(Exception):
+            plan = self._plans.plan_if_made(step)
+            if plan is not None and (corpus.stores_tokens or corpus.images is not None):
+                documents = self._select_documents(step)
+                self._next = (step, documents, count_pack_targets(documents, plan))
 
     def prepare_images(self, model: MultimodalModel, step: int) -> None:
         """Plan the next step's waves of images and read this rank's images, in threads; `read` raises the errors.

@@ -10,7 +10,7 @@ terms (`terms/`). The learning rate is the caller's.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,7 @@ def run_step(
     mtp: MtpLoss | None = None,
     times_slots: bool = False,
     temperature: float = 1.0,
+    meanwhile: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run every micro-batch of a plan and return the loss: a sum over targets, divided by the plan's targets.
 
@@ -105,7 +106,8 @@ def run_step(
     weights of the routers' losses in the gradient (None: those of the model's configuration); `mtp` runs the depths of
     multi-token prediction that `add_mtp` gave the model, and puts their losses into the gradient. `times_slots`
     compares how fast slots work (`StepResult.slot_ratio`). `temperature` divides logits before the softmax, as tokens
-    of a policy are sampled.
+    of a policy are sampled. `meanwhile` is called once the step is launched, before the host waits for the device: work
+    of the host for the next step, which raises nothing and enters no collective.
 
     All ranks call it together, with the same plan. Raises PlanError for a plan that does not fit the home or the
     documents, CommError where ranks hold different plans, DataError for documents that cannot be read or hold ids
@@ -131,7 +133,7 @@ def run_step(
     for term in terms:
         term.raise_error()
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
-        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm).finish(loss_sum)
+        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, meanwhile).finish(loss_sum)
         term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
     return StepResult(
         loss=sums.loss / passes.divisor,

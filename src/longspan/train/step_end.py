@@ -2,13 +2,13 @@
 
 AdamW in one pass is launched before the host knows the norm: the sums of a step, and the factor that clips, stay on the
 device, and a loss or a norm that is not finite makes the factor no number, with which the update changes nothing. The
-host reads the sums while the update runs. So the device waits for the host neither before the update nor, as long as
-the update runs, before the next step. Other optimizers are called once the host has checked the sums, and so are all
-on CPUs and in pipelines, whose stages exchange sums on the host.
+host prepares the next step meanwhile and reads the sums while the update runs. So the device waits for the host neither
+before the update nor, as long as the update runs, before the next step. Other optimizers are called once the host has
+checked the sums, and so are all on CPUs and in pipelines, whose stages exchange sums on the host.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -49,6 +49,7 @@ class StepEnd:
     batches: Sequence[LocalBatch]
     optimizer: Optimizer | None
     max_grad_norm: float | None
+    meanwhile: Callable[[], None] | None = None  # the host's work for the next step, before it waits for the device
 
     @property
     def world(self) -> World:
@@ -64,6 +65,7 @@ class StepEnd:
         pieces, one_pass = self._own_sums(loss_sum), find_one_pass(self.optimizer)
         if one_pass is not None and sums_on_device(self.world):
             return self._finish_on_device(one_pass, pieces)
+        self._work_meanwhile()
         sums = self._make_sums(self.world.control.sum_over_ranks(_read_pieces(pieces), WHAT), pieces)
         self._check_sums(sums)
         self._update(one_pass, sums)
@@ -79,6 +81,7 @@ class StepEnd:
             self.optimizer.step()
         finally:
             one_pass.gradient_scale = None
+        self._work_meanwhile()
         try:
             sums = self._make_sums(copy.wait(), pieces)
             self._check_sums(sums)
@@ -86,6 +89,10 @@ class StepEnd:
             one_pass.take_back_counts(self.optimizer.state)  # its scale was no number: nothing else has changed
             raise
         return sums
+
+    def _work_meanwhile(self) -> None:
+        if self.meanwhile is not None:
+            self.meanwhile()
 
     def _scale(self, values: Tensor) -> Tensor:
         """Return what gradients are multiplied with, on the device: not a number where the step must not be taken."""

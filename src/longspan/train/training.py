@@ -6,6 +6,7 @@ Nothing here needs a corpus or a run's folder: `longspan train` (`run/set_up/set
 
 import warnings
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -273,8 +274,13 @@ class Training:
         """The figures that the seconds of a step are compared with."""
         return model_figures(self.config, self.model, self.world, self.cost)
 
-    def take_step(self, plan: Plan, documents: Any, step: int) -> StepResult:
-        """Take one optimizer step, counted from 0, at its learning rate; `documents` are those of the plan."""
+    def take_step(
+        self, plan: Plan, documents: Any, step: int, meanwhile: Callable[[], None] | None = None
+    ) -> StepResult:
+        """Take one optimizer step, counted from 0, at its learning rate; `documents` are those of the plan.
+
+        `meanwhile` is what `run_step` takes.
+        """
         config = self.config.train
         self.world.prepare(plan)
         if self.config.lora.dropout:  # masks of a step, whatever ran before it in this process
@@ -295,6 +301,7 @@ class Training:
             router=self.router,
             mtp=mtp_loss(self.config),
             times_slots=self.times_slots,
+            meanwhile=meanwhile,
         )
 
 

@@ -1,7 +1,9 @@
 """The end of a step with its sums on the device, as on GPUs: nothing is read before the update; the same results."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -62,6 +64,14 @@ def _on_device(*, chosen: bool) -> Iterator[list[str]]:
         yield reads
 
 
+def _noting(events: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*arguments: Any, **named: Any) -> Any:
+        events.append(name)
+        return function(*arguments, **named)
+
+    return noted
+
+
 def _uncounted(function: Any, counting: list[bool]) -> Any:
     """What a backend of CPUs reads to exchange numbers is no read of a GPU."""
 
@@ -91,15 +101,22 @@ def _contents(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 def _same_results(rank: int, home: Layout) -> None:
     with World(home, backend=backend(), timeout=60) as world:
         plan = plan_fixed(LENGTHS, home, cp=home.slots, max_tokens_per_slot=64)
-        results = list[Any]()
+        results, events = list[Any](), list[str]()
         for chosen, on_host in ((False, False), (True, False), (True, True)):
             model, optimizer = _opened(world, on_host=on_host)
-            with _on_device(chosen=chosen) as reads:
+            with _on_device(chosen=chosen) as reads, pytest.MonkeyPatch.context() as patched:
+                patched.setattr(step_end.HostCopy, "wait", _noting(events, "wait", step_end.HostCopy.wait))
+                patched.setattr(OnePassAdamW, "step", _noting(events, "update", OnePassAdamW.step))
+                meanwhile = partial(events.append, "meanwhile")
+                named = {"optimizer": optimizer, "meanwhile": meanwhile}
                 steps = [
-                    run_step(model, plan, texts(LENGTHS, seed=i), world, optimizer, max_grad_norm=norm, step=i + 1)
+                    run_step(model, plan, texts(LENGTHS, seed=i), world, max_grad_norm=norm, step=i + 1, **named)
                     for i, norm in enumerate((0.5, None, 1e6))
                 ]
             assert bool(reads) != chosen, reads  # with sums on the host, the loss and the norm are read
+            in_order = [name for name, _ in groupby(events)]  # moments on the host are updated in buckets
+            assert in_order == (["update", "meanwhile", "wait"] if chosen else ["meanwhile", "update"]) * 3, in_order
+            events.clear()
             results.append(([(s.loss, s.grad_norm) for s in steps], _contents(model, optimizer)))
         (figures, contents), *others = results
         assert all(norm > 0.5 for _, norm in figures), "gradients are clipped"

@@ -100,7 +100,10 @@ def wrap_forward(
 def _call_with_views(
     module: nn.Module, views: Mapping[str, View], inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """Call a module's forward with its parameters as their views, and as they are where the views change nothing."""
+    """Call a module's forward with its parameters as their views, and as they are where the views change nothing.
+
+    A linear's own forward is its product: nothing is replaced for it.
+    """
     replaced = dict[str, Tensor | None]()
     for name, view in views.items():
         parameter = getattr(module, name)
@@ -108,6 +111,10 @@ def _call_with_views(
             replaced[name] = seen
     if not replaced:
         return inner(*args, **kwargs)
+    if getattr(inner, "__func__", None) is nn.Linear.forward and len(args) == 1 and not kwargs:
+        linear: Any = module
+        weight: Any = replaced["weight"] if "weight" in replaced else linear.weight
+        return nn.functional.linear(args[0], weight, replaced["bias"] if "bias" in replaced else linear.bias)
     with ReplacedAttributes(module, replaced):
         return inner(*args, **kwargs)
 
