@@ -19,7 +19,6 @@ as the code sends them, layer by layer, forward and backward:
 Measured against it: tests/plan/cost/test_machine.py, bench/records/attention-*.md.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -37,37 +36,6 @@ GATHER_SLICES = 2
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
-
-
-def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> bool:
-    """Return whether a member sees so few rows of the others that sending only those is cheaper than a ring.
-
-    The answer depends only on lengths, so it is the same on every member. A document lies in at most 2 · degree runs.
-    With a window, each run sees at most window − 1 rows before it. With chunks, it sees the rows from the start of its
-    chunk on; here the runs count as equally long. The sum of these rows is a bound on the foreign rows. The mask is
-    narrow if that bound is at most half of the rows that a ring would send, and at most twice the rows of the members:
-    a ring holds that many rows of others.
-    """
-    if degree == 1 or (window is None and chunk is None):
-        return False
-    rows = np.asarray(lengths, dtype=np.int64)
-    foreign = foreign_rows(rows, degree, window, chunk)
-    return int(foreign.sum()) <= min((degree - 1) / 2, 2) * int(rows.sum())
-
-
-def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
-    """Return a bound on the rows of others that the members of a ring see together, of each document.
-
-    Each of its at most 2 · degree runs sees window − 1 rows before it under a window, and under chunks the rows from
-    the start of its first row's chunk on.
-    """
-    foreign = (degree - 1) * rows
-    if window is not None:
-        foreign = np.minimum(foreign, 2 * degree * min(window - 1, int(rows.max())))
-    if chunk is not None:
-        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
-        foreign = np.minimum(foreign, (starts % chunk).sum(1))
-    return foreign
 
 
 class AttentionRates(Protocol):
