@@ -283,16 +283,16 @@ class MessageBound:
         return self.cost.ring_bytes * self.network.gradient_share / self.network.layers if self._both else 0.0
 
     @property
-    def _exchanged_bytes(self) -> float:
+    def _exchange_bytes(self) -> float:
         """Bytes of a row's queries, outputs, keys and values that a layer exchanges in one pass."""
         return self.cost.exchange_bytes / self.network.layers / (2 if self._both else 1)
 
     @property
     def _queries(self) -> float:
         """Bytes of a row's queries in a layer, and of its outputs."""
-        return (1 - self.network.key_share) / 2 * self._exchanged_bytes
+        return (1 - self.network.key_share) / 2 * self._exchange_bytes
 
     @property
     def _keys(self) -> float:
         """Bytes of a row's keys and values in a layer's exchange, without copies."""
-        return self.network.key_share * self._exchanged_bytes
+        return self.network.key_share * self._exchange_bytes

@@ -213,7 +213,7 @@ def bytes_by_level(
     other. Its gradients are exchanged. The bytes of each part cross hosts by the share of its steps or pairs that do.
     """
     inner, degree = sizes[0], len(nodes)
-    turns, gradients, exchanged = _sent_bytes(cost, sizes, tokens)
+    turns, gradients, exchanged = _message_bytes(cost, sizes, tokens)
     if kind == "all_gather":
         parts = (
             (turns - gradients, _cross_host_share_of_rings([nodes])),
@@ -227,7 +227,7 @@ def bytes_by_level(
     return {"inside": math.fsum(sent for sent, _ in parts) - across, "across": across}
 
 
-def _sent_bytes(cost: Cost, sizes: tuple[int, int], tokens: int) -> tuple[float, float, float]:
+def _message_bytes(cost: Cost, sizes: tuple[int, int], tokens: int) -> tuple[float, float, float]:
     """Return the bytes that members send around rings, of these the gradients, and the bytes of exchanges of heads.
 
     Each row goes to the other around − 1 members of its ring, and of a row's heads (inner − 1) / inner leave their
