@@ -49,6 +49,7 @@ class Correction:
     across: float = 1.0
 
     def __post_init__(self) -> None:
+        """Check the factors."""
         for name, factor in self.factors().items():
             number = isinstance(cast(object, factor), (int, float)) and not isinstance(cast(object, factor), bool)
             if not number or not math.isfinite(factor) or factor <= 0:

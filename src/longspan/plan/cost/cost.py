@@ -81,6 +81,7 @@ class Cost:
     network: Network | None = None
 
     def __post_init__(self) -> None:
+        """Name the source of constants that have none, and check all fields."""
         if self.source is None:
             usual = self.constants() == {f.name: f.default for f in _constant_fields()}
             object.__setattr__(self, "source", DEFAULT_SOURCE if usual else "constants of the caller")
@@ -344,6 +345,7 @@ class Cost:
 
 
 def _constant_fields() -> list[dataclasses.Field[Any]]:
+    """Return the fields that are numbers."""
     return [f for f in dataclasses.fields(Cost) if f.name not in _NOT_CONSTANTS]
 
 

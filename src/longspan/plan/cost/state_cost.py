@@ -64,6 +64,7 @@ class StateCost:
     partition: str = "zigzag"
 
     def __post_init__(self) -> None:
+        """Check the partition and the constants."""
         if self.partition not in PARTITIONS:
             raise PlanError(f"partition of a cost is {self.partition!r}; use one of {', '.join(PARTITIONS)}")
         for name, value in self.constants().items():

@@ -43,6 +43,7 @@ class AttentionCall:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the counts and the passes."""
         for name in ("heads", "kv_heads", "head_dim", "bytes_per_number"):
             check_count(f"{name} of an attention call", getattr(self, name))
         if self.passes not in get_args(CallPasses):
@@ -85,6 +86,7 @@ class TypePrice:
         return f"{self.cp_comm_type} {self.sizes}" if self.cp_comm_type == "a2a+p2p" else self.cp_comm_type
 
     def __str__(self) -> str:
+        """Describe the price in a line: kernels, messages that show, and bytes between hosts."""
         if self.impossible:
             return f"{self.name} cannot: {self.impossible}"
         across = self.bytes_by_level["across"]

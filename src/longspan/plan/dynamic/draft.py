@@ -160,6 +160,7 @@ def make_micro_batch(problem: Problem, groups: Mapping[tuple[int, ...], list[int
 
 
 def _make_group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
+    """Make the group of these slots with the documents of these items, longest items first."""
     return problem.request.group(slots, [d for item in sorted(items) for d in problem.documents[item]])
 
 

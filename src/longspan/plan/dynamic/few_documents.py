@@ -40,6 +40,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, groups: list[list[int]]) -> "_Sizes":
+        """Add up the items of each group."""
         columns = (problem.tokens, problem.squares, problem.counts)
         return cls(*(np.array([int(x[items].sum()) for items in groups], dtype=np.int64) for x in columns))
 
@@ -75,6 +76,7 @@ def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
 
 
 def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
+    """Return the items of each of so many places."""
     return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
 
 

@@ -122,6 +122,7 @@ class FreeSlots:
         return self._smallest_fit(width, whole=False) if whole else 0
 
     def _largest_run(self) -> int:
+        """Return the most free slots of a block."""
         return next(size for size in range(len(self.by_left) - 1, 0, -1) if self.by_left[size])
 
     def _take_next(self, block: int, count: int) -> tuple[int, int]:
