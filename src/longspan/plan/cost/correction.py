@@ -36,7 +36,7 @@ REFINED = ", refined by measured steps"  # after the source of a cost
 class Correction:
     """The factor of each part of a cost: measured seconds over predicted ones.
 
-    >>> cost = Correction(attention=1.25).apply(Cost())
+    >>> cost = Correction(attention=1.25).correct_cost(Cost())
     >>> round(cost.attention_seconds / Cost().attention_seconds, 6), cost.linear_seconds == Cost().linear_seconds
     (1.25, True)
 

@@ -44,7 +44,7 @@ class StateCost:
     """Seconds and bytes of the state-space layers of a model, all of them, forward and backward.
 
     >>> cost = StateCost(state_bytes=100.0, transition_bytes=50.0)
-    >>> float(cost.run_bytes(1.0, 65536.0, 4.0)), float(cost.dealt("contiguous").run_bytes(1.0, 65536.0, 4.0))
+    >>> float(cost.run_bytes(1.0, 65536.0, 4.0)), float(cost.for_partition("contiguous").run_bytes(1.0, 65536.0, 4.0))
     (850.0, 400.0)
 
     `scan_seconds` of a row's recurrence, convolution, norms and gates are part of `Cost.linear_seconds`;

@@ -9,7 +9,7 @@ computed in `plan/timeline.py`, not here.
 >>> from longspan.layout import Layout
 >>> plan = plan_dynamic([20000, 7000, 6000, 5000], Layout(ranks=16), max_tokens_per_slot=8192)
 >>> [(len(group.slots), group.lengths) for group in plan.micro_batches[0].groups]
-[(2, (6000,)), (2, (5000,)), (3, (7000,)), (8, (20000,))]
+[(2, (5000,)), (3, (7000,)), (3, (6000,)), (8, (20000,))]
 """
 
 from longspan.plan.dynamic.planner import plan_dynamic
