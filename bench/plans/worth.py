@@ -1,6 +1,6 @@
 """What dynamic plans are worth: their predicted time under that of the best plan of one degree, by network. No GPU.
 
-    python bench/plans/worth.py --out bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg   # some 5 minutes
+    python bench/plans/worth.py --out bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg   # some 7 minutes
     python bench/plans/worth.py --draw bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg  # only draw
     python bench/plans/worth.py --quick                                            # a few small rows, for a test
 

@@ -11,7 +11,7 @@ from longspan.attention.members import Members
 from longspan.attention.tiles_between import Mask, tiles_between
 from longspan.comm.shard_part import ShardPart
 from longspan.layout import Partition, Segments
-from longspan.plan.cost.attention_price import is_narrow
+from longspan.plan.cost.type_price import is_narrow
 from tests.attention.test_tiles import assert_one_launch, seen, whole
 from tests.mutation import mutated
 

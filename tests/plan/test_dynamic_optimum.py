@@ -1,4 +1,4 @@
-"""Tiny cases in which every plan can be tried: dynamic plans are hardly ever slower than the best, no bound is."""
+"""How far plans are from the best: tiny cases in which every plan can be tried, and a published setting by its bound."""
 
 import itertools
 import random
@@ -7,7 +7,9 @@ import pytest
 from bench.plans.strong_bound import strong_bound
 
 from longspan.layout import Layout
-from longspan.plan import Cost, lower_bound_seconds, plan_dynamic
+from longspan.plan import Cost, Machine, lower_bound_seconds, plan_dynamic
+from longspan.plan.simulate.distributions import sample_lengths
+from tests.plan.shape.test_model_shape import QWEN3_8B
 
 COST = Cost()
 
@@ -70,3 +72,26 @@ def test_tiny_plans_against_all_plans(seed: int) -> None:
         ratios.append(plan.predicted_seconds / optimum)
         assert 1 - 1e-9 <= ratios[-1] <= 1.03, (lengths, slots, cap, node_size)
     assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= 8
+
+
+QWEN3_30B_A3B = QWEN3_8B | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_published_setting_of_dynamic_context_parallelism(seed: int) -> None:
+    cost, cap = Machine.known("H200").cost(QWEN3_30B_A3B), 3072
+    lengths = sample_lengths("lognorm", 32 * cap * 8, seed=seed, longest=49152).tolist()
+    keywords = {"max_tokens_per_slot": cap, "cost": cost, "cp_comm_type": "auto", "heads": 32}
+    plan = plan_dynamic(lengths, Layout(ranks=32), max_cp=16, **keywords)
+    assert plan.lower_bound_seconds <= plan.predicted_seconds <= 1.10 * plan.lower_bound_seconds
+    bound = lower_bound_seconds(lengths, 32, cap, cost.under("auto", heads=32), max_cp=16)
+    assert bound.seconds == pytest.approx(plan.lower_bound_seconds - cost.update_seconds) and bound.crossing > 0.0

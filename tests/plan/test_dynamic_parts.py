@@ -10,7 +10,8 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
 from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
-from longspan.plan.dynamic.draft import Bins, LeastLoaded, divide_bins, lockstep_seconds
+from longspan.plan.dynamic.division import divide_bins
+from longspan.plan.dynamic.draft import Bins, LeastLoaded, lockstep_seconds
 from longspan.plan.dynamic.few_documents import plan_few_items
 from longspan.plan.dynamic.lockstep import DraftSettings, Effort, Search, make_draft
 from longspan.plan.dynamic.planner import _search_lockstep

@@ -21,7 +21,7 @@ from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
 from longspan.layout.segments import Integers, expand_runs, segments_from_runs
 from longspan.layout.spans import NO_SPANS, Spans
-from longspan.plan.cost.attention_price import is_narrow
+from longspan.plan.cost.type_price import is_narrow
 from longspan.plan.memory.bytes import count_head_groups
 
 _NO_ROWS = np.empty(0, dtype=np.int64)

@@ -19,7 +19,6 @@ as the code sends them, layer by layer, forward and backward:
 Measured against it: tests/plan/cost/test_machine.py, bench/records/attention-*.md.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -37,37 +36,6 @@ GATHER_SLICES = 2
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
-
-
-def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> bool:
-    """Return whether a member sees so few rows of the others that sending only those is cheaper than a ring.
-
-    The answer depends only on lengths, so it is the same on every member. A document lies in at most 2 · degree runs.
-    With a window, each run sees at most window − 1 rows before it. With chunks, it sees the rows from the start of its
-    chunk on; here the runs count as equally long. The sum of these rows is a bound on the foreign rows. The mask is
-    narrow if that bound is at most half of the rows that a ring would send, and at most twice the rows of the members:
-    a ring holds that many rows of others.
-    """
-    if degree == 1 or (window is None and chunk is None):
-        return False
-    rows = np.asarray(lengths, dtype=np.int64)
-    foreign = foreign_rows(rows, degree, window, chunk)
-    return int(foreign.sum()) <= min((degree - 1) / 2, 2) * int(rows.sum())
-
-
-def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
-    """Return a bound on the rows of others that the members of a ring see together, of each document.
-
-    Each of its at most 2 · degree runs sees window − 1 rows before it under a window, and under chunks the rows from
-    the start of its first row's chunk on.
-    """
-    foreign = (degree - 1) * rows
-    if window is not None:
-        foreign = np.minimum(foreign, 2 * degree * min(window - 1, int(rows.max())))
-    if chunk is not None:
-        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
-        foreign = np.minimum(foreign, (starts % chunk).sum(1))
-    return foreign
 
 
 class AttentionRates(Protocol):
@@ -154,7 +122,12 @@ def _deal_heads(heads: int, kv_heads: int, members: Integers) -> tuple[Integers,
 
 
 def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
-    """Return the price of groups under the communication type of a cost, which is not "auto"."""
+    """Return the price of groups under the communication type of a cost, which is not "auto".
+
+    Kernels take attention_seconds · squares / degree of each slot, times `busiest`. On measured links they are slower
+    on short pieces: 1 + half_speed_rows / piece times, where a ring of r members, or a gather over r, cuts the typical
+    document into pieces of 1 / r of its rows. A ring also adds each of its steps to the output, in `merge_seconds`.
+    """
     around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
     if cost.network:
@@ -165,7 +138,7 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
         computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
     if cost.network is None:
         return AttentionPrice(computed, _ideal_wait_seconds(cost, rows, around, computed))
-    return AttentionPrice(computed, _Layer(cost, cost.network, rows, around, computed).wait_seconds())
+    return AttentionPrice(computed, _LayerMessages(cost, cost.network, rows, around, computed).wait_seconds())
 
 
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
@@ -180,19 +153,29 @@ def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
 
 
 def _type_latency_seconds(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
-    """Return the seconds of waiting for messages of no bytes, in all layers, under a type that is not "auto"."""
+    """Return the seconds of waiting for messages of no bytes, in all layers, under a type that is not "auto".
+
+    A ring of r members has r − 1 steps, a gather one, and an exchange of heads one more. On ideal links each takes
+    `ring_step_seconds`. On measured links each is several messages of `step_seconds` in every layer.
+    """
     exchanging = exchanging_members(kind, cost.a2a_size, degree)
     swaps = (exchanging > 1).astype(np.float64)
     steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
     if cost.network is None:
         return cost.ring_step_seconds * (steps + swaps)
-    backward = 1 if cost.passes == "forward" else 3  # in backward gradients travel too; an exchange goes both ways
-    messages = backward * steps + (2 if cost.passes == "forward" else 4) * swaps
+    forward_only = cost.passes == "forward"
+    # A step's block goes round in both passes, and its gradients in backward. An exchange goes there and back.
+    messages = (1 if forward_only else 3) * steps + (2 if forward_only else 4) * swaps
     return cost.network.layers * cost.network.step_seconds * messages
 
 
 def _ideal_wait_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
-    """Return what attention does not hide of `ring_bytes`, all of the exchanges, and a latency for each step."""
+    """Return the seconds of messages that show on ideal links, with a latency for each step.
+
+    Of a ring of r members max(0, t − computed), where each slot sends its share of `ring_bytes` r − 1 times in t
+    seconds; of a gather all of t. Exchanges of heads show as a whole: beside each other, those inside a host and those
+    between hosts.
+    """
     degree, kind = rows.degree, cost.cp_comm_type
     speed = np.where(rows.inside, cost.inside_bytes_per_second, cost.across_bytes_per_second)
     turn = cost.ring_bytes * rows.tokens * (around - 1) / degree / speed
@@ -207,19 +190,24 @@ def _ideal_wait_seconds(cost: AttentionRates, rows: Rows, around: Floats, comput
     return exposed + latency_seconds(cost, degree)
 
 
-class _Layer:
-    """The messages of one layer that show, of all groups at once; `computed` is of all layers."""
+class _LayerMessages:
+    """The messages of one layer that kernels do not hide, of all groups at once.
+
+    Bytes are those that a member sends once: `block` its keys and values, `gradients` those of a block, `queries` its
+    queries (outputs are as many), `keys` and `key_gradients` the keys and values that it exchanges, with all copies.
+    """
 
     def __init__(self, cost: AttentionRates, network: Network, rows: Rows, around: Floats, computed: Floats) -> None:
+        """Take one layer's share of the bytes of a cost and of the seconds of its kernels, `computed`."""
         self.cost, self.network, self.rows, self.around = cost, network, rows, around
         self.exchanging = rows.degree / around
         self.computed = computed / network.layers
         self.copies = kv_copies(network.heads, network.kv_heads, self.exchanging)  # of a key/value head among members
         self.both = cost.passes != "forward"
-        per_row = rows.tokens / rows.degree / network.layers  # of a member
-        self.block = network.block_share * cost.ring_bytes * per_row if self.both else cost.ring_bytes * per_row
-        self.gradients = network.gradient_share * cost.ring_bytes * per_row if self.both else 0.0 * per_row
-        exchanged = cost.exchange_bytes * per_row / (2 if self.both else 1)
+        member_rows = rows.tokens / rows.degree / network.layers  # bytes of a cost are of all layers
+        self.block = network.block_share * cost.ring_bytes * member_rows if self.both else cost.ring_bytes * member_rows
+        self.gradients = network.gradient_share * cost.ring_bytes * member_rows if self.both else 0.0 * member_rows
+        exchanged = cost.exchange_bytes * member_rows / (2 if self.both else 1)
         self.queries = (1 - network.key_share) / 2 * exchanged  # or as many bytes of outputs
         self.keys = network.key_share * exchanged * self.copies
         # Gradients of the copies of a head are summed, and travel in the dtype of sums.
@@ -241,70 +229,94 @@ class _Layer:
         return self.network.layers * seconds
 
     def _ring_seconds(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return what shows of blocks that travel around a ring while others are computed, their gradients behind them.
+        """Return what shows of a ring's messages in one pass, W seconds beside C of kernels, and their latencies.
 
-        The rings of slices take turns, so that the messages of one travel while another is computed: what shows is the
-        work on the last block of the last ring, or in backward on the blocks before the first gradients leave.
+        Nothing travels while a ring computes the last of its r blocks, so that kernels hide (1 − 1 / r) · C: what shows
+        is max(0, W − (1 − 1 / r) · C). In backward the gradients of a block travel as well. Of n slices of heads each
+        has a ring, and these take turns: the kernels are n · r pieces, and messages of one ring travel while another is
+        computed. Then forward leaves only the last piece without messages. Backward has messages beside every piece;
+        but the gradients alone, G of the W seconds, leave after two pieces: max(0, W − C, G − (1 − 2 / (n · r)) · C).
         """
         rings, steps = self.rings, self.around - 1
         sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
-        wires = [steps * rings * self._step_seconds(size / rings) for size in sizes]
+        travels = [steps * rings * self._step_seconds(size / rings) for size in sizes]
         pieces = rings * self.around
-        exposed = np.maximum(sum(wires) - computed * (1 - 1 / pieces), 0.0)
+        exposed = np.maximum(sum(travels) - computed * (1 - 1 / pieces), 0.0)
         if not is_forward:
-            sliced = np.maximum(sum(wires) - computed, wires[1] - computed * (1 - 2 / pieces))
+            sliced = np.maximum(sum(travels) - computed, travels[1] - computed * (1 - 2 / pieces))
             exposed = np.where(rings > 1, np.maximum(sliced, 0.0), exposed)
         return exposed + len(sizes) * rings * steps * self.network.step_seconds
 
     def _step_seconds(self, size: Floats) -> Floats:
-        """Return the seconds of a message around the ring."""
+        """Return the seconds of a message of so many bytes to the next member of a ring.
+
+        Every step waits for the members that cross hosts: one of a host, which has the card for itself, or all of them.
+        """
         inside, across = self.network.inside, self.network.across
         alone = np.minimum(self.exchanging, self.rows.together) <= 1  # one member of a host crosses
         crossing = np.where(alone, across.point_alone.seconds(size), across.point.seconds(size))
         return np.where(self.rows.inside, inside.point.seconds(size), crossing)
 
     def _gather_seconds(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return what shows of keys and values of all rows, in slices that travel while others are computed.
+        """Return what shows in one pass of a gather of all keys and values, and of the exchange of their gradients.
 
-        Gradients travel back the same way.
+        Kernels of C seconds wait for a gather of G, and in backward gradients go home in B seconds after them: G shows,
+        or G + B. Large ones go in two slices of heads, for which G and B are half as many bytes. The second gather
+        travels beside the kernels of the first slice: G + max(C / 2, G) + C / 2 − C. In backward the gradients of the
+        first slice travel beside the kernels of the second: G + max(C / 2, G) + max(C / 2, B) + B − C.
         """
         degree, together = self.rows.degree, self.rows.together
-        large = self.block * degree >= GATHER_SLICE_BYTES
-        slices = np.where(large, GATHER_SLICES, 1)
-        received = self.block * (degree - 1) / slices
-        gather = self._longer_seconds(
-            self.network.inside.gather.seconds(received), self._crossing_seconds(received, together)
-        )
-        part = computed / slices
-        second = np.where(large, np.maximum(part, gather), 0.0)
+        is_sliced = self.block * degree >= GATHER_SLICE_BYTES
+        slices = np.where(is_sliced, GATHER_SLICES, 1)
+        gather = self._gather_wire_seconds(self.block * (degree - 1) / slices)
+        slice_computed = computed / slices
+        second_gather = np.where(is_sliced, np.maximum(slice_computed, gather), 0.0)
         messages = slices * (1 if is_forward else 2)
         latency = messages * self.network.step_seconds
         if is_forward:
-            return gather + np.where(large, second + part, part) - computed + latency
+            return gather + np.where(is_sliced, second_gather + slice_computed, slice_computed) - computed + latency
         sent = self.gradients / slices
         back = self._exchange_seconds(sent * (together - 1), sent * (degree - together))
-        last = np.where(large, np.maximum(part, back), part)
-        return gather + second + last + back - computed + latency
+        last_kernels = np.where(is_sliced, np.maximum(slice_computed, back), slice_computed)
+        return gather + second_gather + last_kernels + back - computed + latency
 
-    def _crossing_seconds(self, received: Floats, together: Floats) -> Floats:
-        """Return the seconds of a ring between hosts, each boundary of which the slots of a host share."""
-        return self.network.across.gather.seconds(received / together)
+    def _gather_wire_seconds(self, received: Floats) -> Floats:
+        """Return the seconds in which each member receives so many bytes of a gather.
+
+        Where a group spans hosts they go around a ring of hosts as well, each boundary of which the members of a host
+        share: the longer of both.
+        """
+        inside = self.network.inside.gather.seconds(received)
+        across = self.network.across.gather.seconds(received / self.rows.together)
+        return np.where(self.rows.inside, inside, np.maximum(inside, across))
 
     def _swap_seconds(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return what shows of the exchange of heads for rows and back; slices hide the messages of others."""
-        size, count = self.exchanging, self.slices
-        inside_host = np.minimum(self.rows.together, size)
+        """Return what shows in one pass of the exchange of heads for rows before the kernels, and back after them.
+
+        Forward sends queries, keys and values in A seconds, and outputs back in B; backward sends gradients of outputs,
+        and those of queries, keys and values back. All of A + B shows. In n slices of heads, of A and B each, messages
+        of a slice travel beside the kernels of others, C in all. The pass takes the longer of A + C + B and of all
+        messages, n · (A + B), and what is longer than C shows.
+        """
+        members, slices = self.exchanging, self.slices
+        neighbours = np.minimum(self.rows.together, members)  # that share a host, with the member itself
         arriving = self.queries + (self.keys if is_forward else 0.0)
         leaving = self.queries + (0.0 if is_forward else self.key_gradients)
         there, back = (
-            self._exchange_seconds(x / count * (inside_host - 1) / size, x / count * (size - inside_host) / size)
-            for x in (arriving, leaving)
+            self._exchange_seconds(
+                sent / slices * (neighbours - 1) / members, sent / slices * (members - neighbours) / members
+            )
+            for sent in (arriving, leaving)
         )
-        sliced = np.maximum(there + computed + back, count * (there + back)) - computed
-        return np.where(count > 1, sliced, there + back) + 2 * count * self.network.step_seconds
+        sliced = np.maximum(there + computed + back, slices * (there + back)) - computed
+        return np.where(slices > 1, sliced, there + back) + 2 * slices * self.network.step_seconds
 
     def _count_slices(self) -> tuple[Floats, Floats]:
-        """Count the slices of large exchanges of heads, and the rings that they stand in: one if they share keys."""
+        """Count the slices of large exchanges of heads, and the rings that these have: one if slices share keys.
+
+        A member computes its heads in runs that share a key/value head. It has slices if they are equal: whole runs in
+        each, or of one run as many heads in each.
+        """
         most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))
         even = (runs % most == 0) | ((most % runs == 0) & (heads % most == 0))
@@ -312,8 +324,5 @@ class _Layer:
         return slices, np.where(runs % most == 0, slices, 1.0)
 
     def _exchange_seconds(self, near: Floats, far: Floats) -> Floats:
-        """Return the seconds of what a member exchanges inside its host and between hosts, at the same time."""
+        """Return the seconds in which a member exchanges bytes with its host (`near`) and with others, side by side."""
         return np.maximum(self.network.inside.exchange.seconds(near), self.network.across.exchange.seconds(far))
-
-    def _longer_seconds(self, inside: Floats, across: Floats) -> Floats:
-        return np.where(self.rows.inside, inside, np.maximum(inside, across))

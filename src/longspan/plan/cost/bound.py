@@ -50,30 +50,33 @@ def lower_bound_seconds(
 ) -> Bound:
     """Return the bound of these lengths, by area and by the longest document; max_tokens_per_slot None means no limit.
 
-    `max_cp` limits the degree of any group. Raises PlanError if the longest document fits no group at all.
+    `max_cp` limits the degree of any group. The slots of a step together have slots · seconds; work, unavoidable
+    messages and launches are parts of it that do not overlap, so that their sum over the slots bounds the step. Raises
+    PlanError if the longest document fits no group at all.
     """
-    rows = np.asarray(lengths, dtype=np.int64)
+    rows, widest = np.asarray(lengths, dtype=np.int64), min(max_cp or slots, slots)
     attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
     work = math.fsum(rows * _row_seconds(cost)) + attention
-    widest = min(max_cp or slots, slots)
-    if max_tokens_per_slot is None:
-        crossing = 0.0
-    elif cost.network:
-        crossing = MessageBound(cost, cost.network, max_tokens_per_slot, node_size, widest).slot_seconds(rows) / slots
-    else:
-        crossing = _crossing_seconds(rows, max_tokens_per_slot, attention, cost) / slots
     area = work / slots + cost.micro_batch_seconds * _least_launches(int(rows.sum()), slots, max_tokens_per_slot, mode)
     if not len(rows):
         return Bound(area, 0.0)
     longest = _longest_seconds(int(rows.max()), widest, max_tokens_per_slot, cost, node_size)
-    return Bound(area, longest, crossing)
+    if max_tokens_per_slot is None:
+        return Bound(area, longest)
+    if cost.network:
+        messages = MessageBound(cost, cost.network, max_tokens_per_slot, node_size, widest).slot_seconds(rows)
+    else:
+        messages = _ideal_message_seconds(rows, max_tokens_per_slot, attention, cost)
+    return Bound(area, longest, messages / slots)
 
 
-def _crossing_seconds(rows: NDArray[np.int64], cap: int, attention: float, cost: Cost) -> float:
+def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, cost: Cost) -> float:
     """Return the slot seconds of messages that no plan avoids on ideal links, beyond those that `attention` hides.
 
-    A document longer than the cap needs n slots or more. The group that it is in has at least as many slots as its rows
-    fill at the cap, each of which waits for messages, and receives the rows of at least n - 1 others.
+    A document of L rows, more than the cap, needs n = ⌈L / cap⌉ slots or more. Its group has at least L / cap slots for
+    these rows, each of which waits for the latency of n − 1 steps of a ring, or of one message under other types. Its
+    rows go to n − 1 other slots at the least under `p2p` and `all_gather`; under `a2a` (n − 1) / n of them leave their
+    slot once. Attention hides messages of a ring alone.
     """
     if not (rows > cap).any():
         return 0.0
@@ -83,10 +86,10 @@ def _crossing_seconds(rows: NDArray[np.int64], cap: int, attention: float, cost:
     waits = math.fsum(long / cap * cost.ring_step_seconds * steps)
     fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
     turns = math.fsum(cost.ring_bytes * long * (needed - 1)) / fastest
-    swaps = math.fsum(cost.exchange_bytes * long * (1 - 1 / needed)) / fastest
+    exchanges = math.fsum(cost.exchange_bytes * long * (1 - 1 / needed)) / fastest
     if kind == "p2p":
         return max(turns - attention, 0.0) + waits
-    return waits + {"all_gather": turns, "a2a": swaps}.get(kind, 0.0)
+    return waits + {"all_gather": turns, "a2a": exchanges}.get(kind, 0.0)
 
 
 def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
@@ -97,7 +100,11 @@ def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> floa
 
 
 def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
-    """Return the seconds of one document in a group of its own, at the best degree and place that the cap allows."""
+    """Return the seconds of one document in a group of its own, at the best degree and place that the cap allows.
+
+    They are compute / degree + messages that show, the least over all degrees and types, and one launch. In a group
+    with other documents it takes no less.
+    """
     narrowest = 1 if cap is None else -(-length // cap)
     if narrowest > widest:
         raise PlanError(
@@ -106,10 +113,12 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
         )
     degree = np.arange(narrowest, widest + 1)
     compute = (_row_seconds(cost) * length + cost.attention_seconds * float(length) ** 2) / degree
-    waits = _wait_seconds_on_network if cost.network else _wait_seconds
-    kinds = ["p2p", "all_gather", "a2a", "a2a+p2p"] if cost.cp_comm_type == "auto" else [cost.cp_comm_type]
-    least = np.min([waits(cost, kind, length, degree, node_size) for kind in kinds], axis=0)
-    return float((compute + least).min()) + cost.micro_batch_seconds
+    if cost.network:
+        least_wait = _wait_seconds_on_network(cost, length, degree, node_size)
+    else:
+        kinds = ["p2p", "all_gather", "a2a", "a2a+p2p"] if cost.cp_comm_type == "auto" else [cost.cp_comm_type]
+        least_wait = np.min([_wait_seconds(cost, kind, length, degree, node_size) for kind in kinds], axis=0)
+    return float((compute + least_wait).min()) + cost.micro_batch_seconds
 
 
 def _row_seconds(cost: Cost) -> float:
@@ -121,31 +130,44 @@ def _row_seconds(cost: Cost) -> float:
 
 
 def _wait_seconds(cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_size: int) -> NDArray[np.float64]:
-    """Return the seconds that each member of a group communicates beyond what attention hides, by degree (degrees,)."""
+    """Return the seconds that each member of a group communicates beyond what attention hides, by degree (degrees,).
+
+    Of d members e exchange heads, the others stand in a ring with these. A member sends exchange_bytes · L / (d · e) to
+    each of the e − 1, and ring_bytes · L / d in each of the d / e − 1 steps. Attention and merging hide what goes
+    around a ring. A group counts as inside a host if it may be there.
+    """
     inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
     speed = np.where(degree <= node_size, max(inside, across), across)  # a group of this size may also be across
-    swapping = np.ones_like(degree)
+    exchanging = np.ones_like(degree)
     if kind == "a2a":
-        swapping = degree
+        exchanging = degree
     elif kind == "a2a+p2p":
-        swapping = np.gcd(degree, cost.a2a_size) if cost.cp_comm_type == kind else degree
-    # Each slot swaps with those of its host and with the others at the same time.
-    near = np.minimum(swapping, node_size) - 1
-    far = np.where(kind == "a2a", np.maximum(swapping - node_size, 0), 0)
-    swap = cost.exchange_bytes * length / degree / swapping * np.maximum(near / max(inside, across), far / across)
-    swap = swap + cost.ring_step_seconds * (swapping > 1)
+        exchanging = np.gcd(degree, cost.a2a_size) if cost.cp_comm_type == kind else degree
     states = (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)  # what they send depends on others too
-    turn = cost.ring_bytes * length * (1 / swapping - 1 / degree) / speed
+    turn = cost.ring_bytes * length * (1 / exchanging - 1 / degree) / speed
     if kind == "all_gather":
         return turn + cost.ring_step_seconds * (degree > 1) + states
-    steps = degree / swapping - 1
+    steps = degree / exchanging - 1
     hidden = cost.attention_seconds * float(length) ** 2 / degree + cost.merge_seconds * length / degree * steps
-    return swap + np.maximum(turn - hidden, 0.0) + cost.ring_step_seconds * steps + states
+    exchange = _exchange_seconds(cost, kind, length, degree, exchanging, node_size)
+    return exchange + np.maximum(turn - hidden, 0.0) + cost.ring_step_seconds * steps + states
 
 
-def _wait_seconds_on_network(
-    cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_size: int
+def _exchange_seconds(
+    cost: Cost, kind: str, length: int, degree: NDArray[np.int64], exchanging: NDArray[np.int64], node_size: int
 ) -> NDArray[np.float64]:
+    """Return the seconds of exchanging heads on ideal links, with the members of a host and with others side by side.
+
+    Under `a2a+p2p` all members that exchange share a host.
+    """
+    inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
+    near = np.minimum(exchanging, node_size) - 1
+    far = np.where(kind == "a2a", np.maximum(exchanging - node_size, 0), 0)
+    sent = cost.exchange_bytes * length / degree / exchanging
+    return sent * np.maximum(near / max(inside, across), far / across) + cost.ring_step_seconds * (exchanging > 1)
+
+
+def _wait_seconds_on_network(cost: Cost, length: int, degree: NDArray[np.int64], node_size: int) -> NDArray[np.float64]:
     """Return what `_wait_seconds` does, on measured links: what must cross between hosts and kernels cannot hide.
 
     Whatever the type, each of the h hosts of a group must receive the keys and values of the others, of all key/value
@@ -156,7 +178,6 @@ def _wait_seconds_on_network(
     hosts = np.where(degree > node_size, -(-degree // node_size), 1)
     crossing = _crossing_bytes(cost) * length / degree * (hosts - 1) / hosts / _best_crossing_speed(network)
     hidden = cost.attention_seconds * (float(length) ** 2 + network.half_speed_rows * length) / degree
-    del kind  # what must cross is the same for each
     return np.maximum(crossing - hidden, 0.0)
 
 

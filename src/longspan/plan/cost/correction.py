@@ -36,7 +36,7 @@ REFINED = ", refined by measured steps"  # after the source of a cost
 class Correction:
     """The factor of each part of a cost: measured seconds over predicted ones.
 
-    >>> cost = Correction(attention=1.25).apply(Cost())
+    >>> cost = Correction(attention=1.25).correct_cost(Cost())
     >>> round(cost.attention_seconds / Cost().attention_seconds, 6), cost.linear_seconds == Cost().linear_seconds
     (1.25, True)
 
@@ -49,6 +49,7 @@ class Correction:
     across: float = 1.0
 
     def __post_init__(self) -> None:
+        """Check the factors."""
         for name, factor in self.factors().items():
             number = isinstance(cast(object, factor), (int, float)) and not isinstance(cast(object, factor), bool)
             if not number or not math.isfinite(factor) or factor <= 0:
@@ -93,6 +94,7 @@ class Correction:
         )
 
     def _correct_network(self, network: Network) -> Network:
+        """Return links on which messages take so many times as long, and so does a layer's latency."""
         links = {"inside": network.inside.scale_times(self.inside), "across": network.across.scale_times(self.across)}
         return dataclasses.replace(network, **links, step_seconds=network.step_seconds * self.inside)
 
@@ -108,7 +110,7 @@ def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correct
     (2.0, 1.0, 0.0, 0.0)
 
     A price is a sum and a maximum of parts, so the parts of what is longest, times their factors, add up to it: each is
-    the derivative by its factor. Messages that attention hides have none.
+    the derivative by its factor, here the difference of two prices. Messages that attention hides have none.
     """
     parts: list[float] = []
     for name, factor in correction.factors().items():
@@ -140,19 +142,28 @@ def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -
     factors = np.ones(len(PARTS))
     for turn in range(ROUNDS):
         distance = np.abs(ratios - shares @ factors)
-        usual = max(1.4826 * float(np.median(distance)), 1e-7)
-        if turn < FIRST_ROUNDS:
-            weights = usual / np.maximum(distance, usual)
-        else:
-            weights = np.maximum(1 - (distance / (OUTLIER * usual)) ** 2, 0) ** 2
+        usual = max(1.4826 * float(np.median(distance)), 1e-7)  # the standard deviation of normal errors
+        weights = _weigh_steps(distance, usual, keep_all=turn < FIRST_ROUNDS)
         factors = _solve_within_bounds(shares, ratios, weights, pull=(usual / SPREAD) ** 2)
     return Correction.of([float(f"{factor * common:.{DIGITS}g}") for factor in factors.tolist()])
+
+
+def _weigh_steps(distance: Floats, usual: float, *, keep_all: bool) -> Floats:
+    """Return the weight of steps by their distance from the fit: Huber's if all are kept, else Tukey's biweight.
+
+    Huber's is 1 up to the usual distance u and u / distance beyond; Tukey's (1 − (distance / (`OUTLIER` · u))²)², and 0
+    for steps that are farther away.
+    """
+    if keep_all:
+        return usual / np.maximum(distance, usual)
+    return np.maximum(1 - (distance / (OUTLIER * usual)) ** 2, 0) ** 2
 
 
 def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pull: float) -> Floats:
     """Solve for the factors of the least weighted squares, each drawn to 1 by `pull`.
 
-    Those beyond the bounds are held at them.
+    For shares S, weights W and ratios r these solve (Sᵀ W S + pull · I) f = Sᵀ W r + pull. As long as a factor is
+    beyond the bounds, the one that is farthest is set to its bound and the others are solved for again.
     """
     weighted = shares * weights[:, None]
     matrix = weighted.T @ shares + pull * np.eye(len(PARTS))

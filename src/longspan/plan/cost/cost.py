@@ -81,6 +81,7 @@ class Cost:
     network: Network | None = None
 
     def __post_init__(self) -> None:
+        """Name the source of constants that have none, and check all fields."""
         if self.source is None:
             usual = self.constants() == {f.name: f.default for f in _constant_fields()}
             object.__setattr__(self, "source", DEFAULT_SOURCE if usual else "constants of the caller")
@@ -182,12 +183,12 @@ class Cost:
 
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
         is whether all its slots share a node, `documents` (which counts for states) how many they are. `together` are
-        the fewest of its slots that share a node, where some do not (None: as full nodes leave them).
+        the fewest of its slots that share a node, where some do not (None: as full nodes leave them). They are the
+        slot's share of linear layers, of attention and of the messages that it does not hide, and what states add.
         """
         tokens, squares, degree = _float_array(tokens), _float_array(squares), _float_array(degree)
         if together is None:
-            on_last = np.where(degree % self.node_size, degree % self.node_size, self.node_size)
-            together = np.where(inside, degree, np.where(degree > self.node_size, on_last, 1.0))
+            together = self._fewest_together(degree, inside)
         rows = Rows(tokens, squares, degree, _float_array(together))
         if self.cp_comm_type == "auto":
             return self._least_seconds(rows, inside, documents)
@@ -200,6 +201,14 @@ class Cost:
             return seconds
         speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
         return seconds + self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
+
+    def _fewest_together(self, degree: Floats, inside: ArrayLike) -> Floats:
+        """Return the fewest slots of a group that share a node, if all nodes but the last are full.
+
+        A group of a node or less that is not inside one counts as slots of different nodes.
+        """
+        on_last = np.where(degree % self.node_size, degree % self.node_size, self.node_size)
+        return np.where(inside, degree, np.where(degree > self.node_size, on_last, 1.0))
 
     def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
         """Return the seconds of groups under the fastest type of each."""
@@ -217,7 +226,10 @@ class Cost:
         return latency_seconds(self, degree) + states
 
     def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
-        """Return the bytes that all slots of a group put on the wire."""
+        """Return the bytes that all slots of a group put on the wire.
+
+        Each row goes to the other members of its ring, and of what its heads exchange all but a member's own share.
+        """
         tokens, degree = _float_array(tokens), _float_array(degree)
         exchanging = exchanging_members(self.cp_comm_type, self.a2a_size, degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)
@@ -236,19 +248,20 @@ class Cost:
         (w − 1) / w of the weights, of `gather_bytes` each, and of sums of gradients, of `reduce_bytes`; a ring over the
         r replicas brings 2 (r − 1) / r of its 1 / w of these again. A host has `node_size` slots.
         """
-        copies, width, together = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
-        gather, reduce = (self._speed(together or node_size % width == 0, kind) for kind in SHARDED_KINDS)
+        copies, width, share_host = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
+        gather, reduce = (self._link_speed(share_host or node_size % width == 0, kind) for kind in SHARDED_KINDS)
         gathered = weights * gather_bytes * (width - 1) / width / gather
         forward = self.forward_only()
         forward = dataclasses.replace(forward, closing_seconds=forward.micro_batch_seconds + gathered)
         if self.passes == "forward":
             return forward
         reduced = weights * reduce_bytes * (width - 1) / width / reduce
-        summed = weights / width * reduce_bytes * 2 * (copies - 1) / copies / self._speed(together)
+        summed = weights / width * reduce_bytes * 2 * (copies - 1) / copies / self._link_speed(share_host)
         closing = self.micro_batch_seconds + gathered + reduced + summed
         return dataclasses.replace(self, closing_seconds=closing, forward=forward)
 
-    def _speed(self, inside: bool, kind: str = "") -> float:
+    def _link_speed(self, inside: bool, kind: str = "") -> float:
+        """Return the bytes/s of a link, of sharded parameters of this kind where they were measured."""
         measured = self.network.sharding_speed(kind, inside=inside) if kind and self.network else None
         return measured or (self.inside_bytes_per_second if inside else self.across_bytes_per_second)
 
@@ -332,6 +345,7 @@ class Cost:
 
 
 def _constant_fields() -> list[dataclasses.Field[Any]]:
+    """Return the fields that are numbers."""
     return [f for f in dataclasses.fields(Cost) if f.name not in _NOT_CONSTANTS]
 
 

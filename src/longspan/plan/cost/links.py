@@ -53,6 +53,7 @@ class Wire:
     samples: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
+        """Take the samples as numbers, and check that they rise."""
         samples = tuple((float(size), float(seconds)) for size, seconds in self.samples)
         object.__setattr__(self, "samples", samples)
         steps = list(pairwise(samples))

@@ -7,7 +7,7 @@ a file; `Machine.known` holds figures of GPUs that were measured here, or follow
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost, Passes
@@ -50,6 +50,19 @@ class CostSettings:
     target_share: float = 1.0
     float8: bool = False
     forward: bool = False
+
+
+class _RowSeconds(NamedTuple):
+    """Seconds of a row besides the products of its weights, without recomputation.
+
+    `layer_passes` are passes over memory of all layers and `logit_passes` those over logits. `unused_head` are the
+    products of logits, forward, of rows that predict nothing. `saved` are those of each FLOP that is in float8.
+    """
+
+    layer_passes: float
+    logit_passes: float
+    unused_head: float
+    saved: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,28 +114,15 @@ class Machine(MachineFigures):
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
         """Return the cost of a model on this machine; `model` is a transformers configuration, its file or its folder.
 
-        Forward passes without backward are short, and are also priced by what the host takes to launch them. Raises
-        PlanError for a model that its configuration does not price.
+        Products and messages follow from the model's shape. Passes over memory, logits that no row needs, products in
+        float8, FSDP2 and the optimizer change them by the settings, and so does recomputation. Raises PlanError for a
+        model that its configuration does not price.
         """
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
-        cost = self._shape_cost(shape, settings.bytes_per_number)
+        cost, row = self._shape_cost(shape, settings.bytes_per_number), self._row_seconds(shape, settings)
         kind, count = settings.recomputation, settings.recomputed_layers
-        head = (
-            (1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second
-        )  # forward, of rows without
-        layers = (shape.layers + shape.dense_layers) / 2 * shape.hidden * self.layer_pass_seconds
-        logits = settings.target_share * shape.logits * self.logit_pass_seconds
-        plain = cost.linear_seconds + layers + logits - 3 * head
-        faster = self._float8_seconds(shape) if settings.float8 else 0.0
-        plain -= 3 * 2 * faster  # both passes of which a third is forward
-        forward = dataclasses.replace(cost, linear_seconds=plain).forward_only()
-        forward = dataclasses.replace(
-            forward,
-            launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
-            micro_batch_seconds=forward.micro_batch_seconds + self._sharding_seconds(shape, settings, "forward"),
-            update_seconds=self.update_seconds,
-        )
+        forward = self._forward_cost(cost, row, shape, settings)
         cost = with_recomputation(
             dataclasses.replace(cost, forward=forward),
             model,
@@ -132,26 +132,55 @@ class Machine(MachineFigures):
             depths=settings.depths,
         )
         share = recomputation_share(shape, kind, count)
-        again = 1 + RECOMPUTED_PASSES * share
-        faster *= 4 + 2 * share * shape.recomputed_weights / max(1, shape.weights)
-        linear = cost.linear_seconds + again * layers + logits - (2 if settings.frozen else 3) * head - faster
+        layer_passes = (1 + RECOMPUTED_PASSES * share) * row.layer_passes
+        head = (2 if settings.frozen else 3) * row.unused_head
+        saved = row.saved * (4 + 2 * share * shape.recomputed_weights / max(1, shape.weights))
         cost = dataclasses.replace(
             cost,
-            linear_seconds=linear,
+            linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - head - saved,
             micro_batch_seconds=cost.micro_batch_seconds + self._sharding_seconds(shape, settings),
             update_seconds=self._update_seconds(shape, settings),
         ).shared_by(settings.tp)
         return cost.forward_only() if settings.forward else cost
 
+    def _row_seconds(self, shape: ModelShape, settings: CostSettings) -> _RowSeconds:
+        """Return what a row takes besides the products of its weights, without recomputation."""
+        return _RowSeconds(
+            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * self.layer_pass_seconds,
+            logit_passes=settings.target_share * shape.logits * self.logit_pass_seconds,
+            unused_head=(1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second,
+            saved=self._float8_seconds(shape) if settings.float8 else 0.0,
+        )
+
+    def _forward_cost(self, cost: Cost, row: _RowSeconds, shape: ModelShape, settings: CostSettings) -> Cost:
+        """Return the cost of forward passes without backward, which recompute nothing.
+
+        They are a third of both passes, in which each weight takes 6 FLOPs a row, all of them in float8 if any. Such
+        passes are short, so that what the host takes to launch them counts as well.
+        """
+        both = cost.linear_seconds + row.layer_passes + row.logit_passes - 3 * row.unused_head
+        both -= 3 * 2 * row.saved
+        forward = dataclasses.replace(cost, linear_seconds=both).forward_only()
+        return dataclasses.replace(
+            forward,
+            launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
+            micro_batch_seconds=forward.micro_batch_seconds + self._sharding_seconds(shape, settings, "forward"),
+            update_seconds=self.update_seconds,
+        )
+
     def _float8_seconds(self, shape: ModelShape) -> float:
-        """Return how much less each FLOP of all weights of the layers takes of a row in float8."""
+        """Return the seconds that float8 saves a row for each FLOP of all weights of the layers; the head has none."""
         of_layers = shape.weights - shape.hidden * shape.logits
         return of_layers * (1 / self.product_flops_per_second - 1 / self.float8_flops_per_second)
 
     def _sharding_seconds(
         self, shape: ModelShape, settings: CostSettings, passes: Passes = "forward and backward"
     ) -> float:
-        """Return what FSDP2 adds to a micro-batch: copies, and the share of its messages that shows."""
+        """Return the seconds that FSDP2 adds to a micro-batch: copies, and the share of its messages that shows.
+
+        Each of w slots receives (w − 1) / w of the weights in each gather, and of their gradients in the sum, which
+        travels in float32 at least.
+        """
         if not settings.shards:
             return 0.0
         weights, width = shape.stored_weights / (settings.weight_ranks or settings.tp), settings.shards
@@ -173,7 +202,11 @@ class Machine(MachineFigures):
         return min(speed, across.bytes_per_second if across else usual)
 
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
-        """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards."""
+        """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards.
+
+        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients in float32. Frozen weights have no
+        update.
+        """
         if settings.frozen:
             return self.update_seconds
         weights = shape.stored_weights / (settings.weight_ranks or settings.tp) / max(1, settings.shards)
@@ -219,9 +252,11 @@ class Machine(MachineFigures):
         )
 
     def _merge_seconds(self, width: float) -> float:
+        """Return the seconds of adding a step of a ring to a row's output of this width, in float32."""
         return self.merge_passes * width * 4 / self.memory_bytes_per_second
 
     def _model_network(self, **model: Any) -> Network:
+        """Return this machine's links as a model's attention uses them; `model` are its fields of `Network`."""
         return Network(
             inside=self.inside,
             across=self.across,
@@ -261,6 +296,7 @@ class Machine(MachineFigures):
         return (describe_group(group, call, node_size), *map(str, prices), choice)
 
     def _type_prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
+        """Return the prices of a call under all types, a2a+p2p with all levels that the group may have."""
         nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
         return [
             price_type(cost, way, group, call, nodes, width=ring_share(call, way, group)) for way in type_ways(group)

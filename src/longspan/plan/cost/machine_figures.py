@@ -91,6 +91,7 @@ class MachineFigures:
     fit_error: float | None = None
 
     def __post_init__(self) -> None:
+        """Check the counts and the rates: finite and at least 0, speeds above."""
         check_count("node_size of a machine", self.node_size)
         check_count("memory_bytes of a machine", self.memory_bytes, least=0)
         for name, value in self.rates().items():

@@ -51,64 +51,91 @@ class MessageBound:
     widest: int
 
     def slot_seconds(self, rows: Ints) -> float:
-        """Return the slot seconds that documents of these rows take beyond their kernels, at least: of all together."""
+        """Return the slot seconds that documents of these rows take beyond their kernels, at least: of all together.
+
+        Each document is charged the cheapest group that holds it, inside a host or over several. A group is charged one
+        share of `MIXTURES` for all its documents, so that the sum is made for each share, and the largest is the bound.
+        """
         needed = np.maximum(-(-rows // self.cap), 1)
         if not (needed > 1).any():
             return 0.0
         length, shortest = rows.astype(np.float64), int(rows.min())
-        inside, least = np.where(needed > 1, np.inf, 0.0), np.zeros((len(MIXTURES), len(rows)))
-        for count in np.unique(needed).tolist():
-            here = needed == count
-            if count > 1:
-                inside[here] = self._inside(count, shortest) * length[here]
-            least[:, here] = self._across(max(count, 2), shortest, length[here])
-        return max(0.0, *(math.fsum(seconds) for seconds in np.minimum(inside, least).tolist()))
+        inside, across = np.where(needed > 1, np.inf, 0.0), np.zeros((len(MIXTURES), len(rows)))
+        for fewest in np.unique(needed).tolist():
+            documents = needed == fewest
+            if fewest > 1:
+                inside[documents] = self._inside_seconds(fewest, shortest) * length[documents]
+            across[:, documents] = self._across_seconds(max(fewest, 2), shortest, length[documents])
+        return max(0.0, *(math.fsum(seconds) for seconds in np.minimum(inside, across).tolist()))
 
-    def _inside(self, fewest: int, shortest: int) -> float:
-        """Return the seconds a row of a group of so many slots or more that share a host; infinite if none can."""
+    def _inside_seconds(self, fewest: int, shortest: int) -> float:
+        """Return the seconds a row of a group of so many slots or more that share a host; infinite if none can.
+
+        They are those of the exchange of heads, of the latencies and merging of the steps of a ring, whose bytes
+        kernels may hide, and of kernels on short pieces; or those of a gather.
+        """
         if fewest > min(self.widest, self.node_size):
             return np.inf
-        chosen, around = self._levels(fewest)
-        rings = self._turn_seconds + self.cost.merge_seconds
-        levels = self._swaps[0][chosen] + rings * (around - 1) + self._slower(around, shortest)
-        return min(self._gather(fewest, shortest, crosses=False), levels.min(initial=np.inf))
+        chosen, around = self._two_levels(fewest)
+        step_seconds = self._turn_seconds + self.cost.merge_seconds
+        levels = self._exchanges[0][chosen] + step_seconds * (around - 1) + self._kernel_delay(around, shortest)
+        return min(self._gather_row_seconds(fewest, shortest, crosses=False), levels.min(initial=np.inf))
 
-    def _across(self, fewest: int, shortest: int, length: Floats) -> Floats:
+    def _across_seconds(self, fewest: int, shortest: int, length: Floats) -> Floats:
         """Return the seconds of documents in groups of so many slots or more on several hosts.
 
-        They are (shares of `MIXTURES`, documents), infinite if no group is so wide. Of r members of a ring each has the
-        last of r blocks to compute when nothing travels, so that kernels hide only 1 − 1 / r of their time (all of it
-        where slices of heads take turns). Of the rings that are wide enough the best is taken.
+        They are (shares of `MIXTURES`, documents), infinite if no group is so wide: the least of a gather and of
+        `_ring_seconds`.
         """
         if fewest > self.widest:
             return np.full((len(MIXTURES), len(length)), np.inf)
-        gather = np.broadcast_to(self._gather(fewest, shortest, crosses=True) * length, (len(MIXTURES), len(length)))
-        chosen, fewest_around = self._levels(fewest)
+        gather = self._gather_row_seconds(fewest, shortest, crosses=True) * length
+        chosen, fewest_around = self._two_levels(fewest)
         if not len(chosen):
-            return gather
-        share = np.array(MIXTURES)[:, None, None]  # (shares, types, documents)
-        swap, wire = (x[None, :, None] for x in (self._swaps[1][chosen], self._wires(self._members[chosen])))
-        least = fewest_around[None, :, None].astype(np.float64)
-        kernels = self.cost.attention_seconds * length * (length + self.network.half_speed_rows)
-        a_step = (self._turn_seconds + share * wire) * length
-        around = least
-        if not self._may_slice:
-            around = np.maximum(least, np.sqrt(share * kernels / np.maximum(a_step, 1e-300)))
-        hidden = share * kernels * (1 if self._may_slice else 1 - 1 / around)
-        computed = (1 - share) * (self._slower(least, shortest) + self.cost.merge_seconds * (least - 1)) * length
-        levels = (swap * length + a_step * (around - 1) + computed - hidden).min(axis=1)
-        return np.minimum(gather, levels)
+            return np.broadcast_to(gather, (len(MIXTURES), len(length)))
+        return np.minimum(gather, self._ring_seconds(chosen, fewest_around, shortest, length))
 
-    def _levels(self, fewest: int) -> tuple[Ints, Ints]:
-        """Return numbers of `_members`, and the least ring of sets of so many that is `fewest` slots wide or wider."""
+    def _ring_seconds(self, chosen: Ints, fewest_around: Ints, shortest: int, length: Floats) -> Floats:
+        """Return the seconds of documents on several hosts, under the best of these sets that exchange heads.
+
+        `fewest_around` are the members of the narrowest ring of each set. A ring of r members has (r − 1) · W seconds
+        of messages beside C seconds of kernels, and the longer of both is at least (1 − s) · C + s · (r − 1) · W for a
+        share s of `MIXTURES`. Each member computes the last of r blocks when nothing travels, so that kernels hide
+        only (1 − 1 / r) · C of them (all of C where slices of heads take turns). So a wider ring has more messages, and
+        hides more: s · C / r + (latency + s · W) · r is least at r = √(s · C / (latency + s · W)), and that r, or the
+        narrowest ring if it is wider, is charged.
+        """
+        share = np.array(MIXTURES)[:, None, None]  # (shares, sets, documents)
+        exchange, wire = (x[None, :, None] for x in (self._exchanges[1][chosen], self._wires(self._members[chosen])))
+        narrowest = fewest_around[None, :, None].astype(np.float64)
+        kernels = self.cost.attention_seconds * length * (length + self.network.half_speed_rows)
+        step_seconds = (self._turn_seconds + share * wire) * length
+        around = narrowest
+        if not self._may_slice:
+            around = np.maximum(narrowest, np.sqrt(share * kernels / np.maximum(step_seconds, 1e-300)))
+        hidden = share * kernels * (1 if self._may_slice else 1 - 1 / around)
+        slower = self._kernel_delay(narrowest, shortest) + self.cost.merge_seconds * (narrowest - 1)
+        computed = (1 - share) * slower * length
+        return (exchange * length + step_seconds * (around - 1) + computed - hidden).min(axis=1)
+
+    def _two_levels(self, fewest: int) -> tuple[Ints, Ints]:
+        """Return the sets that may exchange heads in a group of `fewest` slots or more, and the narrowest ring of each.
+
+        A set is its number in `_members`. e members need a ring of ⌈fewest / e⌉. The first set that needs none is the
+        last that is tried, as wider ones are not cheaper: `a2a` has only that, and `p2p` only sets of one.
+        """
         kind, members = self.cost.cp_comm_type, self._members
         wide = int(np.searchsorted(members, fewest))  # the first that needs no ring
         last = {"p2p": 1, "all_gather": 0}.get(kind, wide + 1)
         chosen = np.arange(len(members))[wide if kind == "a2a" else 0 : last]
         return chosen, -(-fewest // members[chosen])
 
-    def _slower(self, around: ArrayLike, shortest: int) -> Floats:
-        """Return the seconds a row by which kernels are slower on the pieces of such a ring than on whole documents."""
+    def _kernel_delay(self, around: ArrayLike, shortest: int) -> Floats:
+        """Return the seconds a row by which kernels are slower on the pieces of such a ring than on whole documents.
+
+        On pieces of 1 / r of a document they take half_speed_rows · r · attention_seconds longer a row; no piece is
+        shorter than a row.
+        """
         pieces = np.minimum(np.asarray(around, dtype=np.float64), shortest)
         return self.network.half_speed_rows * self.cost.attention_seconds * (pieces - 1)
 
@@ -118,7 +145,11 @@ class MessageBound:
         return self.network.layers * self.network.step_seconds * self._turns / self.cap
 
     def _wires(self, exchanging: Ints) -> Floats:
-        """Return the seconds a row of what a step of a ring between hosts sends, of sets that exchange heads."""
+        """Return the seconds a row of what a step of a ring between hosts sends, of sets that exchange heads.
+
+        A block of keys and values goes round in each pass, gradients in backward; of both wires between hosts, for one
+        member of a host or all, the faster is charged.
+        """
         across, copies = self.network.across, self._copies(exchanging)
         seconds = np.zeros(len(exchanging))
         for size in [*[self._block] * (2 if self._both else 1), *[self._gradients] * self._both]:
@@ -128,21 +159,29 @@ class MessageBound:
 
     @property
     def _may_slice(self) -> bool:
+        """Whether a full slot has so many bytes of queries that an exchange may go in slices."""
         return self._queries * self.cap >= SLICED_EXCHANGE_BYTES
 
-    def _gather(self, degree: int, shortest: int, crosses: bool) -> float:
-        """Return the seconds a row of gathers over so many slots, or more."""
+    def _gather_row_seconds(self, degree: int, shortest: int, crosses: bool) -> float:
+        """Return the seconds a row of gathers over so many slots or more, in one piece or in slices.
+
+        Slices need so many bytes that a group of full slots must be wide for them. Infinite if no type is a gather.
+        """
         if self.cost.cp_comm_type not in ("auto", "all_gather"):
             return np.inf
         whole = self._gather_seconds(degree, crosses, 1)
         wide = max(degree, int(-(-SLICED_GATHER_BYTES // (self._block * self.cap))) if self._block else degree)
         sliced = self._gather_seconds(wide, crosses, 2) if wide <= self.widest else np.inf
-        return float(self._slower(degree, shortest)) + self.network.layers * min(whole, sliced) / self.cap
+        return float(self._kernel_delay(degree, shortest)) + self.network.layers * min(whole, sliced) / self.cap
 
     def _gather_seconds(self, degree: int, crosses: bool, slices: int) -> float:
-        """Return the seconds of a layer's gathers on a full slot, of which at least one slice is never hidden."""
-        network, full = self.network, self.cap / slices
-        received = self._block * (degree - 1) * full
+        """Return the seconds of a layer's gathers on a full slot, of which at least one slice is never hidden.
+
+        A gather in each pass, the exchange of gradients in backward, and the latency of every message. Where hosts are
+        crossed, a host's slots share what it receives; of how many share a host, the best is taken.
+        """
+        network, rows = self.network, self.cap / slices
+        received = self._block * (degree - 1) * rows
         together = max(1, min(self.node_size, degree // 2)) if crosses else degree
         gather = float(self._full_seconds(network.inside.gather, received))
         if crosses:
@@ -150,7 +189,7 @@ class MessageBound:
         back = 0.0
         if self._both:
             near: Ints = np.arange(1 if crosses else together, together + 1)
-            back = float(self._exchange(self._gradients * full * (near - 1), self._gradients * full * (degree - near)))
+            back = self._exchange_seconds(self._gradients * rows * (near - 1), self._gradients * rows * (degree - near))
         return (2 if self._both else 1) * gather + back + slices * self._turns * network.step_seconds
 
     @cached_property
@@ -161,7 +200,7 @@ class MessageBound:
         return members[heads % members == 0]
 
     @cached_property
-    def _swaps(self) -> tuple[Floats, Floats]:
+    def _exchanges(self) -> tuple[Floats, Floats]:
         """Seconds a row of exchanges among each of `_members` or more: inside a host, and where the group spans hosts.
 
         Infinite where a host has fewer slots.
@@ -169,16 +208,19 @@ class MessageBound:
         inside, across = np.zeros((2, len(self._members)))
         for i, members in enumerate(map(int, self._members)):
             if members > 1:
-                inside[i] = (
-                    self._swap(members, np.arange(members, members + 1)) if members <= self.node_size else np.inf
-                )
-                across[i] = self._swap(members, np.arange(1, min(members, self.node_size) + 1))
+                fits_host, most_near = members <= self.node_size, min(members, self.node_size)
+                inside[i] = self._exchange_row_seconds(members, np.array([members])) if fits_host else np.inf
+                across[i] = self._exchange_row_seconds(members, np.arange(1, most_near + 1))
         for seconds in (inside[1:], across[1:]):
             seconds[:] = np.minimum.accumulate(seconds[::-1])[::-1]
         return inside, across
 
-    def _swap(self, members: int, near: Ints) -> float:
-        """Return the seconds a row of exchanges among members of whom one of these numbers shares a host."""
+    def _exchange_row_seconds(self, members: int, near: Ints) -> float:
+        """Return the seconds a row of exchanges among members of whom one of these numbers shares a host.
+
+        Each of e members sends 1 / e of its queries, keys and values to every other and gets as much of outputs back,
+        and of their gradients in backward. In slices the messages are shorter, and there are more latencies.
+        """
         network, copies = self.network, float(self._copies(members))
         keys, summed = self._keys * copies, network.gradient_share / network.block_share if self._both else 1.0
         key_gradients = keys * (summed if copies > 1 else min(1.0, summed))
@@ -187,12 +229,14 @@ class MessageBound:
             sent += [self._queries, self._queries + key_gradients]
         seconds = np.inf
         for slices in (1, 2) if self._may_slice else (1,):
-            full = self.cap / slices / members
-            wires = sum(self._exchange(x * full * (near - 1), x * full * (members - near)) for x in sent)
+            rows = self.cap / slices / members
+            wires = sum(
+                self._exchange_seconds(size * rows * (near - 1), size * rows * (members - near)) for size in sent
+            )
             seconds = min(seconds, float(wires) + len(sent) * slices * network.step_seconds)
         return network.layers * seconds / self.cap
 
-    def _exchange(self, near: ArrayLike, far: ArrayLike) -> float:
+    def _exchange_seconds(self, near: ArrayLike, far: ArrayLike) -> float:
         """Return the seconds of bytes inside a host and of others between hosts, at the same time: the least."""
         network = self.network
         inside, across = (
@@ -203,7 +247,10 @@ class MessageBound:
 
     @staticmethod
     def _full_seconds(wire: Wire, size: ArrayLike) -> Floats:
-        """Return the seconds of `size` bytes at the cheapest rate of any message of so many bytes or fewer."""
+        """Return the seconds of `size` bytes at the cheapest rate of any message of so many bytes or fewer.
+
+        Seconds rise evenly between the samples of a wire, so seconds over bytes are least at a sample or at `size`.
+        """
         size = np.asarray(size, dtype=np.float64)
         rate = np.where(size > 0, wire.seconds(size) / np.maximum(size, 1e-300), 0.0)
         for sample, seconds in wire.samples:
@@ -217,6 +264,7 @@ class MessageBound:
 
     @property
     def _both(self) -> bool:
+        """Whether there is a backward pass."""
         return self.cost.passes != "forward"
 
     @property
@@ -231,16 +279,20 @@ class MessageBound:
 
     @property
     def _gradients(self) -> float:
+        """Bytes of the gradients of a row's keys and values in a layer, in backward."""
         return self.cost.ring_bytes * self.network.gradient_share / self.network.layers if self._both else 0.0
 
     @property
-    def _swap_bytes(self) -> float:
+    def _exchange_bytes(self) -> float:
+        """Bytes of a row's queries, outputs, keys and values that a layer exchanges in one pass."""
         return self.cost.exchange_bytes / self.network.layers / (2 if self._both else 1)
 
     @property
     def _queries(self) -> float:
-        return (1 - self.network.key_share) / 2 * self._swap_bytes
+        """Bytes of a row's queries in a layer, and of its outputs."""
+        return (1 - self.network.key_share) / 2 * self._exchange_bytes
 
     @property
     def _keys(self) -> float:
-        return self.network.key_share * self._swap_bytes
+        """Bytes of a row's keys and values in a layer's exchange, without copies."""
+        return self.network.key_share * self._exchange_bytes

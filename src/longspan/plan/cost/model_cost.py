@@ -90,6 +90,7 @@ def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_
 
 
 def _is_machine(values: Any) -> bool:
+    """Return whether these values of a file are a machine's."""
     return isinstance(values, dict) and "machine" in values
 
 
@@ -101,6 +102,7 @@ def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
 
 
 def _fault_text(error: Exception, kind: str) -> str:
+    """Say what is wrong with a file that should hold a machine or a cost."""
     if isinstance(error, IsADirectoryError):
         return "is a folder"
     return f"holds no {kind}: {error.strerror if isinstance(error, OSError) else error}"

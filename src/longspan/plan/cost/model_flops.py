@@ -126,7 +126,10 @@ class ModelRates(TypedDict, total=False):
 def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -> dict[str, Any]:
     """Return the fields of a `Cost` that follow from a model's shape at these rates.
 
-    Raises PlanError for a rate of 0.
+    A row takes 6 FLOPs for each weight, and a causal document of L rows 7 products (2 forward, 5 backward) of L² / 2
+    pairs in each layer, of 2 FLOPs for each number of its queries. A window or chunk makes that a time for each row. A
+    ring sends keys and values forward and backward, and their gradients; an exchange has queries, outputs, keys and
+    values in both passes. Raises PlanError for a rate of 0.
     """
     attention_tflops = _rate_or_default(rates.get("attention_tflops"), tflops)
     scan_tflops = _rate_or_default(rates.get("scan_tflops"), tflops)

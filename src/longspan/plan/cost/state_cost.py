@@ -44,7 +44,7 @@ class StateCost:
     """Seconds and bytes of the state-space layers of a model, all of them, forward and backward.
 
     >>> cost = StateCost(state_bytes=100.0, transition_bytes=50.0)
-    >>> float(cost.run_bytes(1.0, 65536.0, 4.0)), float(cost.dealt("contiguous").run_bytes(1.0, 65536.0, 4.0))
+    >>> float(cost.run_bytes(1.0, 65536.0, 4.0)), float(cost.for_partition("contiguous").run_bytes(1.0, 65536.0, 4.0))
     (850.0, 400.0)
 
     `scan_seconds` of a row's recurrence, convolution, norms and gates are part of `Cost.linear_seconds`;
@@ -64,6 +64,7 @@ class StateCost:
     partition: str = "zigzag"
 
     def __post_init__(self) -> None:
+        """Check the partition and the constants."""
         if self.partition not in PARTITIONS:
             raise PlanError(f"partition of a cost is {self.partition!r}; use one of {', '.join(PARTITIONS)}")
         for name, value in self.constants().items():
@@ -129,22 +130,23 @@ class StateCost:
         return self._scale_numbers({"scan_seconds": linear, "summary_seconds": linear, "step_seconds": inside})
 
     def _scale_numbers(self, factors: dict[str, float]) -> "StateCost":
+        """Return the cost with these constants multiplied, the others as they are."""
         return dataclasses.replace(
             self, **{name: value * factors.get(name, 1) for name, value in self.constants().items()}
         )
 
     def seconds(self, rows: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
-        """Return the seconds that a group's states take of each slot.
+        """Return the seconds that a group's states take of each slot: summaries, states on the wire, and latency.
 
-        `rows` are `tokens`, their `squares`, and the documents.
+        `rows` are `tokens`, their `squares`, and the documents; `speed` is the bytes/s of a slot. A group of one slot
+        sends no state. Under "contiguous" a slot summarises only the run at its end.
         """
         tokens, squares, documents = rows
-        shared = degree > 1
         summarised = tokens / degree
         if self.partition == "contiguous":  # of the run that a boundary ends, in documents of the typical row's length
             summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
         wire = self.wire_bytes(documents, tokens, degree) / degree / speed
-        return np.where(shared, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
+        return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
 
     def wire_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
         """Return the bytes that all slots of a group receive: states and transitions of all others, rows of one.

@@ -15,7 +15,7 @@ import numpy as np
 from longspan.errors import PlanError, plural
 from longspan.layout import Floats, Integers, Partition
 from longspan.plan.check import check_count
-from longspan.plan.cost.attention_price import Rows, foreign_rows, is_narrow, kv_copies, price_attention
+from longspan.plan.cost.attention_price import Rows, kv_copies, price_attention
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.links import Level
 from longspan.plan.micro_batch import Group
@@ -43,6 +43,7 @@ class AttentionCall:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the counts and the passes."""
         for name in ("heads", "kv_heads", "head_dim", "bytes_per_number"):
             check_count(f"{name} of an attention call", getattr(self, name))
         if self.passes not in get_args(CallPasses):
@@ -54,7 +55,11 @@ class AttentionCall:
         return self.head_dim + (self.value_dim or self.head_dim)
 
     def squares(self, lengths: Sequence[int]) -> float:
-        """Return the sum of squared lengths of causal documents with as many pairs of rows that see each other."""
+        """Return the sum of squared lengths of causal documents with as many pairs of rows that see each other.
+
+        That sum is twice the pairs. A causal document of n rows has n² / 2 of them, under a window of w rows n · w and
+        in chunks of c rows n · c / 2, if these are fewer. Without a causal mask there are twice as many.
+        """
         pairs = sum(n * min(n, 2 * (self.window or n), self.chunk or n) for n in lengths)
         return float(pairs) * (1 if self.causal else 2)
 
@@ -81,6 +86,7 @@ class TypePrice:
         return f"{self.cp_comm_type} {self.sizes}" if self.cp_comm_type == "a2a+p2p" else self.cp_comm_type
 
     def __str__(self) -> str:
+        """Describe the price in a line: kernels, messages that show, and bytes between hosts."""
         if self.impossible:
             return f"{self.name} cannot: {self.impossible}"
         across = self.bytes_by_level["across"]
@@ -110,29 +116,40 @@ def price_type(
 ) -> TypePrice:
     """Price a type by the cost of one layer, whose rings send `width` of their rows.
 
-    `nodes` are those of the slots.
+    `nodes` are those of the slots. Where `width` is below 1, rows go straight to those that see them, and nothing is
+    merged. A type takes the seconds of its kernels and those of the messages that show.
     """
-    (kind, inner), degree, laid_out = way, group.degree, group.laid_out
+    (kind, inner), degree = way, group.degree
     around = degree // inner
     sizes = (inner, around) if kind != "all_gather" else (1, degree)
     if call.heads % inner:
         impossible = f"{call.heads} query heads do not divide by {inner}"
         return TypePrice(kind, sizes, math.inf, math.inf, {"inside": 0.0, "across": 0.0}, impossible)
     cost = dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner, ring_bytes=cost.ring_bytes * width)
-    if width < 1.0:  # rows go straight to those that see them, and nothing is merged
+    if width < 1.0:
         cost = dataclasses.replace(cost, merge_seconds=0.0)
-    tokens, together = sum(laid_out), min(nodes.count(node) for node in set(nodes))
-    typical = sum(n * n for n in laid_out) / max(1, tokens)
-    rows = Rows(
-        *np.array([tokens, call.squares(laid_out), degree, together], dtype=np.float64),
-        busiest=_busiest_ratio(group, call, degree if kind == "all_gather" else around),
-        typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
-        narrow=width < 1.0,
-    )
-    price = price_attention(cost, rows)
+    together = min(nodes.count(node) for node in set(nodes))
+    busiest = _busiest_ratio(group, call, degree if kind == "all_gather" else around)
+    price = price_attention(cost, _call_rows(group, call, together, busiest, narrow=width < 1.0))
     exposed = float(price.exposed) if degree > 1 else 0.0
     seconds = float(price.computed) + exposed
-    return TypePrice(kind, sizes, seconds, exposed, bytes_by_level(cost, kind, sizes, tokens, nodes))
+    return TypePrice(kind, sizes, seconds, exposed, bytes_by_level(cost, kind, sizes, sum(group.laid_out), nodes))
+
+
+def _call_rows(group: Group, call: AttentionCall, together: int, busiest: float, *, narrow: bool) -> Rows:
+    """Return a group as `price_attention` takes it: pairs that a call's masks leave, and its typical document.
+
+    A kernel's typical document has Σ n² / Σ n rows, those of a typical row's document, or a chunk if that is shorter.
+    """
+    laid_out = group.laid_out
+    tokens = sum(laid_out)
+    typical = sum(length * length for length in laid_out) / max(1, tokens)
+    return Rows(
+        *np.array([tokens, call.squares(laid_out), group.degree, together], dtype=np.float64),
+        busiest=busiest,
+        typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
+        narrow=narrow,
+    )
 
 
 def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
@@ -145,6 +162,37 @@ def describe_group(group: Group, call: AttentionCall, node_size: int) -> str:
         f"of {sum(group.lengths)} rows together, {max(group.lengths)} at most; {call.heads} query and "
         f"{call.kv_heads} key/value heads{limited}"
     )
+
+
+def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> bool:
+    """Return whether a member sees so few rows of the others that sending only those is cheaper than a ring.
+
+    The answer depends only on lengths, so it is the same on every member. A document lies in at most 2 · degree runs.
+    With a window, each run sees at most window − 1 rows before it. With chunks, it sees the rows from the start of its
+    chunk on; here the runs count as equally long. The sum of these rows is a bound on the foreign rows. The mask is
+    narrow if that bound is at most half of the rows that a ring would send, and at most twice the rows of the members:
+    a ring holds that many rows of others.
+    """
+    if degree == 1 or (window is None and chunk is None):
+        return False
+    rows = np.asarray(lengths, dtype=np.int64)
+    foreign = foreign_rows(rows, degree, window, chunk)
+    return int(foreign.sum()) <= min((degree - 1) / 2, 2) * int(rows.sum())
+
+
+def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
+    """Return a bound on the rows of others that the members of a ring see together, of each document.
+
+    Each of its at most 2 · degree runs sees window − 1 rows before it under a window, and under chunks the rows from
+    the start of its first row's chunk on.
+    """
+    foreign = (degree - 1) * rows
+    if window is not None:
+        foreign = np.minimum(foreign, 2 * degree * min(window - 1, int(rows.max())))
+    if chunk is not None:
+        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
+        foreign = np.minimum(foreign, (starts % chunk).sum(1))
+    return foreign
 
 
 def ring_share(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
@@ -164,28 +212,40 @@ def bytes_by_level(
 
     `sizes` are the members that exchange heads and those of a ring, `nodes` the hosts of the members. A gather goes
     around a ring of all members, as NCCL's do over a communicator; without one each member sends its rows to every
-    other. Its gradients are exchanged.
+    other. Its gradients are exchanged. The bytes of each part cross hosts by the share of its steps or pairs that do.
     """
-    network, (inner, around), degree = cost.network, sizes, len(nodes)
-    turns = cost.ring_bytes * tokens * (around - 1)
-    swapped, gradients = cost.exchange_bytes * tokens * (inner - 1) / inner, 0.0
-    if network:
-        copies = float(kv_copies(network.heads, network.kv_heads, inner))
-        turns, widened = turns * copies, network.gradient_share / network.block_share if copies > 1 else 1.0
-        has_backward = cost.passes != "forward"
-        gradients = network.gradient_share * turns if has_backward else 0.0
-        swapped *= 1 - network.key_share + network.key_share * copies * ((1 + widened) / 2 if has_backward else 1.0)
-    rings = [nodes[i::inner] for i in range(inner)]
-    heads = [nodes[i : i + inner] for i in range(0, degree, inner)]
+    inner, degree = sizes[0], len(nodes)
+    turns, gradients, exchanged = _message_bytes(cost, sizes, tokens)
     if kind == "all_gather":
         parts = (
             (turns - gradients, _cross_host_share_of_rings([nodes])),
             (gradients, _cross_host_share_of_pairs([nodes])),
         )
     else:
-        parts = ((turns, _cross_host_share_of_rings(rings)), (swapped, _cross_host_share_of_pairs(heads)))
+        rings = [nodes[i::inner] for i in range(inner)]
+        sets = [nodes[i : i + inner] for i in range(0, degree, inner)]  # that exchange heads
+        parts = ((turns, _cross_host_share_of_rings(rings)), (exchanged, _cross_host_share_of_pairs(sets)))
     across = math.fsum(sent * share for sent, share in parts)
     return {"inside": math.fsum(sent for sent, _ in parts) - across, "across": across}
+
+
+def _message_bytes(cost: Cost, sizes: tuple[int, int], tokens: int) -> tuple[float, float, float]:
+    """Return the bytes that members send around rings, of these the gradients, and the bytes of exchanges of heads.
+
+    Each row goes to the other around − 1 members of its ring, and of a row's heads (inner − 1) / inner leave their
+    member. A key/value head that several members need is sent to each; the gradients of its copies travel in the dtype
+    of sums.
+    """
+    network, (inner, around) = cost.network, sizes
+    turns = cost.ring_bytes * tokens * (around - 1)
+    exchanged = cost.exchange_bytes * tokens * (inner - 1) / inner
+    if network is None:
+        return turns, 0.0, exchanged
+    copies, has_backward = float(kv_copies(network.heads, network.kv_heads, inner)), cost.passes != "forward"
+    turns, widened = turns * copies, network.gradient_share / network.block_share if copies > 1 else 1.0
+    gradients = network.gradient_share * turns if has_backward else 0.0
+    key_factor = network.key_share * copies * ((1 + widened) / 2 if has_backward else 1.0)
+    return turns, gradients, exchanged * (1 - network.key_share + key_factor)
 
 
 def _cross_host_share_of_rings(rings: Sequence[Sequence[int]]) -> float:

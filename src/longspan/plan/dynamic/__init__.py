@@ -3,13 +3,13 @@
 `planner.py` checks the arguments, makes plans in several ways and takes the fastest: `lockstep.py` searches for the
 durations of micro-batches and places documents in them, with `degrees.py` for the long ones; `free.py` plans without a
 barrier between micro-batches, and `few_documents.py` a handful of documents. They describe documents and slots as in
-`problem.py`, and what they place is a draft, which `draft.py` turns into groups. What a plan costs is computed in
-`plan/timeline.py`, not here.
+`problem.py`, and what they place is a draft, which `division.py` and `draft.py` turn into groups. What a plan costs is
+computed in `plan/timeline.py`, not here.
 
 >>> from longspan.layout import Layout
 >>> plan = plan_dynamic([20000, 7000, 6000, 5000], Layout(ranks=16), max_tokens_per_slot=8192)
 >>> [(len(group.slots), group.lengths) for group in plan.micro_batches[0].groups]
-[(2, (6000,)), (2, (5000,)), (3, (7000,)), (8, (20000,))]
+[(2, (5000,)), (3, (7000,)), (3, (6000,)), (8, (20000,))]
 """
 
 from longspan.plan.dynamic.planner import plan_dynamic

@@ -62,18 +62,21 @@ class DegreeTable:
     def choose_degrees(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
         """Choose the best degree for each class in each micro-batch; returns it, and the slot seconds that it wastes.
 
-        Both are (classes, micro-batches); inf where no degree fits.
+        Both are (classes, micro-batches); inf where no degree fits. A document on c slots for a micro-batch of T
+        seconds wastes c · (T − fillable) slot seconds less its work. It leaves T − `seconds` free on each slot, less a
+        share of the wait for messages; fillers take of these what their rows under the cap allow, and `GAP_LOST` of
+        that counts as lost. Slots that short documents could not keep busy for T seconds, because the cap is full
+        before, cost less, by `reach` of what they would lose.
         """
-        problem = self.problem
-        cost = problem.request.cost
+        problem, cost = self.problem, self.problem.request.cost
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
         latency = cost.latency_seconds(np.minimum(self.degrees, problem.widest_block))
         gap = np.maximum(room - 0.5 * latency, 0.0)
         fillable = np.minimum(gap, (self.filler_density * (problem.cap - self.rows))[:, None, :])
         work = cost.work_seconds(self.longest, self.longest**2)[:, None, None]
         waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - work
-        lack = np.maximum(durations - problem.light_density * problem.cap, 0.0)
-        waste = waste - reach * self.degrees * lack[:, None]
+        idle_of_short = np.maximum(durations - problem.light_density * problem.cap, 0.0)
+        waste = waste - reach * self.degrees * idle_of_short[:, None]
         waste = np.where((room >= 0.0) & self.fits[:, None, :], waste, np.inf)
         best = waste.argmin(axis=2)
         return self.degrees[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
@@ -82,13 +85,13 @@ class DegreeTable:
         """Price an item that makes a micro-batch with `free` slots longer, at the degree at which that costs least.
 
         Returns the cost in slot seconds, inf if the item does not fit, the degree, and the seconds that the item takes
-        at it.
+        at it. It takes its slots for the whole micro-batch, and makes all slots wait for what it lasts longer.
         """
-        at = int(self.item_class[item])
-        seconds = self.seconds[at]
+        row = int(self.item_class[item])
+        seconds = self.seconds[row]
         cost = self.degrees * np.maximum(seconds, duration)
         cost = cost + self.problem.request.slots * np.maximum(seconds - duration, 0.0)
-        cost = np.where(self.fits[at] & (self.degrees <= free), cost, np.inf)
+        cost = np.where(self.fits[row] & (self.degrees <= free), cost, np.inf)
         best = int(cost.argmin())
         return float(cost[best]), int(self.degrees[best]), float(seconds[best])
 
@@ -102,7 +105,8 @@ class DegreeTable:
 def _longest_by_class(lengths: Ints) -> Ints:
     """Return the longest length of each class of sorted, distinct lengths, so that the table stays small.
 
-    A class has lengths of as many bits whose first seven agree. Up to CLASSES lengths are each a class of their own.
+    A class has lengths of as many bits whose first seven agree, so that they differ by less than 1 / 64. Up to CLASSES
+    lengths are each a class of their own.
     """
     if not len(lengths):  # no item may be an anchor: a class without items, since the table has at least one
         return np.ones(1, dtype=np.int64)

@@ -40,6 +40,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, groups: list[list[int]]) -> "_Sizes":
+        """Add up the items of each group."""
         columns = (problem.tokens, problem.squares, problem.counts)
         return cls(*(np.array([int(x[items].sum()) for items in groups], dtype=np.int64) for x in columns))
 
@@ -75,6 +76,7 @@ def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
 
 
 def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
+    """Return the items of each of so many places."""
     return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
 
 
@@ -91,7 +93,7 @@ def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
 
 
 def _improve_arrangement(problem: Problem, arrangement: SideBySide) -> SideBySide:
-    """Move items out of the slowest group, one at a time, as long as that helps."""
+    """Move items out of the slowest group, one at a time, as long as that helps; at most `MOST_MOVES` are tried."""
     left = MOST_MOVES
     while left > 0:
         for groups in _groups_after_moves(arrangement):
@@ -112,13 +114,16 @@ def _groups_after_moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
     slowest = groups.pop(arrangement.slowest)
     for item in slowest[::-1]:
         remaining = [other for other in slowest if other != item]
-        for g in range(len(groups)):
-            changed = [group + [item] * (place == g) for place, group in enumerate(groups)]
+        for target in range(len(groups)):
+            changed = [group + [item] * (place == target) for place, group in enumerate(groups)]
             yield changed + [remaining] * bool(remaining)
 
 
 def _arrange_groups(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
-    """Give each group as many slots as let the slowest end earliest, the widest first, inside blocks if they fit."""
+    """Give each group as many slots as let the slowest end earliest, the widest first, inside blocks if they fit.
+
+    None where the slots do not hold all groups.
+    """
     sizes = _Sizes.of(problem, groups)
     widths = _group_widths(problem, sizes)
     if widths is None:
@@ -136,14 +141,18 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> SideBySide | N
 
 
 def _group_widths(problem: Problem, sizes: _Sizes) -> Ints | None:
-    """Find the fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room."""
+    """Find the fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room.
+
+    That time is the end of some group at some degree. It is found by halving the range of these, as more time never
+    needs more slots.
+    """
     seconds = _group_seconds(problem, sizes)
-    times = np.unique(seconds[np.isfinite(seconds)])
-    low, high, widths = 0, len(times), None
+    ends = np.unique(seconds[np.isfinite(seconds)])
+    low, high, widths = 0, len(ends), None
     degrees = np.array(problem.degrees, dtype=np.int64)
     while low < high:
         middle = (low + high) // 2
-        in_time = seconds <= times[middle]
+        in_time = seconds <= ends[middle]
         fewest = degrees[in_time.argmax(axis=1)]
         if in_time.any(axis=1).all() and int(fewest.sum()) <= problem.request.slots:
             widths, high = fewest, middle

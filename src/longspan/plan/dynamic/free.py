@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.plan.dynamic.draft import Anchor, Bins, Division, Draft, LeastLoaded, divide_bins
+from longspan.plan.dynamic.division import divide_bins
+from longspan.plan.dynamic.draft import Anchor, Bins, Division, Draft, LeastLoaded
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.planners.bin_packing import pack_first_fit
 
@@ -51,9 +52,18 @@ def _plan_to_goal(problem: Problem, goal: float) -> FreePlan:
 
 
 class _Lanes:
-    """Lanes while they are being filled."""
+    """Lanes while they are being filled.
+
+    Columns by lane: `parts` its slots, `width` how many they are, `gang_end` when its last gang ends, `end` when all of
+    its work does, `next` its first micro-batch after gangs, and `items` those that it works on alone.
+    """
 
     def __init__(self, problem: Problem) -> None:
+        """Divide the blocks into lanes, and add to the work of each item its share of launches and latency.
+
+        A micro-batch on the widest lane waits for its launch and for messages. Its rows, `FILLED` of the cap, share
+        these seconds.
+        """
         self.problem, cost = problem, problem.request.cost
         self.parts = [part for block in problem.blocks for part in problem.split_into_runs(block)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
@@ -69,14 +79,18 @@ class _Lanes:
         self.work = problem.work + share  # seconds on one slot with its share of launches and latency
 
     def place_gang(self, item: int) -> None:
-        """Give a document that fits no lane to the lanes that are free first, as many as waste least."""
+        """Give a document that fits no lane to the lanes that are free first, as many as take fewest slot seconds.
+
+        More lanes are tried until they take half as many slot seconds again as the best.
+        """
         order = np.argsort(self.end, kind="stable")
         best, chosen = (np.inf, np.inf), order
+        least_degree = max(1, -(-int(self.problem.tokens[item]) // self.problem.cap))
         for count in range(1, len(order) + 1):
             lanes = order[:count]
             degree = self._gang_degree(lanes)
-            idle = int(self.width[lanes[:-1]].sum()) >= degree  # the last lane would not take part
-            if idle or degree < max(1, -(-int(self.problem.tokens[item]) // self.problem.cap)):
+            is_last_idle = int(self.width[lanes[:-1]].sum()) >= degree
+            if is_last_idle or degree < least_degree:
                 continue
             seconds = self._gang_seconds(item, lanes)
             score = (degree * seconds, seconds)
@@ -99,7 +113,12 @@ class _Lanes:
             self.items[lane].append(item)
 
     def _choose_lanes(self, item: int, goal: float) -> tuple[Ints | None, float]:
-        """Choose the fewest lanes that end a document by the goal, or those that end it earliest; also returns when."""
+        """Choose the fewest lanes that end a document by the goal, or those that end it earliest; also returns when.
+
+        Lanes are taken in the order in which they end. A gang follows the last gang of its lanes, and what a lane works
+        on alone comes after it: the gang's lanes end when it does and the longest of that work is done. None for a pack
+        of documents, and where no number of lanes makes a degree.
+        """
         best, earliest = None, np.inf
         order = np.argsort(self.end, kind="stable")[:MOST_LANES]
         if len(self.problem.documents[item]) > 1:
@@ -135,17 +154,18 @@ class _Lanes:
         self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
         self.end[lanes] = self.gang_end[lanes] + local
         members: list[int] = lanes.tolist()
-        m = max(self.next[lane] for lane in members)
+        micro_batch = max(self.next[lane] for lane in members)
         for lane in members:
-            self.next[lane] = m + 1
+            self.next[lane] = micro_batch + 1
         degree, parts = self._gang_degree(lanes), Parts()
         for start, width in (self.parts[lane] for lane in members):
             parts.append((start, min(width, degree - sum(count for _, count in parts))))
         rows = -(-int(self.problem.tokens[item]) // degree)
-        self.anchors.append(Anchor(m, item, parts, rows, seconds - self.launch))  # an anchor counts only its work
+        work_seconds = seconds - self.launch  # an anchor counts only its work
+        self.anchors.append(Anchor(micro_batch, item, parts, rows, work_seconds))
 
     def place_small_items(self, items: list[int]) -> None:
-        """Give each item to the lane that ends earliest with it."""
+        """Give each item to the lane that ends earliest with it: a lane is one bin here, with room for all rows."""
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
             bins.add_bin(0, part, anchor=-1, seconds=end, rows=int(self.problem.tokens.sum()))
@@ -155,21 +175,25 @@ class _Lanes:
 
     def make_plan(self) -> FreePlan:
         """Cut the items of each lane into micro-batches, and compute when the last lane ends."""
-        bins, lane_of, tokens = Bins(), list[int](), self.problem.tokens.tolist()
-        for lane, (part, items) in enumerate(zip(self.parts, self.items, strict=True)):
-            if not items:
-                continue
-            items = sorted(items)
-            places = pack_first_fit([tokens[item] for item in items], part[1] * self.problem.cap)
-            first = len(bins.seconds)
-            for m in range(max(places) + 1):
-                bins.add_bin(self.next[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
-                lane_of.append(lane)
-            for item, at in zip(items, places, strict=True):
-                bins.fillers[first + at].append(item)
+        bins, lane_of_bin = Bins(), list[int]()
+        for lane in range(len(self.parts)):
+            lane_of_bin += [lane] * self._add_lane_bins(bins, lane)
         count = 1 + max([-1, *bins.micro_batch, *(anchor.micro_batch for anchor in self.anchors)])
         draft = Draft(self.problem, np.zeros(count), self.anchors, bins)
         division = divide_bins(draft, level=False)
         end = self.gang_end.copy()
-        np.add.at(end, np.array(lane_of, dtype=np.int64), division.seconds + self.launch)
+        np.add.at(end, np.array(lane_of_bin, dtype=np.int64), division.seconds + self.launch)
         return FreePlan(draft, division, float(end.max()))
+
+    def _add_lane_bins(self, bins: Bins, lane: int) -> int:
+        """Add a bin for each micro-batch of a lane, with its items, longest first; returns how many."""
+        if not self.items[lane]:
+            return 0
+        items, part, first = sorted(self.items[lane]), self.parts[lane], len(bins.seconds)
+        places = pack_first_fit(self.problem.tokens[items].tolist(), part[1] * self.problem.cap)
+        count = max(places) + 1
+        for m in range(count):
+            bins.add_bin(self.next[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
+        for item, place in zip(items, places, strict=True):
+            bins.fillers[first + place].append(item)
+        return count

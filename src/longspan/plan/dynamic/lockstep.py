@@ -8,8 +8,8 @@ sample of the documents. It counts drafts, not seconds, so that every host ends 
 `make_draft` places documents for chosen durations. Long ones (*anchors*) take slots of their own, each in the
 micro-batch and at the degree that waste least. That cuts every micro-batch into *bins*: runs of slots inside a block
 that are equally busy. All other documents, the *fillers*, longest first, go to the bin that ends earliest with it,
-measured against the duration of its micro-batch; the slots of a bin are taken to share its fillers evenly (`draft.py`
-decides how).
+measured against the duration of its micro-batch; the slots of a bin are taken to share its fillers evenly
+(`division.py` decides how).
 """
 
 from collections.abc import Iterator
@@ -52,6 +52,7 @@ class Search:
     """The best draft so far of one problem, and the settings that made it."""
 
     def __init__(self, problem: Problem) -> None:
+        """Make the table of degrees, which all drafts use."""
         self.problem = problem
         self.degrees: DegreeTable = DegreeTable.of(problem)
         self.tried: list[float] = []
@@ -103,7 +104,11 @@ def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> li
 
 
 def initial_settings(problem: Problem, degrees: DegreeTable) -> Iterator[DraftSettings]:
-    """Yield the settings that a search begins with: numbers of micro-batches, their durations, and anchors."""
+    """Yield the settings that a search begins with: numbers of micro-batches, their durations, and anchors.
+
+    Durations are between all equal (steepness 0) and the shares of the sorted documents (1), and a little longer than
+    the work needs. The first is long enough for the longest document.
+    """
     few = problem.has_few_items
     for count in _micro_batch_counts(problem):
         steep = _steep_shares(problem, count)
@@ -136,25 +141,36 @@ def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> Dr
     Of durations one becomes longer or shorter, two are exchanged in part, all become what they came out as, or one just
     holds its anchor at another degree.
     """
-    durations, anchoring, mean = settings.durations.copy(), settings.anchoring, best.problem.mean_seconds
-    kind, micro_batch = int(5 * random.random()), int(len(durations) * random.random())
-    if kind == 0:
-        durations = best.durations / mean * (0.985 + 0.02 * random.random())
-    elif kind == 1:
+    change, micro_batch = int(5 * random.random()), int(len(settings.durations) * random.random())
+    if change == 4:
+        share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
+        durations = settings.durations * (0.98 + 0.04 * random.random())
+        return DraftSettings(np.maximum(durations, 1e-6), Anchoring(share, reach))
+    durations = _change_durations(best, settings.durations.copy(), change, micro_batch, random)
+    return DraftSettings(np.maximum(durations, 1e-6), settings.anchoring)
+
+
+def _change_durations(best: Draft, durations: Floats, change: int, micro_batch: int, random: Random) -> Floats:
+    """Return other durations, in units of the mean work of a slot.
+
+    0: all become a little less than what they came out as, or as long. 1: that of this micro-batch becomes up to a
+    tenth longer or shorter. 2: it passes a twentieth at most on to another. 3: it just holds its anchor at another
+    degree.
+    """
+    mean = best.problem.mean_seconds
+    if change == 0:
+        return best.durations / mean * (0.985 + 0.02 * random.random())
+    if change == 1:
         durations[micro_batch] *= 0.9 + 0.2 * random.random()
-    elif kind == 2:
-        part = (0.1 * random.random() - 0.05) * durations[micro_batch]
-        durations[micro_batch] -= part
-        durations[int(len(durations) * random.random())] += part
-    elif kind == 3:
+    elif change == 2:
+        moved = (0.1 * random.random() - 0.05) * durations[micro_batch]
+        durations[micro_batch] -= moved
+        durations[int(len(durations) * random.random())] += moved
+    else:
         anchors = [anchor for anchor in best.anchors if anchor.micro_batch == micro_batch]
         if anchors:
             durations[micro_batch] = 1.0005 * _seconds_at_other_degree(best.problem, anchors, random) / mean
-    else:
-        share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
-        anchoring = Anchoring(share, reach)
-        durations *= 0.98 + 0.04 * random.random()
-    return DraftSettings(np.maximum(durations, 1e-6), anchoring)
+    return durations
 
 
 def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
@@ -187,6 +203,7 @@ class _Drafting:
     """Micro-batches while they are being filled."""
 
     def __init__(self, problem: Problem, degrees: DegreeTable, durations: Floats) -> None:
+        """Begin with all slots free in micro-batches of these durations."""
         self.problem, self.degrees = problem, degrees
         self.durations: list[float] = durations.tolist()
         self.free = [FreeSlots(problem.blocks, problem.degrees) for _ in self.durations]
@@ -195,17 +212,20 @@ class _Drafting:
         self.bins = Bins()
 
     def place_anchors(self, items: list[int], reach: float) -> None:
-        """Give each item the slots that waste least; longest first."""
+        """Give each item the slots that waste least, in the first micro-batch that has them; longest first.
+
+        Micro-batches are tried by what the item's class wastes there, those without a degree that fits are left out.
+        """
         if not items:
             return
-        width, waste = self.degrees.choose_degrees(np.array(self.durations), reach)
+        width, waste = self.degrees.choose_degrees(np.array(self.durations), reach)  # (classes, micro-batches)
         order = np.argsort(waste, axis=1, kind="stable").tolist()
         possible = np.isfinite(waste).sum(axis=1).tolist()
         widths, classes = width.tolist(), self.degrees.item_class[items]
         in_block, across = (self._anchor_seconds(items, width[classes], inside).tolist() for inside in (True, False))
-        for i, (item, at) in enumerate(zip(items, classes.tolist(), strict=True)):
-            for m in order[at][: possible[at]]:
-                if self._try_anchor(item, m, widths[at][m], in_block[i][m], across[i][m]):
+        for row, (item, item_class) in enumerate(zip(items, classes.tolist(), strict=True)):
+            for m in order[item_class][: possible[item_class]]:
+                if self._try_anchor(item, m, widths[item_class][m], in_block[row][m], across[row][m]):
                     break
             else:
                 self._place_late_anchor(item)
@@ -228,13 +248,16 @@ class _Drafting:
         return True
 
     def _place_anchor(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
-        """Place an anchor on free slots of a micro-batch; the rows that it leaves on them become bins."""
+        """Place an anchor on free slots of a micro-batch; the rows that it leaves on them become bins.
+
+        Where slots of one block turn out to be in two nodes, it takes the seconds of a group across nodes.
+        """
         parts, problem = self.free[micro_batch].take_slots(width), self.problem
         if len(parts) == 1 and width <= problem.widest_in_node and not problem.shares_node(*parts[0]):
             seconds = float(self._anchor_seconds([item], np.array([width]), in_block=False)[0])
-        rows = -(-int(self.problem.tokens[item]) // width)
-        for piece in (piece for part in parts for piece in self.problem.split_into_runs(part)):
-            self.bins.add_bin(micro_batch, piece, len(self.anchors), seconds, self.problem.cap - rows)
+        rows = -(-int(problem.tokens[item]) // width)
+        for run in (run for part in parts for run in problem.split_into_runs(part)):
+            self.bins.add_bin(micro_batch, run, len(self.anchors), seconds, problem.cap - rows)
         self.anchors.append(Anchor(micro_batch, item, parts, rows, seconds))
 
     def _place_late_anchor(self, item: int) -> None:
@@ -246,18 +269,20 @@ class _Drafting:
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
             self.unplaced.append(item)
             return
-        least_loss, best, width, seconds = np.inf, 0, 0, 0.0
-        for m, duration in enumerate([*self.durations, 0.0]):
-            free = self.free[m].total if m < len(self.free) else self.problem.request.slots
-            loss, degree, end = self.degrees.price_stretch(item, duration, free)
-            if loss < least_loss:
-                least_loss, best, width, seconds = loss, m, degree, end
-        if best == len(self.durations):
+        free = [*(slots.total for slots in self.free), self.problem.request.slots]  # the last is a new micro-batch
+        stretches = [
+            self.degrees.price_stretch(item, duration, slots)
+            for duration, slots in zip([*self.durations, 0.0], free, strict=True)
+        ]
+        micro_batch = min(range(len(stretches)), key=lambda m: stretches[m][0])
+        _, width, seconds = stretches[micro_batch]
+        if micro_batch == len(self.durations):
             self._add_micro_batch(seconds)
-        self.durations[best] = max(self.durations[best], seconds)
-        self._place_anchor(item, best, width, seconds)
+        self.durations[micro_batch] = max(self.durations[micro_batch], seconds)
+        self._place_anchor(item, micro_batch, width, seconds)
 
     def _add_micro_batch(self, duration: float) -> None:
+        """Add a micro-batch of this duration, all of whose slots are free."""
         self.durations.append(duration)
         self.free.append(FreeSlots(self.problem.blocks, self.problem.degrees))
 
@@ -268,8 +293,8 @@ class _Drafting:
         least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
         work: list[float] = self.problem.work.tolist()
         tokens: list[int] = self.problem.tokens.tolist()
-        at = 0
-        while (at := least_loaded.place_items(items, at, tokens, work)) < len(items):
+        placed = 0
+        while (placed := least_loaded.place_items(items, placed, tokens, work)) < len(items):
             self._add_micro_batch(self.durations[-1])
             self._add_bins(len(self.durations) - 1)
             least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
@@ -280,11 +305,14 @@ class _Drafting:
             self.bins.add_bin(micro_batch, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
 
     def draft(self) -> Draft:
-        """Return the draft of what has been placed."""
+        """Return the draft of what has been placed.
+
+        A bin with fillers waits for their messages as well, which its seconds do not have yet.
+        """
         bins = self.bins
         latency = self.problem.request.cost.latency_seconds(np.arange(1, self.problem.widest_block + 1)).tolist()
         ends = [0.0] * len(self.durations)
         for m, seconds, width, fillers in zip(bins.micro_batch, bins.seconds, bins.width, bins.fillers, strict=True):
-            shared = latency[width - 1] if fillers else 0.0
-            ends[m] = max(ends[m], seconds + shared)
+            wait = latency[width - 1] if fillers else 0.0
+            ends[m] = max(ends[m], seconds + wait)
         return Draft(self.problem, np.array(ends), self.anchors, bins)

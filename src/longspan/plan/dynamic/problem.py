@@ -53,14 +53,19 @@ def even_runs(slots: int, degrees: DegreeSet) -> Parts:
 
 
 def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Divide slots as `even_runs` does, where equal parts are no degrees; the widest run comes first."""
+    """Divide slots as `even_runs` does, where equal parts are no degrees; the widest run comes first.
+
+    `best` has the best division of 0, 1, 2 and more slots. That of n leaves one slot out beside that of n − 1, or adds
+    a run of w slots to that of n − w; of divisions with as many slots left out and as many runs, the one with the least
+    sum of squared widths is the most even.
+    """
     best: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]  # left out, runs, squared widths, widths
     for count in range(1, slots + 1):
-        left, number, squares, widths = best[-1]
-        options = [(left + 1, number, squares, widths)]
+        left_out, runs, squares, widths = best[-1]
+        options = [(left_out + 1, runs, squares, widths)]
         for width in degrees[: bisect_right(degrees, count)]:
-            left, number, squares, widths = best[count - width]
-            options.append((left, number + 1, squares + width * width, (*widths, width)))
+            left_out, runs, squares, widths = best[count - width]
+            options.append((left_out, runs + 1, squares + width * width, (*widths, width)))
         best.append(min(options))
     widths = sorted(best[slots][3], reverse=True)
     return [(sum(widths[:i]), width) for i, width in enumerate(widths)]
@@ -78,6 +83,7 @@ class FreeSlots:
     """
 
     def __init__(self, blocks: tuple[tuple[int, int], ...], degrees: DegreeSet) -> None:
+        """Begin with all slots of these blocks; `by_left` lists blocks by how many slots they have left."""
         self.blocks = blocks
         self.degrees = degrees
         self.left: list[int] = [size for _, size in blocks]
@@ -116,6 +122,7 @@ class FreeSlots:
         return self._smallest_fit(width, whole=False) if whole else 0
 
     def _largest_run(self) -> int:
+        """Return the most free slots of a block."""
         return next(size for size in range(len(self.by_left) - 1, 0, -1) if self.by_left[size])
 
     def _take_next(self, block: int, count: int) -> tuple[int, int]:
@@ -185,7 +192,11 @@ class Problem:
 
     @cached_property
     def sample_factor(self) -> int:
-        """How many times smaller a sample is on which settings are searched; 1: none is needed or possible."""
+        """How many times smaller a sample is on which settings are searched; 1: none is needed or possible.
+
+        A sample has `SAMPLED_SLOTS` at least, four times as many slots as its longest document needs, and documents
+        enough.
+        """
         slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
         if slots < 2 * SAMPLED_SLOTS:
             return 1
@@ -244,7 +255,11 @@ class Problem:
 
     @cached_property
     def least_anchor_work(self) -> float:
-        """The seconds of work below which a document is never an anchor."""
+        """The seconds of work below which a document is never an anchor.
+
+        They are `SMALLEST_ANCHOR` of what the widest block does in the shortest mean micro-batch that is tried, or the
+        work of a document that fits no block, if that is less.
+        """
         if self.has_few_items:
             return 0.0
         shortest = self.mean_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
@@ -277,22 +292,35 @@ class Problem:
 
 
 def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """Make the items: the documents of each, its rows and its squared rows; short documents share an item."""
+    """Make the items: the documents of each, its rows and its squared rows; short documents share an item.
+
+    `order` are the documents by falling length, `lengths` their rows. With more than `PACKED_ABOVE` of them a slot,
+    those of less than a pack's rows are packed one after the other, and items are sorted by their rows again.
+    """
     ids: list[int] = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:
         return tuple((d,) for d in ids), lengths, lengths * lengths
-    grain = max(1, min(cap // 16, int(lengths.sum()) // (PACKS * slots)))
-    long = int(np.searchsorted(-lengths, -grain, side="right"))
-    pack = np.arange(long, dtype=np.int64)
-    if long < len(ids):
-        pack = np.concatenate((pack, long + (np.cumsum(lengths[long:]) - lengths[long:]) // grain))
-    _, pack = np.unique(pack, return_inverse=True)
-    count = int(pack[-1]) + 1
+    pack_rows = max(1, min(cap // 16, int(lengths.sum()) // (PACKS * slots)))
+    item = _number_items(lengths, pack_rows)
+    count = int(item[-1]) + 1
     tokens, squares = np.zeros((2, count), dtype=np.int64)
-    np.add.at(tokens, pack, lengths)
-    np.add.at(squares, pack, lengths * lengths)
-    first = np.searchsorted(pack, np.arange(count + 1)).tolist()
-    documents = [tuple(ids[a:b]) for a, b in pairwise(first)]
+    np.add.at(tokens, item, lengths)
+    np.add.at(squares, item, lengths * lengths)
+    first = np.searchsorted(item, np.arange(count + 1)).tolist()
+    documents = [tuple(ids[start:stop]) for start, stop in pairwise(first)]
     rank = np.argsort(-tokens, kind="stable")
     ranked: list[int] = rank.tolist()
     return tuple(documents[i] for i in ranked), tokens[rank], squares[rank]
+
+
+def _number_items(lengths: Ints, pack_rows: int) -> Ints:
+    """Return the item of each document, rising from 0: its own from `pack_rows` on, else the pack that it starts in.
+
+    `lengths` fall. Documents are laid end to end, and a pack begins every `pack_rows` rows.
+    """
+    long = int(np.searchsorted(-lengths, -pack_rows, side="right"))
+    item = np.arange(long, dtype=np.int64)
+    if long < len(lengths):
+        starts = np.cumsum(lengths[long:]) - lengths[long:]
+        item = np.concatenate((item, long + starts // pack_rows))
+    return np.unique(item, return_inverse=True)[1]
