@@ -116,6 +116,7 @@ class _Reentrant(AbstractContextManager[None]):
 
 @contextmanager
 def _activate_recording(recording: Recording, start: int | None) -> Iterator[None]:
+    """Make a recording the active one within the context, from its call `start` on (None: it records)."""
     token, recording._next = active_recording.set(recording), start
     try:
         yield

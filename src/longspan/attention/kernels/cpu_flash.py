@@ -65,6 +65,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _launch_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
+    """Yield the dense calls that cover a launch: at most two a tile without a window, else masked bands of rows."""
     for tile in launch.tiles:
         if tile.left is None and (tile.right in (None, 0) or tile.queries == 1):
             yield from dense_calls(tile)
@@ -75,6 +76,7 @@ def _launch_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
 
 
 def _float_mask(tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """Return the mask that is added to scores, 0 where a row sees a key and −inf elsewhere; None where all are seen."""
     seen = visible_keys(tile, device)
     if seen is None:
         return None
