@@ -109,7 +109,7 @@ def save_checkpoint(
 
 
 def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, note: bool = False) -> Path | None:
-    """The newest good checkpoint under `root`, None if there is none; the same on every rank.
+    """Return the newest good checkpoint under `root`, None if there is none; the same on every rank.
 
     >>> checkpoint = find_checkpoint("runs/mine", world)
     >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0

@@ -159,7 +159,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
 
 
 def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
-    """The stock configuration of a run's model. Raises CheckpointError if the run has none."""
+    """Return the stock configuration of a run's model. Raises CheckpointError if the run has none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(
             f"{run_dir} has no config.json, which describes its model: the run did not begin, or was begun before "
@@ -169,7 +169,10 @@ def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
 
 
 def _good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
-    """The checkpoint, or the newest good one. Raises CheckpointError for a file that is not as it was written."""
+    """Return the checkpoint, or the newest good one.
+
+    Raises CheckpointError for a file that is not as it was written.
+    """
 
     def check(path: Path) -> None:
         check_contents(path, check_sizes(path))
@@ -232,7 +235,7 @@ def _read_group(checkpoint: Path, metadata: Metadata, stored: Mapping[str, Tenso
 
 
 def _weights_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The weights that a checkpoint holds, by their names in the model."""
+    """Return the weights that a checkpoint holds, by their names in the model."""
     return {
         name.removeprefix("model."): entry
         for name, entry in metadata.state_dict_metadata.items()

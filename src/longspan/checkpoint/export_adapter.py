@@ -88,7 +88,7 @@ class SavedAdapter(NamedTuple):
 
 
 def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
-    """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
+    """Return a run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
     stock = empty_model(configuration, torch.float32, find_images_class(configuration))
     empty = add_configured_depths(run, stock, read=False)
@@ -132,7 +132,10 @@ def merge_by_layer(
 
 
 def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight of the base model plus what the adapter adds to it, W + s B A; as it is if it was trained whole."""
+    """Return a weight of the base model plus what the adapter adds to it, W + s B A.
+
+    A weight that was trained whole is returned as it is.
+    """
     if name in saved.tensors:
         return saved.tensors[name]
     linear, adapter = name.removesuffix(".weight"), saved.adapter.name

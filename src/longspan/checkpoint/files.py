@@ -101,7 +101,7 @@ def remove_unfinished_saves(root: Path, log: LogLine = lambda _: None) -> None:
 
 
 def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path]:
-    """The checkpoints under `root` that were saved to the end, the newest first; the others are logged."""
+    """Return the checkpoints under `root` that were saved to the end, the newest first; the others are logged."""
     paths = _steps(root)
     unfinished = [path for path in paths if is_unfinished(path)]
     for path in unfinished:
@@ -144,7 +144,10 @@ def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
 
 
 def check_sizes(path: Path) -> dict[str, Digest]:
-    """The files of a checkpoint, by its manifest. Raises CheckpointError for one that is missing or of another size."""
+    """Return the files of a checkpoint, by its manifest.
+
+    Raises CheckpointError for one that is missing or of another size.
+    """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     files = _read_manifest(path)
@@ -177,7 +180,7 @@ def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Dig
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint. Raises CheckpointError if it is missing or damaged, or of another format."""
+    """Return the state of a checkpoint. Raises CheckpointError if it is missing or damaged, or of another format."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     check_format(path)
@@ -215,7 +218,10 @@ def _looks_good(path: Path) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, Digest]:
-    """The files that the manifest of a checkpoint names. Raises CheckpointError for one that is damaged or too old."""
+    """Return the files that the manifest of a checkpoint names.
+
+    Raises CheckpointError for one that is damaged or too old.
+    """
     check_format(path)
     files = _read_checkpoint_json(path / MANIFEST, path).get("files")
     if not isinstance(files, dict) or not files:

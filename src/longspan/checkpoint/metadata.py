@@ -52,7 +52,7 @@ Table = dict[str, Any]
 
 
 def metadata_text(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> str:
-    """The text of `metadata.json`, from what torch's writer knows of a checkpoint when all files are written.
+    """Return the text of `metadata.json`, from what torch's writer knows of a checkpoint when all files are written.
 
     `entries` are tensors and other values by name (`Metadata.state_dict_metadata`); `places` says by name and offset in
     which file each chunk lies (`Metadata.storage_data`).
@@ -154,14 +154,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle_table(file: Path) -> Table:
-    """The table of a checkpoint that has no metadata.json."""
+    """Return the table of a checkpoint that has no metadata.json."""
     with file.open("rb") as stream:
         stored = _Unpickler(stream).load()
     return _plain_table(stored.state_dict_metadata, stored.storage_data)
 
 
 def _as_metadata(table: Any, path: Path) -> Metadata:
-    """The table as torch's classes. Raises CheckpointError for what is not in the folder's files."""
+    """Return the table as torch's classes. Raises CheckpointError for what is not in the folder's files."""
     if table["format"] != FORMAT:
         raise CheckpointError(
             f"has format {table['format']!r}, and this version of longspan reads format {FORMAT}; use a newer one"
@@ -171,7 +171,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
     places: dict[Any, Any] = {}
 
     def place(name: str, location: list[Any], least: int) -> _StorageInfo:
-        """Where a chunk of at least so many bytes lies."""
+        """Return where a chunk of at least so many bytes lies."""
         number, first, length = map(_read_count, location)
         file, size = files[number]
         if length < least or first + length > size:

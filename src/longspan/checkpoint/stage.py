@@ -122,7 +122,7 @@ class Stage:
         return self._places[name][1]
 
     def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
-        """Names and local tensors that have no memory of their shape and type here."""
+        """Return names and local tensors that have no memory of their shape and type here."""
         items = ((f"{group}.{name}", value) for group, values in tensors.items() for name, value in values.items())
         local = ((name, local_tensor(value.detach())) for name, value in items if isinstance(value, Tensor))
         return [(n, x) for n, x in local if x.nbytes and (n not in self._places or self._places[n][0] != _signature(x))]

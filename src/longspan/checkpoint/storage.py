@@ -140,7 +140,7 @@ class DataPlanner(DefaultLoadPlanner):
 
 
 def read_values(file: Path) -> Any:
-    """The tensors and plain values in a file of `torch.save`.
+    """Return the tensors and plain values in a file of `torch.save`.
 
     >>> read_values(Path("checkpoint-8/scheduler.pt"))["last_epoch"]
     8

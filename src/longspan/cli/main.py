@@ -63,7 +63,10 @@ def _print_error(error: LongspanError, *, debug: bool) -> int:
 
 
 def _rank_loss_before(error: BaseException) -> RankLostError | None:
-    """The error of a lost rank that was under way when a signal came, such as torchrun's to the ranks that are left."""
+    """Return the error of a lost rank that was under way when a signal came.
+
+    torchrun sends such a signal to the ranks that are left.
+    """
     before = error.__context__
     while before is not None and not isinstance(before, RankLostError):
         before = before.__context__

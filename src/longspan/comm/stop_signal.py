@@ -46,7 +46,10 @@ class StopSignal:
         self.save_asked = ""
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
-        """Note a first signal for the run to act on at its next step; a later one that stops ends it at once."""
+        """Note a first signal for the run to act on at its next step; a later one that stops ends it at once.
+
+        One press of Ctrl-C may arrive twice, so a second signal within SAME_PRESS seconds is the same press.
+        """
         now, name = time.monotonic(), signal.Signals(number).name
         leave_closed_output()
         if number in self._save_on:

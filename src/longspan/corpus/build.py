@@ -202,7 +202,7 @@ def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the documents in a folder can be opened."""
+    """Return whether the documents in a folder can be opened."""
     try:
         manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
         if manifest.dtype:

@@ -93,7 +93,7 @@ class Corpus:
     def _find_tokens(
         self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
     ) -> TokenSource | None:
-        """The stored tokens, or those that are made again; None if nothing was passed to make them."""
+        """Return the stored tokens, or those that are made again; None if nothing was passed to make them."""
         if self.manifest.dtype:
             return StoredTokens(place, self.manifest)
         if record is None:

@@ -163,7 +163,7 @@ class Record:
     row_settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def sources(self, folder: Path) -> Sequence[SourceFile] | None:
-        """The files that the documents were made from; None if the documents are gone."""
+        """Return the files that the documents were made from; None if the documents are gone."""
         try:
             return SourceLines(folder / self.documents)
         except (OSError, ValueError):

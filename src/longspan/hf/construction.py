@@ -78,7 +78,10 @@ def _signature(kind: type[Any]) -> inspect.Signature:
 
 
 def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
-    """The named parameters, and the names of those that take what is left by position and by keyword ("": none)."""
+    """Return the parameters with names, and the names of the two that take all other arguments.
+
+    These take what is left by position and by keyword; "" stands for one that is not there.
+    """
     parameters = signature.parameters.values()
     left = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
     names = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
@@ -86,7 +89,7 @@ def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
 
 
 def _argument_classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
-    """The argument classes that an annotation names, by the module of the class that has it."""
+    """Return the argument classes that an annotation names, by the module of the class that has it."""
     if isinstance(annotation, str):
         annotation = eval(annotation, vars(inspect.getmodule(owner)))
     return [

@@ -71,7 +71,7 @@ class CalledBatch(NamedTuple):
     leaf: Tensor
 
     def is_finite(self) -> bool:
-        """Whether what the loss left to documents with targets are finite numbers."""
+        """Return whether what the loss left to documents with targets are finite numbers."""
         if self.leaf.grad is None or bool(self.leaf.grad.isfinite().all()):
             return True
         slopes = zip(self.rows.documents, self.coefficients(), strict=True)
@@ -149,7 +149,7 @@ class Facade:
         return getattr(self._model(), name)
 
     def _values_ahead(self, input_ids: Any, labels: Any) -> Offset | None:
-        """What a step that ran ahead says of the batch of a call with gradients."""
+        """Return what a step that ran ahead says of the batch of a call with gradients."""
         if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].answers(input_ids, labels)):
             return None
         return self.ahead.pop(0).values
@@ -202,7 +202,7 @@ class Facade:
         return TokenOutput({**out, **absent, **more, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1})
 
     def _answer_loss(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
-        """The loss over log-probabilities (B, L - 1), which the step or the evaluation keeps."""
+        """Return the loss over log-probabilities (B, L - 1), which the step or the evaluation keeps."""
         total, targets = -leaf.sum(), _mask(labels).sum()
         if torch.is_grad_enabled():
             self.called.append(CalledBatch(rows, leaf))
@@ -240,7 +240,7 @@ def _mask(labels: Any) -> Tensor:
 
 
 def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
-    """The documents of a batch as trainers pass it.
+    """Return the documents of a batch as trainers pass it.
 
     Raises DataError for labels that nothing can predict, and for packed rows without positions.
     """
@@ -264,7 +264,7 @@ def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
 
 
 def with_coefficients(batches: list[CalledBatch]) -> list[Document]:
-    """The documents of an optimizer step, each with the derivative of the loss by its log-probabilities.
+    """Return the documents of an optimizer step, each with the derivative of the loss by its log-probabilities.
 
     Those without a target are left out.
     """

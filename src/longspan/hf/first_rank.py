@@ -39,7 +39,7 @@ class FirstRank:
         return self._others is not None
 
     def run(self, work: Callable[[], Result], what: str) -> Result:
-        """The result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
+        """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
 
         Where the work raises, the first rank raises its error, and the others CommError (or that LongspanError) with
         its text and `what` was worked at.
@@ -100,7 +100,7 @@ class FirstRank:
 
 
 def _make_shared_error(error: BaseException, what: str) -> LongspanError:
-    """The error that the other ranks raise for one of the first."""
+    """Return the error that the other ranks raise for one of the first."""
     if isinstance(error, LongspanError):
         with suppress(Exception):
             return pickle.loads(pickle.dumps(error))

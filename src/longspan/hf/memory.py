@@ -35,7 +35,7 @@ def computes_in_bfloat16(args: Any) -> bool:
 
 
 def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
-    """The configuration of a trainer's plans, with rows of a slot, and the plan of memory where one is made.
+    """Return the configuration of a trainer's plans, with rows of a slot, and the plan of memory where one is made.
 
     It is made on GPUs, on CPUs within `memory_bytes`, unless `memory` is "none" or recomputation was asked for: where
     the arguments differ from the default of their class (TRL's recompute by default). Entered by all ranks.
@@ -57,7 +57,7 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
 
 
 def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
-    """The options of `prepare` for a trainer's model, or, not in `training`, for a reference."""
+    """Return the options of `prepare` for a trainer's model, or, not in `training`, for a reference."""
     args, config = trainer._stock_arguments, trainer.longspan.config()
     options = PrepareOptions(
         reshard_after_forward=config.parallel.reshard_after_forward,
@@ -90,7 +90,7 @@ def _is_default(args: Any) -> bool:
 
 
 def _run_config(trainer: Any) -> RunConfig:
-    """The configuration that a run with a trainer's model, precision and optimizer would have."""
+    """Return the configuration that a run with a trainer's model, precision and optimizer would have."""
     config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
     model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if computes_in_bfloat16(args) else dtype)

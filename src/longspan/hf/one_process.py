@@ -113,7 +113,7 @@ class OneProcess:
         self.world.close()
 
     def arguments(self, args: TrainingArguments) -> TrainingArguments:
-        """A copy of arguments whose batches are those of all ranks."""
+        """Return a copy of arguments whose batches are those of all ranks."""
         copied = copy.copy(args)
         setattr(copied, OURS, self.ranks)
         copied.per_device_train_batch_size *= self.ranks

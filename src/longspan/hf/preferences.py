@@ -37,7 +37,7 @@ class PreferencesPart(StockTrainer):
     """Precomputing of a reference's log-probabilities, under the plan of evaluation."""
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """A dataset with the columns that TRL computes, on every rank.
+        """Return a dataset with the columns that TRL computes, on every rank.
 
         The first rank reads and writes TRL's cache of them; other ranks, which may see another disk, take its content.
         """
@@ -77,7 +77,7 @@ class PreferencesPart(StockTrainer):
             )
 
     def _cache_of_first_rank(self, path: str) -> str:
-        """The file of a cache on this rank: it is there on all ranks, with the same content, or on none."""
+        """Return the file of a cache on this rank: it is there on all ranks, with the same content, or on none."""
         first, cache = self.world.rank == 0, Path(path)
         content = cache.read_bytes() if first and cache.exists() else None
         content = self.world.control.broadcast_object(content)

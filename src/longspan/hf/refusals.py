@@ -136,7 +136,7 @@ def refuse_model(trainer: Any) -> None:
 
 
 def is_cross_entropy(trainer: Any) -> bool:
-    """Whether the loss of a trainer is known to be the cross entropy, which takes one pass."""
+    """Return whether the loss of a trainer is known to be the cross entropy, which takes one pass."""
     if callable(trainer.compute_loss_func):  # before transformers 5.19 TRL puts a text there
         return False
     owners = (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
@@ -161,7 +161,7 @@ def _has_head(model: Any) -> bool:
 
 
 def _dropout_text(model: nn.Module) -> str:
-    """What drops values at random in training, as words; "" if nothing does."""
+    """Return what drops values at random in training, as words; "" if nothing does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name or type(module).__name__} drops {module.p:g} of its inputs"

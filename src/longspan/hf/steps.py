@@ -113,7 +113,7 @@ class StepsPart(StockTrainer):
         return super()._prepare_for_training(*args)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
+        """Return the batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._coming = batches
         if self._facade.ahead:
@@ -231,7 +231,7 @@ class CollectedTokens:
         return at["coefficient"] * log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """The values of all tokens, on every rank; entered by all."""
+        """Return the values of all tokens, on every rank; entered by all."""
         starts = np.cumsum((0, *self._lengths))
         sums = np.zeros((1 + len(self._names), starts[-1]))
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
@@ -249,7 +249,7 @@ def _document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same_coefficients(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
-    """Whether what a loss left are the coefficients of a guess, up to the rounding of the loss's dtype."""
+    """Return whether what a loss left are the coefficients of a guess, up to the rounding of the loss's dtype."""
     if len(documents) != len(guessed):
         return False
     bound = 4 * torch.finfo(dtype).eps

@@ -159,7 +159,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
 
 def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:
-    """The arguments with what transformers would checkpoint turned off: `prepare` does it."""
+    """Return the arguments with what transformers would checkpoint turned off: `prepare` does it."""
     for name in CHECKPOINTING:
         if getattr(args, name, None):
             setattr(args, name, False)
@@ -181,7 +181,7 @@ class LongspanTrainer(LongspanMixin, Trainer):  # pyright: ignore[reportIncompat
 
 
 def with_longspan(kind: type[Any]) -> type[Any]:
-    """A Trainer class whose ranks share documents by longspan's plans.
+    """Return a Trainer class whose ranks share documents by longspan's plans.
 
     >>> trainer = with_longspan(SFTTrainer)(model=model, args=args, longspan=LongspanArguments(context_parallel_size=4))
 

@@ -94,7 +94,7 @@ class Answer:
         return pickle.loads(self.pickled)
 
     def error(self, rank: int) -> BaseException:
-        """The rank's error, of its own type if that pickles, with its traceback as the cause."""
+        """Return the rank's error, of its own type if that pickles, with its traceback as the cause."""
         try:
             error = pickle.loads(self.pickled or b"")
         except Exception:

@@ -124,7 +124,7 @@ class RunFolder:
 
 
 def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of metrics.jsonl, and notes on damaged lines. Raises ConfigError if there is no row."""
+    """Return the rows of metrics.jsonl, and notes on damaged lines. Raises ConfigError if there is no row."""
     metrics = path / "metrics.jsonl"
     if not metrics.is_file():
         lack = "no such folder" if not path.is_dir() else "there is no metrics.jsonl in it"
@@ -140,7 +140,7 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
-    """The rows of samples.jsonl; none if there is no such file."""
+    """Return the rows of samples.jsonl; none if there is no such file."""
     rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
     if damaged:
         notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
@@ -148,7 +148,7 @@ def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
 
 
 def read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The object in a file; empty if the file is missing or, with a note, damaged."""
+    """Return the object in a file; empty if the file is missing or, with a note, damaged."""
     if not path.is_file():
         return {}
     try:
@@ -177,7 +177,7 @@ def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
 
 
 def read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
-    """The configuration as it was written, and its values if it can be read."""
+    """Return the configuration as it was written, and its values if it can be read."""
     file = path / "config.toml"
     if not file.is_file():
         return "", {}

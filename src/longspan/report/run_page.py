@@ -37,7 +37,7 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 
 def loss_chart(run: RunFolder, width: int) -> Chart:
-    """The loss of every step, averaged where there are many, and of the held-out documents at each degree."""
+    """Return the loss of every step, averaged where there are many, and of the held-out documents at each degree."""
     loss, vocab = run.train["loss"], run.vocab_size()
     window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
     series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
@@ -53,12 +53,15 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
 
 
 def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
-    """Where the run was resumed: the step that was done, and words that name the ranks where their number changed."""
+    """Return where the run was resumed.
+
+    Each event is the step that was done, and words that name the ranks where their number changed.
+    """
     sessions = run.facts.sessions if run.facts is not None else ()
     pairs = zip(((0, 0), *sessions), sessions, strict=False)
     return tuple(
-        (step, f"resumed on {plural(ranks, 'rank')}" if ranks != before else "resumed")
-        for (_, before), (step, ranks) in pairs
+        (step, f"resumed on {plural(ranks, 'rank')}" if ranks != ranks_before else "resumed")
+        for (_, ranks_before), (step, ranks) in pairs
         if step
     )
 
@@ -112,7 +115,10 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
 
 
 def _share_charts(run: RunFolder) -> Iterator[Chart]:
-    """How near steps come to the devices' peak and to the bound of their plans, and the encoder's part of them."""
+    """Yield the charts of how near steps come to the devices' peak and to the bound of their plans.
+
+    They also show the corrections of plans' prices, and the encoder's share of a step.
+    """
     if len(finite(run.train["mfu"])):
         share = _column_curves(run, "mfu", 3)
         yield Chart("Model FLOPs utilisation", share, "of the device's peak", y_format="percent", zero=True)
@@ -131,7 +137,7 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
 
 
 def _column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
-    """A column's values, and their averages over as many steps (None: by the number of steps; 1: none)."""
+    """Return a column's values, and their averages over as many steps (None: by the number of steps; 1: none)."""
     values, window = run.train[name], window or _averaging_window(run)
     if window == 1:
         return (Series("each step", run.step, values, color),)
@@ -177,7 +183,7 @@ def run_sections(run: RunFolder) -> Iterator[str]:
 
 
 def _profile_part(run: RunFolder) -> str:
-    """The section of profiled steps, whose module imports torch; "" where there is no such folder."""
+    """Return the section of profiled steps, whose module imports torch; "" where there is no such folder."""
     if not (run.path / "profiles").is_dir():
         return ""
     from longspan.report.profile_section import profile_section
@@ -186,6 +192,7 @@ def _profile_part(run: RunFolder) -> str:
 
 
 def _run_header(run: RunFolder) -> str:
+    """Return the header of the page: the run's name, what it trained on what, its versions, and how it ended."""
     steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
     title = tag("p", "longspan", class_="brand") + tag("h1", text(run.name))
     parts = [*configuration_parts(run), steps + _ending_text(run)]
@@ -213,6 +220,7 @@ def _outcome_text(run: RunFolder) -> Iterator[str]:
 
 
 def _ending_text(run: RunFolder) -> str:
+    """Return how the run ended where it did not reach its last step; "" where it did."""
     if not run.summary:
         return ", has not finished or was interrupted"
     stopped = run.summary.get("stopped")
@@ -249,6 +257,7 @@ def _fact_list(facts: RunFacts) -> str:
 
 
 def _figure_cards(run: RunFolder) -> str:
+    """Return the key figures as cards, in rows of nearly equal length."""
     cards = [
         tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
         for name, value, detail in _key_figures(run)
@@ -298,7 +307,10 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 
 
 def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    """How near the steps come to the devices' peak, and to the bound of their plans, where these are known."""
+    """Yield how near the steps come to the devices' peak, and to the bound of their plans, where these are known.
+
+    Each is a name, a median over steps and words about it; the encoder's share of a step is the last.
+    """
     mfu, tflops, bound = (finite(run.train[name]) for name in ("mfu", "tflops", "bound_share"))
     median = float(np.median(tflops)) if len(tflops) else 0.0
     if len(mfu):

@@ -76,6 +76,7 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
 
 
 def _lock_holder_text(directory: Path, file: TextIO) -> str:
+    """Return the message that another run is at work in the folder, named as its lock file has it."""
     with file:
         file.seek(0)
         holder = file.read().strip() or "another process"
@@ -167,7 +168,7 @@ class Saves:
         self.saver.wait()
 
     def columns(self) -> dict[str, Any]:
-        """What the last save took, for the first row of metrics after it is known."""
+        """Return what the last save took, for the first row of metrics after it is known."""
         figures = self.saver.take_figures()
         if figures is None:
             return {}
@@ -203,6 +204,7 @@ class Saves:
             raise
 
     def _try_to_save(self) -> str:
+        """Save after an error; return in a sentence what is saved, or what is lost and why."""
         saved = self._saved
         try:
             self.save(keep_all=True)
@@ -212,6 +214,7 @@ class Saves:
         return f"The weights after {plural(self.done, 'step')} are saved in {self._run.checkpoints}"
 
     def _try_to_wait(self, error: LongspanError) -> None:
+        """Wait for a save that is under way; add its failure as a note to the error that ends the run."""
         try:
             self.wait()
         except LongspanError as failure:

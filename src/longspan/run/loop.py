@@ -75,8 +75,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay) -> TrainRes
         run = set_up(config, world, display.log)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
-            for opened in open_worlds():
-                opened.watch.folder = run.dir / HANG
+            for open_world in open_worlds():
+                open_world.watch.folder = run.dir / HANG
             is_automatic = config.run.timeout_seconds == AUTO and run.figures.priced_here
             limits = TimeLimits(world, is_automatic=is_automatic, has_loggers=bool(config.run.loggers))
             evaluations = Evaluations(run, display, records, stop, limits)

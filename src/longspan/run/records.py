@@ -96,7 +96,7 @@ class GroupLog:
                 file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
 
     def _new_cp_groups(self, plan: Plan, use: Use) -> dict[tuple[object, ...], Group]:
-        """The plan's groups of several slots that contain this rank and are not yet recorded for this use, by key."""
+        """Return the plan's groups of several slots that contain this rank and are new for this use, by key."""
         groups = (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1)
         keyed = {
             (use, group.slots, group.cp_comm_type, group.hierarchical_context_parallel_sizes): group
@@ -164,7 +164,7 @@ def open_records(
 
 
 def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:
-    """The loggers of this rank; none if a finished run is shown again, which has no row left to write."""
+    """Return the loggers of this rank; none if a finished run is shown again, which has no row left to write."""
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= find_evaluations(rows):

@@ -68,7 +68,7 @@ def _plan_seconds(plan: Plan, choice: PlanChoice, correction: Correction, home: 
 
 
 def correction_columns(run: TrainingRun, step: int) -> dict[str, float]:
-    """The correction that priced the plan of a step, for its row of metrics; none without refinement."""
+    """Return the correction that priced the plan of a step, for its row of metrics; none without refinement."""
     if run.refinement is None:
         return {}
     return {f"{ROW}{name}": factor for name, factor in run.refinement.correction_of(step).factors().items()}

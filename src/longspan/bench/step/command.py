@@ -40,7 +40,7 @@ _COMPILED = {
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """A record for a terminal."""
+    """Return a record for a terminal."""
     parts = f"\n\n{text_table(TITLES, rows)}" if (rows := _part_rows(record)) else ""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
     return f"{_record_title(record)}\n\n{text_table(_NAMES, _table_rows(record))}{memory}{parts}{_missing_text(record)}"

@@ -62,7 +62,7 @@ class PairRounds:
         return self._reduce_in_rounds(value, self._exchange_objects, combine_values)
 
     def broadcast_object(self, value: T | None, source: int, what: str) -> T | None:
-        """The value of the rank `source`, over the connections of the rounds."""
+        """Return the value of the rank `source` on every rank, over the connections of the rounds."""
         self._begin(what)
         (root, from_second), exchange = self._place_of(self._ranks.index(source)), self._exchange_objects
         in_pair = from_second and root == self._place

@@ -110,6 +110,9 @@ class _ExchangeRows(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, None]:
+        """Return the gradient of x, carried back to the ranks that have its rows, and zeros for the tensor that asks
+        for it.
+        """
         gradient = ctx.move.back(gradients[0])
         return gradient, gradient.new_zeros(ctx.shape), None
 
@@ -120,7 +123,7 @@ def forget_moves() -> None:
 
 
 def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
-    """The moves of an exchange there and, where anything flows back, back; remembered by their layout."""
+    """Return the moves of an exchange there and, where gradients flow back, those back; remembered by layout."""
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
     with _remembering:
         moves = _remembered.setdefault(channel, OrderedDict()).pop(key, None)

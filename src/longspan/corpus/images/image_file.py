@@ -68,7 +68,7 @@ class ImageFile(NamedTuple):
         return file_stamp(self.path)
 
     def _has_end(self, kind: str) -> bool:
-        """Whether the file ends as complete ones of its kind do; true for kinds without an end mark."""
+        """Return whether the file ends as complete ones of its kind do; true for kinds without an end mark."""
         if kind not in _ENDS:
             return True
         with Path(self.path).open("rb") if self.path else io.BytesIO(self.data) as file:
@@ -115,7 +115,7 @@ class ImageFile(NamedTuple):
             )
 
     def _too_large(self, pixels: int, most: int) -> DataError:
-        """The error of an image with too many pixels."""
+        """Return the error of an image with too many pixels."""
         return DataError(
             f"{self._name} has {pixels:,} pixels, and at most {most:,} are read, as one with more fills the memory; "
             "store it with fewer: processors make a large image smaller"

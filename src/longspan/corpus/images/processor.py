@@ -156,7 +156,7 @@ class Processor:
         return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
 
     def _text_of_blank(self, size: Size, grid: Grid | None, several: bool) -> str:
-        """What the processor writes for an image of this size: by its grid, or else for a blank image."""
+        """Return what the processor writes for an image of this size: by its grid, or else for a blank image."""
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))

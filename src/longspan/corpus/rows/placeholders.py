@@ -204,7 +204,7 @@ class RowImages:
             )
 
     def _process_size(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
-        """What the processor writes for one image or video, by its size."""
+        """Return what the processor writes for one image or video, by its size."""
         try:
             if isinstance(file, VideoFile):
                 grid = self._videos.grid(len(file.frames), file.size())

@@ -66,7 +66,10 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, day: str) -> "ChatTemplate":
-        """The templates of a tokenizer's folder, on a `day` as "26 Jul 2024". Raises DataError if it has none."""
+        """Return the templates of a tokenizer's folder, on a `day` as "26 Jul 2024".
+
+        Raises DataError if it has none.
+        """
         try:
             datetime.strptime(day, _DAY_FORMAT)
         except ValueError as error:

@@ -79,7 +79,7 @@ class StreamedTokens:
         return self._read_row(document).codes[positions + int(self._starts[document])]
 
     def _read_row(self, document: int) -> EncodedRow:
-        """The tokens of a document's row; those of the rows used last stay in memory."""
+        """Return the tokens of a document's row; those of the rows used last stay in memory."""
         place = int(self._origins[document]), int(self._positions[document])
         if place in self._rows:
             self._rows.move_to_end(place)

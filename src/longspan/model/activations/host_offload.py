@@ -97,14 +97,16 @@ class ParkedLayer:
         return partial(self.fetch_tensor, index)
 
     def fetch_tensor(self, index: int) -> Tensor:
-        """Return a tensor as it was when it was parked."""
+        """Return a tensor as it was when it was parked, and begin to bring back the layer before, which backward needs
+        next.
+        """
         self._offload.keep_on_device(self)
         if index not in self._on_device:
             self.bring_back()
-        previous = None if self._before is None else self._before()
-        if previous is not None and not previous._on_device:
-            self._offload.keep_on_device(previous)
-            previous.bring_back()
+        layer_before = None if self._before is None else self._before()
+        if layer_before is not None and not layer_before._on_device:
+            self._offload.keep_on_device(layer_before)
+            layer_before.bring_back()
         if self._copied is not None:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
         x = self._on_device.pop(index)
@@ -139,6 +141,7 @@ class ParkedLayer:
         self._on_device.clear()
 
     def _check_version(self, index: int, x: Tensor) -> None:
+        """Raise RuntimeError for a tensor that was modified in place before it had been copied to the host."""
         if x._version != self._versions.get(index, x._version):
             raise RuntimeError(
                 f"a tensor {tuple(x.shape)} that a layer keeps on the host was modified by an inplace operation before "
@@ -146,6 +149,7 @@ class ParkedLayer:
             )
 
     def __del__(self) -> None:
+        """Let the memory of tensors on the device be used again only after copies that are under way."""
         with suppress(Exception):  # at the end of a process
             for x in self._on_device.values():
                 if self._offload.arena.copies is not None:

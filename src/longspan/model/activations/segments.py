@@ -48,10 +48,14 @@ class Segments:
         offload: HostOffload | None = None,
         first: bool = False,
     ) -> Any:
-        """Call a layer; its input is kept if it begins a segment, on the host if its measure says so."""
-        x, last = args[0], self._last and self._last()
-        follows = last is not None and last.place + 1 < self.size and last.gave(x)
-        link = _Link(layer, run, args[1:], measure, last if follows else None)
+        """Call a layer under a checkpoint; only the input of a segment's first layer is kept, on the host if its
+        measure says so.
+
+        A layer is in the segment of the call before if it takes just what that returned, and the segment has room.
+        """
+        x, last_link = args[0], self._last and self._last()
+        follows = last_link is not None and last_link.place + 1 < self.size and last_link.gave(x)
+        link = _Link(layer, run, args[1:], measure, last_link if follows else None)
         keep: Callable[[Tensor], Callable[[], Tensor]] = _stay
         if link.before is not None:
             keep = link.forget_input
@@ -111,6 +115,7 @@ class _Link:
         place = x.data_ptr(), x.shape, x.dtype
 
         def pack(saved: Tensor) -> Callable[[], Tensor]:
+            """Keep the layer's input by `keep`, and other saved tensors as they are."""
             if (saved.data_ptr(), saved.shape, saved.dtype) != place:
                 return _stay(saved)
             fetch = keep(saved)
@@ -194,7 +199,7 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     """
     modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [module._get_fsdp_state() for module in modules]
-    before = [state._training_state for state in states]
+    training_states = [state._training_state for state in states]
     freed = [module for module, state in zip(modules, states, strict=True) if _is_sharded(state)]
     for module, state in zip(modules, states, strict=True):
         module.unshard()
@@ -202,7 +207,7 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for state, training_state in zip(states, before, strict=True):
+        for state, training_state in zip(states, training_states, strict=True):
             state._training_state = training_state
         for module in freed:
             module.reshard()

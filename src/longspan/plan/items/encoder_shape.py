@@ -93,7 +93,12 @@ class EncoderShape:
         )
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """Count the FLOPs of weights, forward and backward, for so many rows; frozen parts have no weight gradients."""
+        """Count the FLOPs of weights, forward and backward, for so many rows.
+
+        A weight takes 2 FLOPs a row forward, 2 for the gradient of its input, and 2 for its own, which frozen parts
+        have not. The first layer that is trained (the patch embedding, or the projector's entry) has no gradient of its
+        input.
+        """
         patches, tower, projector = self.patch_count(rows), trained == "all", trained != "none"
         flops = (4 if tower else 2) * self.embed_weights * patches
         flops += (6 if tower else 2) * self.block_weights * (patches + self.class_rows)
@@ -103,17 +108,17 @@ class EncoderShape:
     def _count_pairs(self, patches: int, grid: Grid | None) -> int:
         """Count the pairs of patches that see each other, in all layers."""
         frames, tall, wide = grid or (1, 1, patches)
-        in_windows = patches * self.window**2
+        pairs_in_windows = patches * self.window**2
         if grid is not None and self.window_layers:
-            in_windows = frames * _window_squares(tall, self.window) * _window_squares(wide, self.window)
-        whole = frames * (tall * wide + self.class_rows) ** 2
-        return self.full_layers * whole + self.window_layers * in_windows
+            pairs_in_windows = frames * _window_squares(tall, self.window) * _window_squares(wide, self.window)
+        pairs_of_all = frames * (tall * wide + self.class_rows) ** 2
+        return self.full_layers * pairs_of_all + self.window_layers * pairs_in_windows
 
     def cost(self, *, trained: Trained = "all", again: int = 0, gpu: bool = True) -> Cost:
         """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
 
-        Attention's backward pass computes scores again: 14 x width a pair; heads are padded as kernels pad them. The
-        forward pass runs `again` so many times for the backward pass.
+        A pair of patches takes 4 x width forward and 10 x width backward, where scores are computed again; heads are
+        padded as kernels pad them. The forward pass runs `again` so many times for the backward pass.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         machine = Machine.known("H200") if gpu else Machine.cpus()

@@ -31,6 +31,7 @@ class EncoderBytes:
 
     @cached_property
     def _patches(self) -> float:
+        """Return the patches of this rank's rows of images; a shape that does not merge patches has its own ratio."""
         shape = self._shape
         return (
             0.0 if shape is None else self.rows * (shape.patch_count(1) if shape.merge else shape.patches / shape.rows)

@@ -50,6 +50,10 @@ def _add_tiles(builder: LayerBuilder, name: str, rows: tuple[str, ...], add: Cal
 
 
 def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
+    """Add an MLP that runs on all rows at once, with a gate or without; return its output.
+
+    Compiled layers do not save the activation of the gate, but make it again in backward.
+    """
     tape, width, hidden = builder.tape, width / builder.tp, builder.hidden
     size = builder.rows(width)
     if not has_gate(builder.read):
@@ -57,11 +61,11 @@ def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> 
         product = tape.run(f"{prefix}act", (up,), size, saves=(up,))
     else:
         gate = builder.add_linear(f"{prefix}gate_of", "gate_proj", x, hidden, width)
-        again = builder.compile_kind != "none"
-        act = gate if again else tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
+        makes_again = builder.compile_kind != "none"
+        act = gate if makes_again else tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
         up = builder.add_linear(f"{prefix}up", "up_proj", x, hidden, width)
         # One kernel makes the gradients of both, and their multiples for adapters.
-        scaled = size * again * sum(map(builder.settings.has_adapter, ("gate_proj", "up_proj")))
+        scaled = size * makes_again * sum(map(builder.settings.has_adapter, ("gate_proj", "up_proj")))
         product = tape.run(f"{prefix}product", (act, up), size, saves=(act, up), work=Work(0.0, scaled))
     return builder.add_linear(f"{prefix}down", "down_proj", product, width, hidden)
 

@@ -206,8 +206,8 @@ class Request(PlanOptions):
         table = GroupTable.of(micro_batches)
         ways = list(replace(self.cost, cp_comm_type="auto").ways(int(table.degree.max(initial=1))))
         seconds = np.array([table.seconds_under(way, self.node_size) for way in ways])
-        least = seconds.min(axis=0)
-        choice: Iterator[int] = iter(np.argmax(seconds <= least * (1 + SAME), axis=0).tolist())
+        least_seconds = seconds.min(axis=0)
+        choice: Iterator[int] = iter(np.argmax(seconds <= least_seconds * (1 + SAME), axis=0).tolist())
         return [
             MicroBatch(tuple(self._with_type(group, ways[next(choice)]) for group in b.groups)) for b in micro_batches
         ]

@@ -108,13 +108,13 @@ def _infer_types(read: ConfigReader, layers: int) -> list[str]:
     if (full := linear.value("full_attn_layers")) is not None:
         attending = [layer - 1 for layer in full]
     if attending is not None:
-        other = "conv" if read.count("conv_L_cache") else "linear_attention"
-        return ["full_attention" if layer in attending else other for layer in range(layers)]
+        other_type = "conv" if read.count("conv_L_cache") else "linear_attention"
+        return ["full_attention" if layer in attending else other_type for layer in range(layers)]
     if read.count("mamba_d_ssm"):
         return ["hybrid"] * layers
     if read.count("linear_num_value_heads"):
-        every = read.count("full_attention_interval") or _INTERVAL
-        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+        interval = read.count("full_attention_interval") or _INTERVAL
+        return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
     if read.count("mamba_n_heads") or _is_mamba2(read):
         return ["linear_attention"] * layers
     return []
@@ -139,9 +139,9 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     if isinstance(moe_layers := read.value("mlp_layer_types"), list):
         return cast(list[str], moe_layers)[layer] == "sparse"
     dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
-    every = read.count("decoder_sparse_step") or 1
-    first = read.count("first_k_dense_replace", "num_dense_layers")
-    return layer not in dense and (layer + 1) % every == 0 and layer >= first
+    interval = read.count("decoder_sparse_step") or 1
+    first_sparse = read.count("first_k_dense_replace", "num_dense_layers")
+    return layer not in dense and (layer + 1) % interval == 0 and layer >= first_sparse
 
 
 _GATED_QUERIES = ("qwen3_next", "qwen3_5")  # families whose query projection has a gate for each query
@@ -168,7 +168,11 @@ class Widths(NamedTuple):
 
 
 def attention_widths(read: ConfigReader) -> Widths:
-    """Return the widths of queries and keys; those of latent attention as it is computed, with its full heads."""
+    """Return the widths of queries and keys.
+
+    Latent attention counts as it is computed, with full heads: the mean of key and value size, as a pair takes one
+    product of each. A shared block attends to rows of twice the hidden size.
+    """
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     if has_latent_attention(read):
         keys, values = _latent_sizes(read)

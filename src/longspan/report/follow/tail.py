@@ -53,12 +53,13 @@ class Tail:
             yield from self._new_lines(file)
 
     def _stands(self, file: BinaryIO) -> bool:
-        """Whether the line that was read last is still where it was."""
+        """Return whether the line that was read last is still where it was."""
         start, words = self._last
         file.seek(start)
         return file.read(len(words)) == words
 
     def _new_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yield the complete lines after the last one that was read; longer ones than the limit are passed over."""
         file.seek(self._offset)
         while line := file.readline(self._most + 1):
             length, is_long = len(line), len(line) > self._most and not line.endswith(b"\n")
@@ -74,7 +75,7 @@ class Tail:
 
 
 def lock_holder(folder: Path) -> str:
-    """Which process is at work in a run's folder, as its lock names it; "" where none is.
+    """Return which process is at work in a run's folder, as its lock names it; "" where none is.
 
     The lock is only asked for and never taken, so that a run which begins meanwhile is not refused.
     """
@@ -90,7 +91,10 @@ def lock_holder(folder: Path) -> str:
 
 
 def _is_locked(descriptor: int, holder: str) -> bool:
-    """Whether another process holds the lock; where the system has none for files, whether one is named in it."""
+    """Return whether another process holds the lock.
+
+    Where the system has no locks of files, it is whether the file names a process.
+    """
     os.lseek(descriptor, 0, os.SEEK_SET)
     try:
         os.lockf(descriptor, os.F_TEST, 0)

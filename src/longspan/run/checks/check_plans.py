@@ -100,6 +100,7 @@ def _check_kernel_name(key: str, name: str) -> None:
 
 
 def _check_mixer_kernels(names: tuple[str, ...]) -> None:
+    """Raise ConfigError for kernels of state-space layers that are unknown or exclude each other."""
     for name in names:
         if name not in MIXER_KERNELS:
             raise ConfigError(
@@ -123,6 +124,7 @@ def _check_degree_divides(choice: PlanChoice, home: Layout) -> None:
 
 
 def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, title: str) -> None:
+    """Raise ConfigError where the longest document does not fit, with advice where a limit of rows is to blame."""
     try:
         choice.check(longest, home, title)
     except ConfigError as error:

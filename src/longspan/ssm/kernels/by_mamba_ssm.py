@@ -42,8 +42,8 @@ class _Chunks:
         self.runs = runs.cut_chunks(_CHUNK)
         self.c = self.lay_out(inputs.q if scale == 1.0 else inputs.q * scale)
         self.b, self.x = self.lay_out(inputs.k), self.lay_out(inputs.v)
-        g = self.lay_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
-        self.sums = g.cumsum(1).permute(2, 0, 1).contiguous().unsqueeze(0)
+        log_decays = self.lay_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
+        self.sums = log_decays.cumsum(1).permute(2, 0, 1).contiguous().unsqueeze(0)
         self.whole = self.sums[0, :, :, -1].t().contiguous()  # (N, H)
         self.base_two = self.whole / math.log(2)
         self.steps = self.sums.new_ones(1).expand(self.sums.shape)  # dt: values come multiplied by it

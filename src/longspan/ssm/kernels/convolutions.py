@@ -95,9 +95,9 @@ def _torch_backward(
         leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
         bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
         out = _convolve_runs(leaves[0], arrived, Convolution(leaves[1], bias_leaf, silu), before)
-    every = [y if y is not None and y.requires_grad else None for y in (*leaves, bias_leaf)]
-    gradients = iter(torch.autograd.grad(out, [y for y in every if y is not None], dout))
-    dx, dweight, dbias = (None if y is None else next(gradients) for y in every)
+    inputs = [y if y is not None and y.requires_grad else None for y in (*leaves, bias_leaf)]
+    gradients = iter(torch.autograd.grad(out, [y for y in inputs if y is not None], dout))
+    dx, dweight, dbias = (None if y is None else next(gradients) for y in inputs)
     assert dx is not None
     return dx, dweight, dbias
 

@@ -20,6 +20,7 @@ class KimiForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._runs, self._scale = pieces.runs, scale
         self._q, k, v, _, beta = add_batch_dim(inputs)
@@ -44,6 +45,7 @@ class KimiBackward:
     """A backward pass; see `Backward`. Its kernels work out the states of chunks themselves, after the exchange."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Compute again what the forward pass did not keep, and the gradients inside chunks."""
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
@@ -96,6 +98,7 @@ class DeltaForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._runs, self._scale = pieces.runs, scale
         self._q, self._k, v, _, beta = add_batch_dim(inputs)
