@@ -250,10 +250,10 @@ def leave_without_moments(
     updated = {name: p for name, p in model.named_parameters() if name in stored_here.moments}
     without = [name for name in updated if name not in stored.moments]
     lacking = [name for name in without if name not in stored.settings]
-    others = [
+    other_settings = [
         n for n in without if n not in lacking and not stored.moments and stored.settings[n] != stored_here.settings[n]
     ]
-    reports = world.control.gather_objects((lacking, others), "moments of a checkpoint")
+    reports = world.control.gather_objects((lacking, other_settings), "moments of a checkpoint")
     if lacking := sorted({name for names, _ in reports for name in names}):
         raise CheckpointError(
             f"checkpoint {path} has no moments of {plural(len(lacking), 'parameter')} that this optimizer updates "

@@ -199,7 +199,7 @@ def _write_weights(
 
 
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
-    """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
+    """Yield the weights of a checkpoint that are exported, those of a layer together, as they were stored."""
     metadata = read_metadata(checkpoint)
     stored = depths.select(_weights_in(metadata))
     stored_names = map_stock_names(stored)  # a vision-language model's are stored by the names of its two modules
@@ -212,7 +212,9 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
     place = {unit: i for i, unit in enumerate(dict.fromkeys(map(weight_unit, weights)))}
     for _, group in groupby(sorted(stored, key=lambda name: (place[weight_unit(name)], name)), weight_unit):
         names = {stored_names[name]: name for name in group}
-        tensors = _read_group(checkpoint, metadata, {other: stored[name] for other, name in names.items()})
+        tensors = _read_group(
+            checkpoint, metadata, {stored_name_of_group: stored[name] for stored_name_of_group, name in names.items()}
+        )
         yield {name: tensors[stored_name] for stored_name, name in names.items()}
 
 

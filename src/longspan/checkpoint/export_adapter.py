@@ -49,20 +49,20 @@ class ExportedDepths:
     def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
         """Give the stock model the depths that are written, and log their names; without depths nothing is logged."""
         depths, text = run.mtp.depths, empty.config.get_text_config()
-        ours = cls(lambda name: name, left_out=names == "none")
+        own_names = cls(lambda name: name, left_out=names == "none")
         if not depths:
-            return ours
+            return own_names
         title = f"{plural(depths, 'depth')} of multi-token prediction"
-        if ours.left_out:
+        if own_names.left_out:
             log(f"{title}: left out")
-            return ours
+            return own_names
         blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
         blocks = blocks[: len(blocks) // depths]
         published = publication_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
         rename = published if names == "published" else None
         if rename is None:
             log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
-            return ours
+            return own_names
         config: Any = text
         config.num_nextn_predict_layers = depths
         if len(blocks) > 1:
@@ -141,8 +141,10 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
     linear, adapter = name.removesuffix(".weight"), saved.adapter.name
     if linear not in saved.scalings:
         return weight
-    first, second = (saved.tensors[f"{linear}.lora_{part}.{adapter}.weight"].to(dtype) for part in "AB")
-    return weight.to(dtype) + saved.scalings[linear] * (second @ first)
+    matrix_a, matrix_b = (
+        saved.tensors[f"{linear}.lora_{matrix_name}.{adapter}.weight"].to(dtype) for matrix_name in "AB"
+    )
+    return weight.to(dtype) + saved.scalings[linear] * (matrix_b @ matrix_a)
 
 
 def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

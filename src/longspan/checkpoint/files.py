@@ -68,7 +68,7 @@ def publish_checkpoint(
     in_store = isinstance(partial, StorePath)
     write: Any = type(partial).write_text if in_store else write_durably
     write(partial / STATE, json.dumps(state, indent=1))
-    files = {name: digest for part in digests for name, digest in part.items()}
+    files = {name: digest for rank_digests in digests for name, digest in rank_digests.items()}
     files[STATE] = _digest(partial / STATE)
     write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
     if in_store:

@@ -215,6 +215,7 @@ def _read_count(number: Any) -> int:
 
 
 def _read_dtype(name: Any, tensor: str) -> torch.dtype:
+    """Return torch's dtype of this name. Raises CheckpointError for a name that torch has not."""
     dtype = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"has {name!r:.40} as the dtype of {tensor}, which torch has not; use a newer torch")

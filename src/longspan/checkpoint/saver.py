@@ -51,6 +51,7 @@ class SaveFigures(NamedTuple):
     bytes: int
 
     def __str__(self) -> str:
+        """Write the figures in one line: size, seconds of writing, and seconds for which training stood."""
         return (
             f"checkpoint of step {self.step}: {self.bytes / 1e9:.3g} GB, written in {self.seconds:.1f} s, "
             f"for which training stood {self.shown_seconds:.1f} s"

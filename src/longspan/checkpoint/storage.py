@@ -65,7 +65,7 @@ class HashingWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write what the files hold: torch's `.metadata`, and `metadata.json`, which longspan reads; on one rank."""
         super().finish(metadata, results)
-        places = {result.index: result.storage_data for part in results for result in part}
+        places = {result.index: result.storage_data for rank_results in results for result in rank_results}
         with self._files.create_stream(self.path / METADATA, "wb") as stream:  # pyright: ignore[reportOperatorIssue]
             stream.write(metadata_text(metadata.state_dict_metadata, places).encode())
             stream.flush()

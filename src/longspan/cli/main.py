@@ -67,10 +67,10 @@ def _rank_loss_before(error: BaseException) -> RankLostError | None:
 
     torchrun sends such a signal to the ranks that are left.
     """
-    before = error.__context__
-    while before is not None and not isinstance(before, RankLostError):
-        before = before.__context__
-    return before
+    error_before = error.__context__
+    while error_before is not None and not isinstance(error_before, RankLostError):
+        error_before = error_before.__context__
+    return error_before
 
 
 def usage_text() -> str:

@@ -61,8 +61,10 @@ class BatchDocuments:
                 f"to_batch got {plural(len(by_document), 'array')} for {plural(count, 'document')}; give one for each, "
                 "or those of some by number: {3: array}"
             )
-        if others := [d for d in by_document if d not in range(count)]:
-            raise DataError(f"to_batch got values of document {others[0]!r}, the batch has {count}: 0 to {count - 1}")
+        if unknown_documents := [d for d in by_document if d not in range(count)]:
+            raise DataError(
+                f"to_batch got values of document {unknown_documents[0]!r}, the batch has {count}: 0 to {count - 1}"
+            )
         table = torch.full(self.shape, fill, dtype=dtype)
         for document, value in by_document.items():
             row, start, stop = self.places[document]

@@ -118,6 +118,7 @@ class ImageTable:
         return range(first, last)
 
     def __getitem__(self, number: int) -> PlacedImage:
+        """Return image `number` with its document, its place among tokens, and where its bytes are."""
         at: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
         document, position = at.pop("document"), at.pop("position")
         grid = at.pop("time"), at.pop("height"), at.pop("width")

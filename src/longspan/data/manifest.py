@@ -117,6 +117,7 @@ class SourceLines(Sequence[SourceFile]):
     @overload
     def __getitem__(self, index: slice) -> list[SourceFile]: ...
     def __getitem__(self, index: int | slice) -> SourceFile | list[SourceFile]:
+        """Read the source file of an index, or those of a slice. Raises DataError for a damaged line."""
         if isinstance(index, slice):
             return [cast(SourceFile, self[i]) for i in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):

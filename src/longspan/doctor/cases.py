@@ -232,12 +232,12 @@ def _plan_several(case: Case, home: Layout, of: PackedDocuments) -> Plan:
     """
     everyone, remaining = tuple(range(home.slots)), list(range(6, len(of.lengths)))
     first = MicroBatch((_make_group(case, (0,), [0, 1], of),))
-    shared_group, single, last = (
+    shared_group, own_group, last_slot = (
         _make_group(case, everyone[: case.cp], [2, 3], of),
         _make_group(case, (0,), [4], of),
         (home.slots - 1,),
     )
-    second = MicroBatch((shared_group, single, _make_group(case, last, [5], of)))
+    second = MicroBatch((shared_group, own_group, _make_group(case, last_slot, [5], of)))
     third = MicroBatch((_make_group(case, everyone, remaining, of),))
     return _check_plan(case, home, of, first, second, third, MicroBatch())
 

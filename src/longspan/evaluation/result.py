@@ -71,7 +71,7 @@ class PasskeyGrid:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "PasskeyGrid":
-        """Read a grid; KeyError, TypeError or ValueError where it is not one."""
+        """Read a grid. Raises KeyError, TypeError or ValueError where it is none."""
         rows: Sequence[Sequence[int]] = value["retrieved"]
         grid = cls(
             lengths=tuple(map(int, value["lengths"])),

@@ -43,6 +43,7 @@ class EvaluationPart(StockTrainer):
 
     @contextmanager
     def _answer_with_logits(self, wanted: bool) -> Iterator[None]:
+        """Have the model answer with logits of whole batches inside, where they are wanted."""
         self._facade.logits_of = self._document_logits if wanted else None
         try:
             yield

@@ -87,6 +87,7 @@ class TokenOutput(dict[str, Any]):
     """What the model answers: `loss`, and the values of tokens as attributes; of (B, L - 1), as labels are shifted."""
 
     def __getattr__(self, name: str) -> Any:
+        """Return an output by name. Raises ModelError for one that no rank has whole."""
         if name in self:
             return self[name]
         raise ModelError(
@@ -168,7 +169,12 @@ class Facade:
         num_items_in_batch: Any = None,
         **batch: Any,
     ) -> TokenOutput:
-        """Answer a batch (B, L) of all ranks; raises what `documents_of` does for a batch that is none of documents."""
+        """Answer a batch (B, L) of all ranks with its loss, or with log-probabilities for a loss that the trainer
+        makes.
+
+        These are values of the whole batch on every rank, and a leaf that takes their gradient. Raises what
+        `documents_of` does for a batch that is none of documents.
+        """
         if batch.pop("output_router_logits", False):
             raise ConfigError(
                 "output_router_logits asks for the balance loss as transformers computes it, a batch at a time; under "
@@ -196,10 +202,12 @@ class Facade:
         out = self._answer_loss(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
-        more: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
+        value_tables: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
         top1 = table_of("top1", torch.bool) if "top1" in self.head.values else None
-        absent = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
-        return TokenOutput({**out, **absent, **more, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1})
+        no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
+        return TokenOutput(
+            {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1}
+        )
 
     def _answer_loss(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
         """Return the loss over log-probabilities (B, L - 1), which the step or the evaluation keeps."""

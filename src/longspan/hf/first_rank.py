@@ -82,12 +82,13 @@ class FirstRank:
 
     def _send(self, message: bytes) -> None:
         """End the waiting, and send all ranks what comes next."""
-        others, self._others = self._others, None
-        assert others is not None
-        others.close()
+        waiting_others, self._others = self._others, None
+        assert waiting_others is not None
+        waiting_others.close()
         self._world.control.broadcast_object(message, what=_MESSAGE)
 
     def _answer_calls_of_first(self) -> Any:
+        """Take part in what the first rank calls, until it sends its result or its error; return or raise that."""
         while True:
             with leave_together(self._world):
                 pass

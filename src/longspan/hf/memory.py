@@ -104,7 +104,10 @@ def _run_config(trainer: Any) -> RunConfig:
 
 
 def _document_lengths(trainer: Any) -> list[int]:
-    """Lengths of documents as the trainer's data has them, or the longest that its arguments allow; [] if unknown."""
+    """Return the lengths of documents as the trainer's data has them, or the longest that its arguments allow.
+
+    It is [] where neither is known. Of data that must be read row by row, a few rows stand for all.
+    """
     data, args = trainer.train_dataset, trainer.args
     if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
         packed = "seq_lengths" if "seq_lengths" in data.column_names else None
@@ -117,10 +120,10 @@ def _document_lengths(trainer: Any) -> list[int]:
         rows = [data[number] for number in numbers]
         if all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
             return [len(row["input_ids"]) for row in rows]
-    longest = getattr(args, "max_length", None)
+    longest_allowed = getattr(args, "max_length", None)
     if (answer := getattr(args, "max_completion_length", None)) is not None:
-        longest = answer + (getattr(args, "max_prompt_length", None) or answer)
-    return [int(longest)] if longest else []
+        longest_allowed = answer + (getattr(args, "max_prompt_length", None) or answer)
+    return [int(longest_allowed)] if longest_allowed else []
 
 
 def _step_lengths(trainer: Any, lengths: Sequence[int], step: int) -> list[int]:

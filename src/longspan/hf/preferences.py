@@ -124,8 +124,8 @@ class ReferenceAdapter:
         if name == self._now:
             return
         self._now = name
-        for parameter, other in zip(self._parameters, self._others, strict=True):
+        for parameter, other_values in zip(self._parameters, self._others, strict=True):
             values = local_tensor(parameter)
-            before = values.clone()
-            values.copy_(other)
-            other.copy_(before)
+            earlier_values = values.clone()
+            values.copy_(other_values)
+            other_values.copy_(earlier_values)

@@ -51,19 +51,21 @@ class LongspanVLLM(VLLMGeneration):
         if asleep:
             self.sync_weights()
         ranks = len(self._world.home.ranks)
-        size = -(-len(prompts) // ranks)  # equal, as engines that share a model slice their common answers by it
-        padded = [*prompts, *prompts[-1:] * (size * ranks - len(prompts))]
-        prompts_here = padded[self._world.rank * size :][:size]
+        share_size = -(-len(prompts) // ranks)  # equal, as engines that share a model slice their common answers by it
+        padded = [*prompts, *prompts[-1:] * (share_size * ranks - len(prompts))]
+        prompts_here = padded[self._world.rank * share_size :][:share_size]
         make = super().generate
         answers = result_or_first_error(
             self._world,
             lambda: make(prompts_here, None, num_generations),
             lambda error: CommError(f"vLLM failed to make answers: {one_line(error)}"),
         )
-        parts = zip(*self._world.control.gather_objects(answers, "answers of vLLM"), strict=True)
+        fields_of_ranks = zip(*self._world.control.gather_objects(answers, "answers of vLLM"), strict=True)
         return tuple(
-            None if part[0] is None else [answer for share in part for answer in share][: len(prompts)]
-            for part in parts
+            None
+            if field_of_ranks[0] is None
+            else [answer for share in field_of_ranks for answer in share][: len(prompts)]
+            for field_of_ranks in fields_of_ranks
         )
 
 

@@ -35,7 +35,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While open, a first signal that stops raises Interrupted; so does one that comes more than a second later.
+    """Let a first signal that stops raise Interrupted inside; so does one that comes more than a second later.
 
     In another thread than the main one, which does not receive signals, nothing is done; a signal that is ignored stays
     so.

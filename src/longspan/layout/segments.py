@@ -111,8 +111,8 @@ def expand_runs(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
     total = int(sizes.sum())
     if total == len(sizes) and (sizes == 1).all():
         return start.astype(np.int64)
-    before = np.cumsum(sizes) - sizes
-    return np.repeat(start - before, sizes) + np.arange(total, dtype=np.int64)
+    integers_before = np.cumsum(sizes) - sizes
+    return np.repeat(start - integers_before, sizes) + np.arange(total, dtype=np.int64)
 
 
 def make_read_only(array: NDArray[Any]) -> Integers:

@@ -28,11 +28,11 @@ def scale_positions(
     the model cannot be scaled.
     """
     old_limit, scaled = position_limit(configuration), configuration
-    named = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
-    if longest > named and has_no_positions(configuration):
+    configured = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
+    if longest > configured and has_no_positions(configuration):
         log(
-            f"the longest document has {longest:,} tokens, more than max_position_embeddings, {named:,}, which limits "
-            f"nothing: attention of {configuration.model_type} has no positions"
+            f"the longest document has {longest:,} tokens, more than max_position_embeddings, {configured:,}, which "
+            f"limits nothing: attention of {configuration.model_type} has no positions"
         )
     factor = 1.0
     if model.rope_scaling:

@@ -60,6 +60,7 @@ def bytes_table(columns: Sequence[Column]) -> str:
 
 
 def _table_notes(answer: Answer) -> Iterator[str]:
+    """Yield what stands below the table: what its words mean, the budget, and the longest document that fits."""
     run = answer.run
     yield f"what layers keep: {MEASURE_WORDS}"
     yield (
@@ -102,6 +103,7 @@ def command_lines(command: str, keys: Mapping[str, Any]) -> list[str]:
 
 
 def _key_words(keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each key and its values as words of a command line."""
     for key, value in keys.items():
         values = value if isinstance(value, list) else [value]
         words = (str(x).lower() if isinstance(x, bool) else shlex.quote(str(x)) for x in values)

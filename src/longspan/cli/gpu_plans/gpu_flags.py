@@ -115,8 +115,8 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
             _check_flag(name)
             words += [name, *values]
             continue
-        if (other := flag_of.get(key, name)) != name:
-            flags_of_key = (flag if _is_key(flag) else flag.replace("_", "-") for flag in (other, name))
+        if (other_flag := flag_of.get(key, name)) != name:
+            flags_of_key = (flag if _is_key(flag) else flag.replace("_", "-") for flag in (other_flag, name))
             raise ConfigError(f"{' and '.join(flags_of_key)} are the same key, and both are given; leave one out")
         flag_of[key] = name
         keys += [key, *values]

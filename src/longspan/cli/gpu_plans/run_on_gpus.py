@@ -83,9 +83,9 @@ class RunOnGpus:
 
     @cached_property
     def settings(self) -> MemorySettings:
-        """What of the keys decides the run's bytes."""
-        rows, most = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
-        rows = min(rows, most) if most else rows
+        """Return what of the keys decides the run's bytes."""
+        rows, most_rows = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
+        rows = min(rows, most_rows) if most_rows else rows
         return run_memory_settings(self.config, target_share=self.target_share, encoder_rows=rows)
 
     @cached_property
@@ -130,8 +130,8 @@ class RunOnGpus:
         """
         machine, budget = self.gpus.machine, self.budget
         if self.config.train.memory == AUTO:
-            more = {"machine": machine, "fixed": self.fixed}
-            return choose_memory(self.model, self.home, list(plans), self.settings, budget, **more)
+            choice_arguments = {"machine": machine, "fixed": self.fixed}
+            return choose_memory(self.model, self.home, list(plans), self.settings, budget, **choice_arguments)
         memory = next(self.leanest_plans(plans, self.fixed))
         if not memory.fits(budget):
             device, host = memory.device.total, memory.host.total

@@ -128,7 +128,7 @@ class ImageFile(NamedTuple):
 
 def shorten_path(path: str) -> str:
     """Return a path for messages: both ends of a long one, and no character that steers a terminal."""
-    path = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in path)
+    path = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in path)
     if len(path) <= 2 * _SHOWN:
         return path
     return f"{path[:_SHOWN]}…{path[-_SHOWN:]} ({len(path):,} characters)"

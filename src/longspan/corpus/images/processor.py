@@ -68,8 +68,11 @@ class Processor:
 
     @cached_property
     def placeholder(self) -> int:
-        """The token id whose places take the rows of images; it need not be the id of `token`."""
-        ids = (getattr(part, "image_token_id", None) for part in (self.stock.tokenizer, self.stock))
+        """Return the token id whose places take the rows of images; it need not be the id of `token`.
+
+        It is the one that the processor names if it writes that, else the one that it writes most often.
+        """
+        ids = (getattr(component, "image_token_id", None) for component in (self.stock.tokenizer, self.stock))
         known_id = next((int(i) for i in ids if i is not None), None)
         written: list[int] = self.stock.tokenizer(self.text(_SMALL), add_special_tokens=False)["input_ids"]
         return known_id if known_id is not None and known_id in written else Counter(written).most_common(1)[0][0]
@@ -213,6 +216,7 @@ def argument_names(image: ImageInput) -> list[str]:
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
+    """Return a value of a processor's output as a tensor. Raises DataError for what is none."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

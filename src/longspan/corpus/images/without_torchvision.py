@@ -223,7 +223,7 @@ class VideoProcessor:
         return torch.stack(patches, 2).flatten(1)
 
     def _frame_patches(self, frame: Any, grid: Grid) -> "Tensor":
-        """Return the patches (h · w, C, p²) of one frame."""
+        """Return the patches (h · w, C, p²) of one frame, which is resized here, to the size of the grid."""
         patch = int(self.settings["patch_size"])
         if self.settings["do_resize"]:
             frame = frame.resize((grid[2] * patch, grid[1] * patch), resample=self.settings["resample"])

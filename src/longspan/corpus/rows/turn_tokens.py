@@ -43,10 +43,17 @@ class TurnTokens:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """The characters with which a text can form a token: first and last ones of tokens, and all of their characters
-        except letters, digits and blanks."""
+        """Return the pattern of characters with which a text can form a token.
+
+        They are the first and last ones of tokens, and all of their characters except letters, digits and blanks.
+        """
         names = self.ends | self.headers | self.special
-        characters = {c for name in names for i, c in enumerate(name) if i in (0, len(name) - 1) or not _is_word(c)}
+        characters = {
+            character
+            for name in names
+            for i, character in enumerate(name)
+            if i in (0, len(name) - 1) or not _is_word(character)
+        }
         return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else "(?!)")
 
     @cached_property

@@ -61,10 +61,10 @@ class Recipe:
 
     @cached_property
     def key(self) -> str:
-        """SHA-256 of everything that decides the documents; equal files give equal keys wherever they are."""
+        """Return the SHA-256 of all that decides the documents; equal files give equal keys wherever they are."""
         digests = [encoding.digest for encoding in self.encodings]
-        others = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
-        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *others]).encode())
+        further_settings = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
+        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *further_settings]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
             if self.images:  # relative paths of images begin there
@@ -228,10 +228,10 @@ class _Progress:
     def announce_long(self, batches: Iterable[list[FileChunk]]) -> Iterator[list[FileChunk]]:
         """Yield batches; before one that takes long, as a row of it is long, a line says so."""
         for batch in batches:
-            longest = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))
-            if (size := len(longest.data)) > _LONG_BYTES:
+            longest_chunk = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))
+            if (size := len(longest_chunk.data)) > _LONG_BYTES:
                 self._log(
-                    f"tokenizing {size / 1e6:,.0f} MB of {longest.name} in one piece, which takes a while and "
+                    f"tokenizing {size / 1e6:,.0f} MB of {longest_chunk.name} in one piece, which takes a while and "
                     "memory: its rows are long"
                 )
             yield batch

@@ -68,7 +68,7 @@ class SplitModule:
 
     @property
     def local_attributes(self) -> dict[str, int]:
-        """The counts and widths that the module holds and that split attention has fewer of, by name."""
+        """Return the counts and widths that the module holds and of which split attention has fewer, by name."""
         attributes = {n: value for n, value in vars(self.module).items() if type(value) is int}
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
         if not counts or self.several:
@@ -78,7 +78,7 @@ class SplitModule:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """The features of all queries, keys and values: thirds of a fused linear, unless keys have fewer heads."""
+        """Return the features of all queries, keys and values: thirds of a fused linear, unless keys have less."""
         for name, style in self.styles.items():
             linear = base_module(self.module.get_submodule(name))
             if style == QKV and isinstance(linear, nn.Linear):

@@ -69,9 +69,9 @@ def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def share_parameters_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
     """Give modules that shared a parameter the first one's again, after each has made the same slice of it."""
-    for (first, name), *others in places:
-        for module, other in others:
-            module.register_parameter(other, getattr(first, name))
+    for (first_module, name), *other_places in places:
+        for module, other_name in other_places:
+            module.register_parameter(other_name, getattr(first_module, name))
 
 
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:

@@ -144,8 +144,8 @@ def _layer_numbers(
 ) -> Numbers:
     """Count the parameters of one layer of this kind, on a rank before it is sharded over slots.
 
-    Linear layers are split over tp, experts over ep, and norms are on every rank; `share` is what remains where experts
-    are split over tp's ranks instead.
+    Linear layers are split over tp, experts over ep, and norms are on every rank. `share`
+    has the experts of all ep neighbours, which are among the ranks that it is sharded over.
     """
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:

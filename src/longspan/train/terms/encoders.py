@@ -128,23 +128,25 @@ class Encoding:
         `micro_batches` are those of the `batches`, equal to those that the waves were planned for.
         """
         with ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.open())
+            for modality_pass in self._parts:
+                stack.enter_context(modality_pass.open())
             with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
-                self._raise_agreed([part.encode() for part in self._parts])
-                for part in self._parts:
-                    part.deliver_rows(micro_batches, batches)
+                self._raise_agreed([modality_pass.encode() for modality_pass in self._parts])
+                for modality_pass in self._parts:
+                    modality_pass.deliver_rows(micro_batches, batches)
             yield
             with self._clock.time_part("phases"), self._name_part("gradients to encoders, and their backward passes"):
-                for part in reversed(self._parts):
-                    part.backward()
+                for modality_pass in reversed(self._parts):
+                    modality_pass.backward()
 
     def share_times(self) -> EncoderTimes:
         """Return the times of all parts, read after the step has waited for the device; all ranks enter together."""
-        plans = [part.plan for part in self._parts]
+        plans = [modality_pass.plan for modality_pass in self._parts]
         seconds = sum(plan.plan.predicted_seconds for plan in plans)
         balance = max((plan.balance for plan in plans), default=1.0)
-        return share_times([self._clock, *(part.clock for part in self._parts)], self._world, (seconds, balance))
+        return share_times(
+            [self._clock, *(modality_pass.clock for modality_pass in self._parts)], self._world, (seconds, balance)
+        )
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
         return self._world.watch.naming(part, self._world.home.ranks)
