@@ -117,7 +117,11 @@ def _forward_turns(
 
 
 def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
-    """Return the gradients of the local rows."""
+    """Return the gradients of the local rows.
+
+    With rings, slices of heads take turns, so that one is computed while another's block travels, if the memory for
+    sums of all slices allows. Copies of a key/value head are summed at the end.
+    """
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)

@@ -278,7 +278,11 @@ def _describe_uneven_heads(choice: CommChoice, group: Group, heads: int, where: 
 def pack_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttendCall:
-    """Pack the call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact."""
+    """Pack the call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact.
+
+    A window that hides nothing is dropped, the sign of the scale is kept apart as kernels take positive ones, and each
+    part of the shard gets its communication type and members.
+    """
     check_tensors(q, k, v, shard)
     check_features(arguments)
     check_sinks(sinks, q)

@@ -33,7 +33,11 @@ def merge_rows(
     PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Step total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each."""
+    """Step total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each.
+
+    The step's size is the weight e^lse / (e^lse + e^total_lse) of the new block; the log-sum-exp becomes that of both.
+    Strides are those of rows and heads; with HAS_INDEX, row r goes into row index[r].
+    """
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     real = pair < pairs
     row, head = pair // heads, pair % heads
@@ -93,7 +97,10 @@ def copy_rows(
     B: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Copy into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width)."""
+    """Copy into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width).
+
+    One program copies one row of one member; the three pairs a, b and c each have strides of rows and members.
+    """
     row, member = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = row
     if HAS_INDEX:

@@ -110,7 +110,8 @@ class Tiling:
     def blocks(self, rows: int, *, of_keys: bool) -> npt.NDArray[np.int32]:
         """Cut every tile into blocks of `rows` query rows, or of keys: the tile and the block's first row in it (n, 2).
 
-        Those that meet the most keys (or rows) come first.
+        Blocks that meet the most keys (or rows) come first. A block meets those between the limits around the keys that
+        its first and its last row are aligned to.
         """
         sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]
         lengths, other_lengths = sizes[:, int(of_keys)], sizes[:, int(not of_keys)]
@@ -173,7 +174,7 @@ class Launch:
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """Where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
+        """Return where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
         ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int32)
         ends[:, 1:] = self.tiling.packed_tiling().bounds[:, 1::2].T
         q_ends, k_ends = to_device(ends, self.device)
@@ -196,7 +197,9 @@ class Launch:
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Document id and position of the query rows that a kernel receives, and position of the key rows: int64."""
+        """Return the document id and position of the query rows that a kernel receives, and the position of the key
+        rows: int64.
+        """
         assert self._tokens is not None, "this launch was made without tokens"
         document, q_position, k_position = self._tokens()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()

@@ -197,7 +197,11 @@ def _join_neighbours(tiles: TileArrays) -> TileArrays:
 
 
 def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
-    """Return the tiles of runs of q and k where position p sees p − window + 1 … p."""
+    """Return the tiles of runs of q and k where position p sees p − window + 1 … p.
+
+    For each pair of runs: the rows that see any of the keys, and the keys that any of these sees. Limits count from the
+    last key, which the last row is aligned to, `ahead` positions before that row.
+    """
     q_run, k_run, _ = pair_runs(q, k)
     (q_start, q_stop), (k_start, k_stop) = (q.start[q_run], q.stop[q_run]), (k.start[k_run], k.stop[k_run])
     first_position, end_position = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
@@ -253,7 +257,11 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
 
 
 def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Pair rows of runs of q with the keys of runs of k that come after them; documents are spans."""
+    """Pair rows of runs of q with the keys of runs of k that come after them; documents are spans.
+
+    A row sees all keys after itself, so rows of a run have a limit on the left only: the last one sees keys from the
+    next position on, each row before it one key more.
+    """
     q_run, k_run, _ = pair_runs(q, k)
     start, k_stop = q.start[q_run], k.stop[k_run]
     stop, k_start = np.minimum(q.stop[q_run], k_stop - 1), np.maximum(k.start[k_run], start + 1)

@@ -206,7 +206,7 @@ def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped."""
+    """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped."""
     if optimizer is None:
         return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0])}
     optimizer.zero_grad(set_to_none=True)

@@ -118,7 +118,7 @@ def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype:
 def merge_by_layer(
     saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig, run_dir: Path
 ) -> Iterator[dict[str, Tensor]]:
-    """The weights of the base model with the adapter added, those of a layer together, in float32 or float64.
+    """Yield the weights of the base model with the adapter added, those of a layer together, in float32 or float64.
 
     Raises CheckpointError if the base model cannot be made again here, and for an adapter of a tied head.
     """
@@ -148,7 +148,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
 
 
 def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The whole weights of a model, those that are yet to come one at a time."""
+    """Yield the whole weights of a model, those that are yet to come one at a time."""
     weights = pop_deferred_weights(model)
     if weights is None:
         yield from model.state_dict().items()

@@ -169,7 +169,10 @@ def check_contents(path: Path, files: Mapping[str, Digest]) -> None:
 
 
 def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Digest]]:
-    """For each rank the files that it checks: the largest first, each to the rank with the fewest bytes so far."""
+    """Return for each rank the files that it checks.
+
+    The largest file is dealt first, each to the rank with the fewest bytes so far.
+    """
     shares: list[dict[str, Digest]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
     for name in sorted(files, key=lambda name: (-files[name][0], name)):

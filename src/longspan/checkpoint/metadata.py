@@ -68,13 +68,9 @@ def metadata_text(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> str:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What a checkpoint holds and where, as torch's distributed checkpoint takes it; nothing of the folder is run.
+    """Read what a checkpoint holds and where, as torch's distributed checkpoint takes it.
 
-    >>> read_metadata(Path("runs/mine/checkpoints/step-000100")).state_dict_metadata["model.lm_head.weight"].size
-    torch.Size([151936, 1024])
-
-    Raises CheckpointError with the file, what stands in it and what to do: for a file that cannot be read, for a pickle
-    with more in it than torch writes, and for chunks that are not in the folder's files or do not make up their tensor.
+    Nothing of the folder is run. Raises CheckpointError for files that are missing or damaged.
     """
     file = path / METADATA if (path / METADATA).exists() else path / PICKLED
     try:

@@ -52,7 +52,7 @@ class RunningSave:
 
     @property
     def failure_text(self) -> str:
-        """The failure as a message has it; "" for none."""
+        """Return the failure as a message has it; "" for none."""
         if self.failure is None:
             return ""
         if isinstance(self.failure, (CheckpointException, LongspanError)):

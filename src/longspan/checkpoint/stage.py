@@ -87,7 +87,11 @@ class Stage:
 
     @torch.no_grad()
     def begin(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
-        """Begin to copy; the optimizer must not update before `finish` of what is returned has ended."""
+        """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
+
+        Tensors on a GPU are copied by a stream of their own. On a CPU, values that change before the next update and
+        small ones are copied now, others by `finish`.
+        """
         self.reserve(tensors)
         steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
         staged: dict[str, dict[str, Any]] = {}

@@ -162,7 +162,7 @@ def first_failure(error: BaseException) -> str:
 
 
 def not_data(file: Path, error: Exception) -> str:
-    """Why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
+    """Return why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
     reason = " ".join(str(error).split())
     if match := re.search(r"GLOBAL (\S+)", reason):
         return (

@@ -127,7 +127,11 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 
 
 def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
-    """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
+    """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist.
+
+    Flags of switches get their value, lists are joined to their flag, and each value is checked against the flag's
+    type.
+    """
     words: list[str] = []
     argv = _use_present_flags(argv, types)
     for place, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
@@ -217,7 +221,7 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
     return True
 
 
-def check_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
+def check_flag_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
     """Raise ConfigError for a flag among the words that a verb with these flags does not have, with the nearest one."""
     for word in _use_present_flags(argv, types):
         if word.startswith("--"):

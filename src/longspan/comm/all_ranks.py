@@ -84,7 +84,9 @@ def leave_together(world: World) -> Iterator[None]:
 def result_or_first_error(
     world: World, work: Callable[[], Result], error_of: Callable[[Exception], LongspanError]
 ) -> Result:
-    """This rank's result of `work`, however long it takes; where a rank failed, all raise the first such rank's error.
+    """Return this rank's result of `work`, however long it takes.
+
+    Where a rank failed, all raise the first such rank's error.
 
     >>> result_or_first_error(world, read_file, lambda error: DataError(f"the file cannot be read: {error}"))
 

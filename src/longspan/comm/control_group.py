@@ -126,7 +126,7 @@ class ControlGroup:
         return tuple(map(bool, values.tolist()))
 
     def sum_over_slots(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
-        """Sums over the slots of this plane, in float64 and in one order, so that every rank gets the same bits."""
+        """Return sums over the slots of this plane, in float64 and in one order: the same bits on every rank."""
         local = torch.tensor(list(values), dtype=torch.float64)
         with self._watch.during(what, self.plane):
             return self._rounds_of_plane.reduce(local, torch.add, what).tolist()

@@ -170,7 +170,7 @@ class SequenceShard(Immutable):
 
     @property
     def real_rows(self) -> Tensor:
-        """The local rows (R,) that are not padding, as an index on the shard's device."""
+        """Return the local rows (R,) that are not padding, as an index on the shard's device."""
         if (rows := self.derived.real_rows) is None:
             rows = torch.nonzero(self.rows >= 0).squeeze(1)
             self.derived._set(real_rows=rows)

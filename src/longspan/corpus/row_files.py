@@ -248,7 +248,7 @@ class ArrowFile:
 
     @cached_property
     def _table_in_file(self) -> Any:
-        """The table of the file, in Arrow's stream or file format, mapped into memory."""
+        """Return the table of the file, in Arrow's stream or file format, mapped into memory."""
         pyarrow: Any = import_reader("pyarrow", self.name)
 
         def read(path: Path) -> Any:

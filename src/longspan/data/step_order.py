@@ -138,14 +138,18 @@ class StepOrder:
         return starts
 
     def _end_of_step(self, start: int) -> int:
-        """Return where the step that begins at a place ends: after all documents that fit, at least one."""
+        """Return where the step that begins at a place ends: after all documents that fit, at least one.
+
+        `ends` of a part are the tokens before each of its documents, and before the next part. A step that reaches the
+        end of a part goes on in the next with the tokens that are left.
+        """
         stream_part, tokens_left = self.stream.part_at(start), self._budget
         index = start - stream_part.first
         while True:
-            last = int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
-            if last < len(stream_part.ids):
-                return max(stream_part.first + last, start + 1)
-            tokens_left -= int(stream_part.ends[last] - stream_part.ends[index])
+            end_index = int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
+            if end_index < len(stream_part.ids):
+                return max(stream_part.first + end_index, start + 1)
+            tokens_left -= int(stream_part.ends[end_index] - stream_part.ends[index])
             stream_part, index = self.stream.next_part(stream_part), 0
 
 

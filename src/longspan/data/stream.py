@@ -164,7 +164,11 @@ class DocumentStream:
         return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
 
     def place_after(self, epochs: float) -> int:
-        """Return the first place before which every source gave each of its documents `epochs` times."""
+        """Return the first place before which every source gave each of its documents `epochs` times.
+
+        Parts are made until the counts of all sources are reached; in the last part it is behind the last document that
+        a source still lacked.
+        """
         needed_counts = [_ceil(epochs * source.documents) for source in self.sources]
         if len(needed_counts) == 1 or not any(needed_counts):
             return sum(needed_counts)

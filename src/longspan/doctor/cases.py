@@ -46,7 +46,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case as tables and messages write it; what is as usual is left out."""
+        """Return the case as tables and messages write it; what is as usual is left out."""
         degrees = [f"{key} {getattr(self, key)}" for key in ("tp", "pp", "ep") if getattr(self, key) > 1]
         cp = {"one": f"cp {self.cp}", "several": f"several micro-batches, cp 1 to {self.cp}", "dynamic": "dynamic plan"}
         kind = self.cp_comm_type + (f" {self.sizes}" if self.sizes else "")

@@ -94,7 +94,10 @@ class Stock:
 
     @cached_property
     def _every_expert_stock(self) -> "Stock":
-        """The stock model whose rows get every expert; this one if it has no experts to choose, or cannot run so."""
+        """Return the stock model whose rows get every expert.
+
+        It is this one if it has no experts to choose, or cannot run so.
+        """
         config_of_every = choose_every_expert(self.config)
         if config_of_every is self.config:
             return self

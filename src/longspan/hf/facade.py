@@ -219,7 +219,7 @@ class Facade:
         return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
 
     def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
-        """Logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels."""
+        """Return logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels."""
         width = self.inner_model.config.get_text_config().vocab_size
         table = self._empty_table(rows, width)
         log_probs = torch.zeros(rows.shape, dtype=torch.float64, device=table.device)

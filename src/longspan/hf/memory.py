@@ -127,7 +127,7 @@ def _document_lengths(trainer: Any) -> list[int]:
 
 
 def _step_lengths(trainer: Any, lengths: Sequence[int], step: int) -> list[int]:
-    """Lengths of the documents of a step, drawn from those that there are."""
+    """Return lengths of the documents of a step, drawn from those that there are."""
     args = trainer.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return np.random.default_rng(step).choice(np.asarray(lengths), rows).tolist()

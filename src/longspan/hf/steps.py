@@ -75,7 +75,7 @@ class StepsPart(StockTrainer):
         return self._choices[training].plan(lengths, self.world.home, targets=targets)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
-        """Values of documents' tokens from one forward pass, without gradients."""
+        """Return values of documents' tokens from one forward pass, without gradients."""
         self._agree_on_rows(documents)
         prepared = facade.inner_model
         training = prepared.training
@@ -139,7 +139,11 @@ class StepsPart(StockTrainer):
         return loss
 
     def _run_ahead(self, batches: Sequence[Any], items: Any) -> None:
-        """Run a step as that of the cross entropy, whose coefficients are known before the Trainer's loss."""
+        """Run a step as that of the cross entropy, whose coefficients are known before the Trainer's loss.
+
+        Each target's coefficient is −1 over the targets of all batches, as the Trainer divides. If its loss then asks
+        for others, the step is run again.
+        """
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return
         batches = [self._prepare_inputs(dict(batch)) for batch in batches]

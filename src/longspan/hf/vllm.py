@@ -38,7 +38,7 @@ class LongspanVLLM(VLLMGeneration):
             super().sync_weights()
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> Any:
-        """Answers to all prompts, as VLLMGeneration.generate gives them."""
+        """Return answers to all prompts, as VLLMGeneration.generate gives them."""
         first, make = self._trainer._first, super().generate
         if self.mode == "server":
             return first.run(lambda: make(prompts, images, num_generations, profiler), "answers")

@@ -219,7 +219,10 @@ class LocalRanks:
         return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
 
     def collect_answers(self, timeout: float | None, grace: float) -> None:
-        """Wait for every answer; after a first failure only `grace` seconds more."""
+        """Wait for every answer; after a first failure only `grace` seconds more.
+
+        The failure to raise is chosen once all ranks have answered, or the time is over.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_at: float | None = None
         while waiting := {rank.pipe: rank for rank in self.ranks if rank.waiting}:

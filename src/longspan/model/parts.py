@@ -193,7 +193,11 @@ def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
 def shallow_copy(
     model: PreTrainedModel, parts: ModelParts, layers: range, *, first: bool, last: bool
 ) -> PreTrainedModel:
-    """Copy the model with stand-ins for what this stage does not hold; modules without parameters are copied."""
+    """Copy the model with stand-ins for what this stage does not hold; modules without parameters are copied.
+
+    The first stage has the parts before the layers, the last one those after them and the head, with the embedding
+    where the model reads it at its end; a tied head is on the first stage too.
+    """
     tied, embeds = is_tied(model), embeds_at_the_end(model)
     stage = base = shallow_module(model)
     for name in filter(None, text_name(model).split(".")):  # a wrapper's text model is inside its base model

@@ -63,7 +63,7 @@ class Plan:
 
     @cached_property
     def efficiency(self) -> float:
-        """Rows used: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
+        """Return rows used: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
 
         A plan that is balanced by time need not fill its slots.
         """
@@ -71,7 +71,7 @@ class Plan:
         return self.tokens / (rows.size * int(rows.max())) if rows.any() else 0.0
 
     def timeline(self, cost: Cost | None = None) -> Timeline:
-        """When each slot works in each micro-batch, under the plan's own cost or another."""
+        """Return when each slot works in each micro-batch, under the plan's own cost or another."""
         cost = self.cost if cost is None else cost
         batches, slots = self.micro_batches, self.slots
         return timeline(batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple)
@@ -234,7 +234,7 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
         f"  predicted   {_seconds_text(times.step_seconds):>14}   {_ratio_to_bound(plan, times)}",
         f"  priced for  {cost.source or NO_MACHINE}",
-        *_closing_line(plan, cost, times),
+        *_closing_lines(plan, cost, times),
         f"  rows used   {plan.efficiency:>14.1%}   of slots x micro-batches x the fullest slot's {fullest:,} rows",
     ]
 
@@ -247,7 +247,7 @@ def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
     )
 
 
-def _closing_line(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
+def _closing_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
     """Return a line on what of the predicted seconds, in free mode, is neither a document's nor a wait for one."""
     if plan.mode == "lockstep" or not cost.closing_seconds:
         return []
@@ -256,7 +256,10 @@ def _closing_line(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
 
 
 def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
-    """Return a line for each micro-batch; of more than `limit`, those in the middle are left out."""
+    """Return a line for each micro-batch; of more than `limit`, those in the middle are left out.
+
+    A third of the lines that are shown are the last ones.
+    """
     count = len(plan.micro_batches)
     shown = (
         list(range(count)) if count <= limit + 1 else [*range(limit - limit // 3), *range(count - limit // 3, count)]

@@ -37,7 +37,11 @@ class GroupTable:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
-        """Make the table of the groups of these micro-batches."""
+        """Make the table of the groups of these micro-batches.
+
+        Rows and squares are of documents as they are laid out, `unpadded` of documents as they are. `group` and `slot`
+        have one entry for each slot of each group.
+        """
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _int_array([len(group.slots) for _, group in groups])
         counts = _int_array([len(group.lengths) for _, group in groups])

@@ -128,7 +128,11 @@ def _thin_series(series: Series, log: bool) -> Series:
 
 
 def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
-    """Return the frame in which all series and references lie, with some room above and below."""
+    """Return the frame in which all series and references lie, with some room above and below.
+
+    Logarithmic axes get room as a factor, more where notes need it. Curves that vary by less than FLAT of their height
+    are drawn flat, in the middle. `zero` begins the axis at 0, without room below it.
+    """
     x = np.concatenate([s.x for s in drawn])
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
     low, high = float(y.min()), float(y.max())
@@ -184,7 +188,7 @@ def _tick(value: float, y_format: Format, digits: int) -> str:
 
 
 def _tick_digits(marks: Sequence[float]) -> int:
-    """Digits by which every tick is written as it is, three at least."""
+    """Return digits by which every tick is written as it is, three at least."""
     if len(marks) < 2:
         return 4
     tolerance = 1e-3 * (marks[1] - marks[0])
@@ -193,7 +197,10 @@ def _tick_digits(marks: Sequence[float]) -> int:
 
 
 def _draw_references(chart: Chart, frame: _Frame) -> str:
-    """Return lines over the whole width, and their words above or below, where no grid line goes through them."""
+    """Return lines over the whole width, with their words above, or below where there is no room above.
+
+    Words also go below where a grid line would go through them above, and none does below.
+    """
     parts, grid = list[str](), [float(frame.to_y(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:
         y = float(frame.to_y(value))

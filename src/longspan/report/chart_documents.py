@@ -96,7 +96,7 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
         tag("rect", class_="paper", width=WIDTH, height=round(bottom + 34)),
         *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
         *(element for i, bar in enumerate(bars) for element in _bar_row(bar, top + ROW * i, scale, cut)),
-        *_reference_line(reference, scale, top, bottom),
+        *_reference_elements(reference, scale, top, bottom),
         label(unit, LEFT, bottom + 20, "start"),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {WIDTH} {bottom + 34:.0f}",
@@ -114,7 +114,7 @@ def _bar_row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]
     yield label(bar.words, LEFT + width + 8, y + BAR / 2 + 4, "start")
 
 
-def _reference_line(reference: tuple[float, str] | None, scale: float, top: float, bottom: float) -> Iterator[str]:
+def _reference_elements(reference: tuple[float, str] | None, scale: float, top: float, bottom: float) -> Iterator[str]:
     """Yield the reference's line at its value, with its words below; nothing without a reference."""
     if reference:
         x = LEFT + reference[0] * scale
@@ -134,7 +134,9 @@ class StackedBar:
 def stack_document(
     title: str, bars: Sequence[StackedBar], unit: str, reference: tuple[float, str] | None = None
 ) -> str:
-    """Bars of parts as the text of an .svg file, with a legend; the reference is a line at a value, with its words.
+    """Return bars of parts as the text of an .svg file, with a legend.
+
+    The reference is a line at a value, with its words.
 
     >>> Path("memory.svg").write_text(stack_document("Memory", [StackedBar("none", {"kept": 3.0}, "3 GiB")], "GiB"))
     """
@@ -151,7 +153,7 @@ def stack_document(
         tag("rect", class_="paper", width=WIDTH, height=round(bottom + 34)),
         *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
         *_stack_legend(names, top - 20),
-        *_reference_line(reference, scale, top, bottom),
+        *_reference_elements(reference, scale, top, bottom),
         *(element for i, bar in enumerate(bars) for element in _stack_row(bar, names, top + ROW * i, scale)),
         label(unit, 12, bottom + 20, "start"),
         xmlns="http://www.w3.org/2000/svg",

@@ -98,7 +98,7 @@ def _difference_tables(difference: Mapping[str, Any], names: Sequence[str]) -> s
 
 
 def _loss_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The loss by position and by document length: a curve for each model and set."""
+    """Yield the loss by position and by document length: a curve for each model and set."""
     by_position, by_length = dict[str, Any](), dict[str, Any]()
     for model in models:
         for row in model["evaluations"]:

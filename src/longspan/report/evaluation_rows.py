@@ -45,7 +45,9 @@ class EvalRow:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "EvalRow | None":
-        """The evaluation of a row of metrics.jsonl; None for a row of training, and for a loss that is not finite.
+        """Return the evaluation of a row of metrics.jsonl.
+
+        None for a row of training, and for a loss that is not finite.
 
         Raises ConfigError for a row that lacks keys or has no number in their place.
         """

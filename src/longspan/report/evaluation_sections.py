@@ -20,7 +20,7 @@ _CHARTS = (
 
 
 def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets]) -> Iterator[Chart]:
-    """A chart of each, with a curve for every name; none if all documents are in one bucket."""
+    """Yield a chart of each, with a curve for every name; none if all documents are in one bucket."""
     for (title, x_label), curves in zip(_CHARTS, (by_position, by_length), strict=True):
         firsts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
         if len(firsts) > 1:
@@ -53,7 +53,7 @@ _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 
 def evaluation_sections(run: RunFolder) -> Iterator[str]:
-    """The sections in order; none of a run without evaluations."""
+    """Yield the sections in order; none of a run without evaluations."""
     degrees = run.final or last_evaluations(run.held_out)
     if degrees:
         yield degrees_table(degrees)
@@ -152,7 +152,10 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
 
 
 def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
-    """Return the row of a degree: its loss, and whether that equals the first degree's."""
+    """Return the row of a degree: its loss, and whether that equals the first degree's.
+
+    Losses are equal if they differ by SAME at most, relative to the first, over as many tokens.
+    """
     relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
     good = abs(relative) <= SAME and row.tokens == base.tokens
     verdict = ("reference", None) if row is base else ("✓ equal", "good") if good else ("✗ differs", "bad")

@@ -22,7 +22,7 @@ def plan_section(
     median: str = "",
     title: str = "Plan of a step",
 ) -> str:
-    """Pictures of plans with a selector between them, in time and in rows; `took` is what a plan by name took.
+    """Return pictures of plans with a selector between them, in time and in rows; `took` is what a plan by name took.
 
     The step that shows first is the one whose time is the `median`, or else a usual one.
     """

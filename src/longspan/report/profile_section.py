@@ -34,7 +34,7 @@ def profile_section(run: Path) -> str:
 
 
 def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The folder and the figures of each profiled step, in order."""
+    """Yield the folder and the figures of each profiled step, in order."""
     for file in sorted(folder.glob(f"step-*/{PARTS_FILE}"))[-SHOWN:]:
         try:
             row = json.loads(file.read_text(encoding="utf-8", errors="replace"))

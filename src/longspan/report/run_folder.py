@@ -166,7 +166,7 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
-    """The evaluations among rows of a record. A row that cannot be read is noted once."""
+    """Yield the evaluations among rows of a record. A row that cannot be read is noted once."""
     for row in rows if isinstance(rows, list) else []:
         try:
             evaluation = EvalRow.from_row(row) if isinstance(row, dict) else None

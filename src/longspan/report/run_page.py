@@ -67,8 +67,10 @@ def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
 
 
 def _evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
-    """Evaluations of the held-out documents by degree, with names: the degree that was evaluated most often first, and
-    those whose every loss equals its loss at that step named with it, for their marks would lie on its own.
+    """Yield evaluations of the held-out documents by degree, with names.
+
+    The degree that was evaluated most often comes first. Degrees whose every loss equals its loss at that step are
+    named with it, as their marks would lie on its own.
     """
     by_degree = dict[str, list[EvalRow]]()
     for row in run.held_out:
@@ -95,7 +97,7 @@ def _degree_name(degree: str) -> str:
 
 
 def small_charts(run: RunFolder) -> Iterator[Chart]:
-    """A chart for each figure that the run measured of its steps."""
+    """Yield a chart for each figure that the run measured of its steps."""
     curves = partial(_column_curves, run)
     norm = finite(run.train["grad_norm"])
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
@@ -162,7 +164,7 @@ HALF = 460  # width of a chart, two in a row
 
 
 def run_sections(run: RunFolder) -> Iterator[str]:
-    """The parts of the page in order; the configuration comes last."""
+    """Yield the parts of the page in order; the configuration comes last."""
     yield _run_header(run)
     if run.facts is not None:
         yield section("The run", _fact_list(run.facts))
@@ -199,12 +201,12 @@ def _run_header(run: RunFolder) -> str:
     versions = run.summary.get("versions")
     version_texts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
     lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (parts, version_texts) if line)
-    story = "; ".join(_outcome_text(run))
+    story = "; ".join(_outcome_words(run))
     sentence = tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else ""
     return tag("header", title, sentence, *lines)
 
 
-def _outcome_text(run: RunFolder) -> Iterator[str]:
+def _outcome_words(run: RunFolder) -> Iterator[str]:
     """Yield the outcome of the run in words: how the loss went, and whether degrees agree."""
     loss, seconds = finite(run.train["loss"]), finite(run.train["seconds"])
     if len(loss) > 1:
@@ -230,7 +232,7 @@ def _ending_text(run: RunFolder) -> str:
 
 
 def configuration_parts(run: RunFolder) -> Iterator[str]:
-    """What was trained on what, from the configuration."""
+    """Yield what was trained on what, from the configuration."""
 
     def value(section: str, key: str) -> object:
         values = run.config.get(section)
@@ -332,7 +334,7 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 
 
 def _price_ratios(run: RunFolder) -> dict[str, float]:
-    """Measured over predicted seconds at the end of a run whose prices were refined: of steps, and by part."""
+    """Return measured over predicted seconds at the end of a run whose prices were refined: of steps, and by part."""
     ratios = run.summary.get("measured_over_predicted")
     numbers = {str(name): number(value) for name, value in ratios.items()} if isinstance(ratios, dict) else {}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -23,7 +23,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
-    """At most `limit` points of a curve: first, last, and the least and greatest value of each stretch between.
+    """Return at most `limit` points of a curve: first, last, and the least and greatest value of each stretch between.
 
     Spikes survive, which an average would hide. Values that are not finite are dropped.
     """

@@ -56,9 +56,9 @@ class _Predictions:
 def image_samples(
     model: Any, documents: Any, choice: PlanChoice, world: World, folder: Path, *, name: str, step: int
 ) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl for a set, decoded by the tokenizer of a folder; none if its documents have no images.
+    """Return rows of samples.jsonl for a set, decoded by the tokenizer of a folder.
 
-    All ranks call it together.
+    There are none if its documents have no images.
     """
     if not isinstance(documents, ImageDocuments) or not documents.items:
         return []
@@ -153,7 +153,7 @@ class Evaluations:
     _recorded: list[dict[str, Any]] = field(default_factory=list)
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """The rows of evaluations since the last call, one of each set, at the degree that it is configured with."""
+        """Return the rows of evaluations since the last call, one of each set, at its configured degree."""
         rows = self._recorded.copy()
         self._recorded.clear()
         return rows

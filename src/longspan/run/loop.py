@@ -199,7 +199,11 @@ def _plans(run: TrainingRun) -> PlanAhead:
 def _take_step(
     run: TrainingRun, reader: "StepReader", step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
 ) -> tuple[dict[str, Any], Plan]:
-    """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
+    """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan.
+
+    The images of the next step are read meanwhile. Seconds of a step that is profiled count neither for slow slots nor
+    for the refinement of prices.
+    """
     started, is_usual = time.perf_counter(), not profiles.has(step + 1)
     documents, plan = reader.read(step)
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:

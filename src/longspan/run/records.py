@@ -106,7 +106,7 @@ class GroupLog:
         return {key: group for key, group in keyed.items() if key not in self._recorded_groups}
 
     def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
-        """A row for each level of a group."""
+        """Yield a row for each level of a group."""
         for level, slots in self._levels_of_rank(group):
             ranks = tuple(self._world.plane[slot] for slot in slots)
             carrier = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"

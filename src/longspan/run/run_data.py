@@ -142,7 +142,7 @@ class RunData:
         return len(self.corpus.images or ()) + sum(len(getattr(s.documents, "items", ())) for s in self.sets)
 
     def image_rows(self, tokens_per_step: int) -> float:
-        """Mean rows of images in a step, over all slots together."""
+        """Return mean rows of images in a step, over all slots together."""
         if self.corpus.images is None or not len(self.corpus.images):
             return 0.0
         share = float(self.corpus.images.column("rows").sum()) / float(self.corpus.lengths.sum())

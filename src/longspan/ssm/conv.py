@@ -39,6 +39,10 @@ class Halo:
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
+        """Find the rows before each run that other members hold: which of ours go to whom, and where arriving ones lie.
+
+        Every member works out the needs of all, in one order, so that nothing is asked for.
+        """
         self._runs, self._width, self._device = chains.runs, width, chains.device
         needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
         me, runs = chains.member, self._runs

@@ -52,7 +52,7 @@ def scale_positions(
     limit = position_limit(scaled)
     if limit is not None and longest > limit:
         cut_hint = f"cut documents with {cut_by} {limit}"
-        raise ConfigError(f"{_too_long_error(configuration, model, longest, origin, limit)}, or {cut_hint}")
+        raise ConfigError(f"{_too_long_text(configuration, model, longest, origin, limit)}, or {cut_hint}")
     return scaled
 
 
@@ -76,7 +76,7 @@ def check_set_length(
         )
 
 
-def _too_long_error(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
+def _too_long_text(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
     """Write the message for documents that are too long, with the factor that would make room for them."""
     need = smallest_factor(configuration, longest)
     scaling = (

@@ -237,7 +237,7 @@ class Training:
 
     @property
     def choice(self) -> PlanChoice:
-        """How training steps are planned, priced for the model."""
+        """Return how training steps are planned, priced for the model."""
         parameters = list(self.model.parameters())
         return PlanChoice.training(
             self.config,

@@ -77,7 +77,11 @@ class Calibration:
     pass_seconds: float
 
     def predict(self, sample: Sample) -> float:
-        """Predict the seconds that a sample should have taken."""
+        """Predict the seconds that a sample should have taken.
+
+        They are a sum of counts times what one takes: steps, micro-batches, layers, calls, and FLOPs over rates;
+        attention counts `half_flops` in addition, as its kernels reach half their speed at `half_speed_rows`.
+        """
         machine = self.machine
         if sample.part == "link":
             return float(getattr(getattr(machine, sample.level), sample.kind).seconds(sample.bytes))

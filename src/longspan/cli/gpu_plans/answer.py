@@ -89,7 +89,10 @@ class Answer:
 
     @property
     def keys(self) -> Mapping[str, Any]:
-        """The keys with which it fits, on more GPUs or without measures by hand where it must be; {} if it does not."""
+        """Return the keys with which it fits, on more GPUs or without measures by hand where it must be.
+
+        They are {} if it does not fit.
+        """
         if self.fit is None:
             return {}
         names = {key for key in self.given if not (self.needs_free_measures and _is_memory_key(key))}

@@ -46,7 +46,11 @@ def _time_lines(answer: Answer) -> Iterator[str]:
 
 
 def bytes_table(columns: Sequence[Column]) -> str:
-    """Write the bytes of device and host under each column's measures, in GiB; rows named as in the JSON."""
+    """Write the bytes of device and host under each column's measures, in GiB; rows named as in the JSON.
+
+    The first row is the longest document where columns differ in it, otherwise whether each fits. Rows of the host that
+    are 0 everywhere are left out.
+    """
     names = ["GiB of one GPU", *(column.name for column in columns)]
     rows = [["fits", *("yes" if column.fits else "no" for column in columns)]]
     if len({column.tokens for column in columns}) > 1:

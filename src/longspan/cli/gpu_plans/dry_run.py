@@ -49,7 +49,10 @@ def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_js
 
 
 def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
-    """Choose the GPUs of a run: those here, or as run.machine says, else H200s."""
+    """Choose the GPUs of a run: those here, or as run.machine says, else H200s.
+
+    What is taken from elsewhere than this machine is listed as assumed.
+    """
     first_gpu = find_first_gpu() if on_gpus else None
     named_machine = find_machine(config.run.machine, "run.machine") if config.run.machine else None
     if first_gpu is None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from longspan.cli.flags import Switch, TrainFlags, check_names, flag_types, parse_flags
+from longspan.cli.flags import Switch, TrainFlags, check_flag_names, flag_types, parse_flags
 from longspan.cli.plans.planning import PlanningFlags
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
@@ -107,7 +107,7 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     such a question does not read.
     """
     types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
-    check_names(argv, types, PROG)
+    check_flag_names(argv, types, PROG)
     words, keys, flag_of = list[str](), list[str](), dict[str, str]()
     for name, values in _split_words(argv):
         key = name if _is_key(name) else KEYS.get(name, "")

@@ -33,7 +33,7 @@ class Gpus:
 
     @property
     def title(self) -> str:
-        """What they are, in a line."""
+        """Return what they are, in a line."""
         words = (
             f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {gib_text(self.host_bytes)} of the host for each"
         )

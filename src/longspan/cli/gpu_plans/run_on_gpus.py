@@ -76,7 +76,7 @@ class RunOnGpus:
 
     @property
     def budget(self) -> MemoryBudget:
-        """What a GPU and its share of the host may be filled with."""
+        """Return what a GPU and its share of the host may be filled with."""
         train = self.config.train
         device = train.memory_bytes or int(train.memory_fraction * self.gpus.bytes)
         return MemoryBudget(device=device, host=self.gpus.host_bytes)
@@ -111,7 +111,7 @@ class RunOnGpus:
 
     @cached_property
     def choice(self) -> PlanChoice:
-        """How its steps are planned."""
+        """Return how its steps are planned."""
         config = self.config
         if config.context.node_size == AUTO:
             config = replace(config, context=replace(config.context, node_size=self.node_size))

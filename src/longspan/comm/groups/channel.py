@@ -294,7 +294,7 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:
-    """x (n, …) with zero rows appended, contiguous: (rows, …)."""
+    """Append zero rows to x (n, …) until it has `rows`: contiguous, (rows, …)."""
     if x.shape[0] == rows:
         return x.contiguous()
     padded = x.new_zeros((rows, *x.shape[1:]))

@@ -90,7 +90,7 @@ class Channels:
 
     @cached_property
     def pipeline(self) -> Channel:
-        """This slot's pipeline stages, first to last, on a group of their own; first used by all ranks together.
+        """Return this slot's pipeline stages, first to last, on a group of their own; first used by all ranks together.
 
         Raises CommError for a home whose ranks descend along its stages: torch orders the members of a group by rank.
         """
@@ -108,7 +108,7 @@ class Channels:
 
     @cached_property
     def tp(self) -> Channel:
-        """This slot's tensor-parallel ranks, on the group of `meshes.tp`; first used by all ranks together.
+        """Return this slot's tensor-parallel ranks, on the group of `meshes.tp`; first used by all ranks together.
 
         Raises CommError for a home without tensor parallelism.
         """
@@ -119,7 +119,7 @@ class Channels:
 
     @cached_property
     def everyone(self) -> Channel:
-        """A channel over all ranks of the home, in its order; first used by all ranks together.
+        """Return a channel over all ranks of the home, in its order; first used by all ranks together.
 
         With more than one plane it makes a group of its own.
         """

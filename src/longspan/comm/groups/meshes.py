@@ -49,7 +49,7 @@ class Meshes:
 
     @cached_property
     def expert(self) -> DeviceMesh:
-        """The mesh over which FSDP2 shards expert parameters: all ranks of a stage that hold the same experts.
+        """Return the mesh over which FSDP2 shards expert parameters: all ranks of a stage that hold the same experts.
 
         Those are the slots without "ep", with every slot's tensor-parallel ranks: where tp and ep are 1, `fsdp`.
         """

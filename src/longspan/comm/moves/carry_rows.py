@@ -50,7 +50,10 @@ class DeviceMoves:
 
 
 def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
-    """Return the same moves, ready to be carried out on a device; their indices go there in one copy."""
+    """Return the same moves, ready to be carried out on a device; their indices go there in one copy.
+
+    Indices that follow each other become slices. `direct`: rows arrive in the target's order, and need no pool.
+    """
     arriving = sum(moves.receives)
     pool_rows = arriving + len(moves.stays)
     direct = arriving > 0 and np.array_equal(moves.places, np.arange(pool_rows))

@@ -143,7 +143,7 @@ def _orientation(image: Any) -> int:
 
 @lru_cache(maxsize=1)
 def _readable_formats() -> tuple[str, ...]:
-    """FORMATS that this Pillow has a reader for."""
+    """Return FORMATS that this Pillow has a reader for."""
     pil: Any = import_pillow()
     pil.init()
     return tuple(name for name in FORMATS if name in pil.OPEN)

@@ -132,7 +132,7 @@ class Processor:
 
     @cached_property
     def all_alike(self) -> bool:
-        """Whether images of every size take the same placeholders."""
+        """Return whether images of every size take the same placeholders."""
         try:
             counts = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
         except Exception:  # some processors have none, or one that does not run

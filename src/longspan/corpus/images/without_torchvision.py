@@ -233,7 +233,11 @@ class VideoProcessor:
         return pixels.view(len(pixels), -1, patch**2)
 
     def _sides_of_frames(self, frames: int, size: Size, factor: int) -> Size:
-        """Return the height and width of frames by the class's formula and bounds."""
+        """Return the height and width of frames by the class's formula and bounds.
+
+        Where pixels of a frame are capped, a video shares its tokens out over its frames, and each keeps a little more
+        than the least. Qwen2-VL bounds a frame, later classes the whole video.
+        """
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
         fewest_pixels, most_pixels = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]
         capped, tokens = self.settings["cap_pixels_per_frame"], self.settings["max_video_tokens"]

@@ -184,7 +184,7 @@ class RowEncoding:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decides the tokens of a row."""
+        """Return SHA-256 of everything that decides the tokens of a row."""
         tokenizer = (self.tokenizer.digest, self.tokenizer.opening, self.tokenizer.closing)
         template: tuple[Any, ...] = ()
         if self.kind in ("messages", "prompt+completion"):

@@ -70,7 +70,7 @@ class RowImages:
 
     @property
     def digest(self) -> tuple[str, ...]:
-        """What decides placeholders in addition to the tokenizer: the files of the processor, and the template."""
+        """Return what decides placeholders in addition to the tokenizer: the processor's files, and the template."""
         assert self.tokenizer.folder is not None
         return (
             _RULES,
@@ -80,7 +80,7 @@ class RowImages:
 
     @cached_property
     def marks(self) -> dict[str, str]:
-        """The text for an image, and for a video, by kind."""
+        """Return the text for an image, and for a video, by kind."""
         return {
             kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(("image", "video")).items()
         }

@@ -106,7 +106,12 @@ class TurnTokens:
 
 
 def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tokenizer) -> TurnTokens:
-    """Read off the tokens between turns of a template. Raises RowError if it cannot render a plain conversation."""
+    """Read off the tokens between turns of a template. Raises RowError if it cannot render a plain conversation.
+
+    A conversation of four turns, each a word that nothing else contains, is rendered: what stands between the second
+    and the third word are the end of an answer and the header of a question, and what stands after the last word ends
+    the text.
+    """
     added = engine.get_added_tokens_decoder().values()
     special, ordinary = (frozenset(t.content for t in added if t.special == kind) for kind in (True, False))
     tokens = any_of_pattern(special | ordinary)

@@ -83,7 +83,7 @@ class Recipe:
 
     @property
     def encoder(self) -> DocumentEncoder:
-        """The encoder of rows, for any process."""
+        """Return the encoder of rows, for any process."""
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         return DocumentEncoder(
             self.encodings, self.longest, "<u2" if fits_uint16 and self.stored else "<u4", self.skip_bad
@@ -91,7 +91,7 @@ class Recipe:
 
     @property
     def processes(self) -> int:
-        """How many processes encode: one if it is done before others would have started."""
+        """Return how many processes encode: one if it is done before others would have started."""
         size = sum(source.bytes for source in self.sources)
         small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
         small_bytes = min(small_bytes, _WITH_PIXELS_BYTES) if self.checks_pixels else small_bytes
@@ -119,7 +119,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     manifest = writer.manifest()
     _check_unchanged(recipe)
     if not manifest.documents:
-        raise DataError(_no_documents_error(recipe, manifest))
+        raise DataError(_no_documents_text(recipe, manifest))
     SourceLines.write(folder, recipe.sources)
     (folder / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -287,7 +287,7 @@ def _check_unchanged(recipe: Recipe) -> None:
             raise DataError(f"{file.name} of the corpus ({file.path}) changed while it was read; start again")
 
 
-def _no_documents_error(recipe: Recipe, manifest: Manifest) -> str:
+def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
     """Describe why a corpus has no document, as an error's message."""
     skipped, left_out = len(manifest.skipped), manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"

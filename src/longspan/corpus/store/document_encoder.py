@@ -138,7 +138,11 @@ class _BatchDocuments:
             start += len(sample.ids)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], start: int, where: str) -> None:
-        """Add the documents of a sample; its tokens are the row's tokens from `start` on."""
+        """Add the documents of a sample; its tokens are the row's tokens from `start` on.
+
+        Ids that the type of numbers cannot hold, and images longer than a document, make the row a bad one. Long
+        samples are cut outside of images, which move to their places in the documents.
+        """
         ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
         limit = np.iinfo(self._encoder.dtype).max
         if ids.size and not (ids.min() >= 0 and ids.max() <= limit):

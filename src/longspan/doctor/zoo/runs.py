@@ -56,7 +56,10 @@ def _one_epoch(world: World) -> float:
 
 
 def _order_after_resuming(world: World) -> float:
-    """Count steps that a resumed run takes with other documents, and epochs that repeat the first one's order."""
+    """Count steps that a resumed run takes with other documents, and epochs that repeat the first one's order.
+
+    A run is resumed before each step: its order is pickled and read again.
+    """
     order = _make_order()
     steps = order.steps_of_epochs(3.0)
     documents_of_steps = [order.documents_of_step(step) for step in range(steps)]

@@ -191,7 +191,11 @@ class _Rules:
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
-        """Derive a width from the small hidden size, as the class computes it from the large one."""
+        """Derive a width from the small hidden size, as the class computes it from the large one.
+
+        A width that has a formula of its own is made by it; those of experts and networks are 32 or one and a half
+        times the hidden size; others keep their ratio to the hidden size; small ones stay.
+        """
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
             "mamba_n_heads": expand * self.small_hidden // 16,
@@ -258,7 +262,8 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Scale rotary frequencies as the configuration does, but from a length that documents of a proof exceed.
 
-    Lists of factors are cut to the small rotary size.
+    Lists of factors are cut to the small rotary size by even steps. Sections of M-RoPE keep their first one's share;
+    the others are equal, and what is left over goes to the first.
     """
     out: dict[str, Any] = {}
     partial = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0

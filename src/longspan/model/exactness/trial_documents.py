@@ -105,7 +105,10 @@ def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rando
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Draw tiles of one size; the last is padded at its right where masks say so. Some models see them finer too."""
+    """Draw tiles of one size, at most as many as the shorter side; some models see them at a finer size too.
+
+    Where masks cover pixels, the last tile is padded by a patch at its right if the second side is odd.
+    """
     parameters, vision, tiles = image_parameters(base), base.config.vision_config, min(side)
     pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
     if MASK in parameters and _FINE not in parameters:

@@ -119,7 +119,10 @@ def _gather_parameter(parameter: Tensor) -> Tensor:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Run a call; return its outputs, and the gradients of its inputs and parameters for one of its outputs'."""
+    """Run a call; return its outputs, and the gradients of its inputs and parameters for one of its outputs'.
+
+    The first input always gets a gradient, as the module's caller would give it one.
+    """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
     leaves = {id(x): x.detach().clone().requires_grad_() for x in inputs if id(x) in differentiable}

@@ -175,7 +175,8 @@ def _split_head_and_embedding(
 ) -> None:
     """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole.
 
-    Both stay whole where an adapter changes one of them.
+    Both stay whole where an adapter changes one of them. A whole embedding hands on only this rank's rows where rows
+    are split between layers (`sequence_parallel`).
     """
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(is_adapted(end) for end in ends):

@@ -106,7 +106,10 @@ class EncoderShape:
         return flops + (6 if projector else 2) * self.projector_weights * rows
 
     def _count_pairs(self, patches: int, grid: Grid | None) -> int:
-        """Count the pairs of patches that see each other, in all layers."""
+        """Count the pairs of patches that see each other, in all layers.
+
+        Full layers pair all patches of a frame, with the class row; windowed ones those of a window, which borders cut.
+        """
         frames, tall, wide = grid or (1, 1, patches)
         pairs_in_windows = patches * self.window**2
         if grid is not None and self.window_layers:
@@ -155,7 +158,11 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 
 
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack)."""
+    """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack).
+
+    A block has four square projections of attention and an MLP of two matrices, three with a gate; a merger takes
+    merge² patches side by side.
+    """
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _first_side(vision, "merge")
     between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     gated = family.startswith(_GATED)
@@ -180,7 +187,11 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
 
 
 def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of towers over images of one size (CLIP, SigLIP), up to the last layer that is read."""
+    """Return the shape of towers over images of one size (CLIP, SigLIP), up to the last layer that is read.
+
+    Gemma 3 pools patches before one projection, PaliGemma projects each patch; others (LLaVA) project the features of
+    one layer or several by two linears, without the class row unless it is kept.
+    """
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
     patches, class_rows = (
         (vision.count("image_size") // _first_side(vision, "patch")) ** 2,

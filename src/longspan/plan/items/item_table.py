@@ -143,7 +143,7 @@ class ItemTable:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """How many tokens each document predicts."""
+        """Return how many tokens each document predicts."""
         spans, masked = self._spans, np.zeros(len(self.lengths), dtype=np.int64)
         start, stop = spans.start - spans.document * self._stride, spans.stop - spans.document * self._stride
         np.add.at(masked, spans.document, stop - np.maximum(start, 1))

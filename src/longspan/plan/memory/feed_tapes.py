@@ -93,7 +93,11 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
 
 
 def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, gates: int, width: int, count: float) -> str:
-    """Add the experts that rows visit, of `count` weights here, and the weighted sums of what they make."""
+    """Add the experts that rows visit, of `count` weights here, and the weighted sums of what they make.
+
+    Rows are copied for each visit, with `ep` exchanged and sorted by expert, multiplied, gated, multiplied back, and go
+    the same way back. Of a layer's weights the first product has gates / (gates + 1).
+    """
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
     of_experts = count * builder.number * trained
     visited = partial(builder.rows, bytes_per_number=1)
@@ -132,7 +136,11 @@ def expert_width(read: ConfigReader) -> int:
 
 
 def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
-    """Add the weights of a row's visits. Their order is kept even where the layer is recomputed."""
+    """Add a router and return its output, the weights of a row's visits to experts.
+
+    It makes the number of each visited expert, the order of visits by expert with its inverse (kept even where the
+    layer is recomputed; in tiles it is made again), and most families the probabilities of all experts in float32.
+    """
     tape, count = builder.tape, builder.read.experts()[1]
     parts = {"visited": builder.rows(visits, _INDEX)}
     if not builder.tile_rows:

@@ -79,7 +79,7 @@ class LayerBuilder:
 
     @property
     def compile_kind(self) -> str:
-        """What of layers is compiled, "auto" resolved as for a run."""
+        """Return what of layers is compiled, "auto" resolved as for a run."""
         if self.settings.compiled == "auto":
             return "layers" if self.settings.gpu and self.tp == 1 and self.hidden >= COMPILED_WIDTH else "none"
         return self.settings.compiled

@@ -82,7 +82,10 @@ def _add_post_norm(builder: LayerBuilder, name: str, out: str) -> str:
 
 
 def _add_attention(builder: LayerBuilder, x: str) -> str:
-    """Add projections, norms of heads, rotary angles, attention, and for some families a gate."""
+    """Add projections, norms of heads, rotary angles, attention, and for some families a gate; return the output.
+
+    A gate is what the counted weights have beyond the four projections; it comes out of the product of queries.
+    """
     read, tape, tp, hidden = builder.read, builder.tape, builder.tp, builder.hidden
     widths, kv_heads = attention_widths(read), key_value_heads(read)
     query, key = widths.query / tp, widths.key / min(tp, kv_heads)

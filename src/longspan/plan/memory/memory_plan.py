@@ -88,7 +88,7 @@ class MemoryPlan:
 
     @property
     def recomputation(self) -> Recomputation:
-        """What most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
+        """Return what most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
         words = (word.partition("+")[0] for word in self.measures if word != "none")
         ((word, _),) = Counter(words).most_common(1) or (("none", 0),)
         return word  # pyright: ignore[reportReturnType]

@@ -57,7 +57,10 @@ class MicroBatchMoments:
 
     @cached_property
     def _waiting_bytes(self) -> list[LayerBytes]:
-        """What each layer keeps from forward until its segment runs backward: the input of the first one, or all."""
+        """Return what each layer keeps from forward until its segment runs backward.
+
+        Of a segment that is the input of the first layer; without segments each layer keeps all of its own.
+        """
         peak, words = self.peak, [self.measures[i] for i in self.peak.stage.layers]
         if peak.settings.segment_layers < 2:
             return self._layer_bytes
@@ -115,7 +118,7 @@ class MicroBatchMoments:
 
     @cached_property
     def _other_activations(self) -> float:
-        """What is kept of other micro-batches, and of images."""
+        """Return what is kept of other micro-batches, and of images."""
         if not self.peak.settings.backward:
             return 0.0
         images = EncoderBytes(self.peak)
@@ -156,7 +159,10 @@ class MicroBatchMoments:
             activations += layer.kept if self.peak.settings.backward else 0.0
 
     def _loss_moments(self) -> Iterator[Bytes]:
-        """Yield the moments of the loss, and of the logits that it is made of; none if the stage predicts nothing."""
+        """Yield the moments of the loss, and of the logits that it is made of; none if the stage predicts nothing.
+
+        Then the root's weights are whole, those of the last layer may be on their way, and all activations are kept.
+        """
         peak, settings = self.peak, self.peak.settings
         if not peak.stage.predicts:
             return

@@ -169,7 +169,11 @@ def _layer_numbers(
 
 
 def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
-    """Return the linears of a layer that adapters go into: name, and numbers of a row before and behind."""
+    """Return the linears of a layer that adapters go into: name, and numbers of a row before and behind.
+
+    Widths that a configuration does not name follow from the counted weights: a gate of attention is what its weights
+    have beyond queries, keys, values and output.
+    """
     hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
     if kind.attention:
         query, key = attention_widths(read)

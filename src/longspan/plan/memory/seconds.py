@@ -71,7 +71,10 @@ class MemoryPrices:
     load: SlotLoad
 
     def seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds that a plan adds: its layers', and those of gathers and states."""
+        """Return the seconds that a plan adds: its layers', and those of gathers and states.
+
+        States on the host go there and back once, both ways at a time.
+        """
         tiled = bool(memory.mlp_tile_rows)
         layers = sum(self._layer_seconds(index, word, tiled=tiled) for index, word in enumerate(memory.measures))
         if memory.segment_layers > 1:  # all but the last layer of a segment run forward once more, attention included
@@ -130,7 +133,7 @@ class MemoryPrices:
 
     @cached_property
     def _exchange_seconds(self) -> dict[str, float]:
-        """Queries, keys and values of a layer once more; under "full" its outputs too."""
+        """Return queries, keys and values of a layer once more; under "full" its outputs too."""
         if not self.load.exchanged_rows:
             return {}
         shape = ModelShape.of(self.config, depths=self.place.settings.depths)

@@ -102,7 +102,11 @@ def _read_types(read: ConfigReader) -> list[str] | None:
 
 
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
-    """Infer the types of a configuration that names none from its other attributes."""
+    """Infer the types of a configuration that names none from its other attributes.
+
+    Those are lists of layers that attend, an interval at which one does, or keys that only models of mixers have. The
+    list is empty where nothing speaks of mixers: all layers attend.
+    """
     linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
     if (full := linear.value("full_attn_layers")) is not None:
@@ -217,7 +221,11 @@ def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> We
 
 
 def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
-    """Count the weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits."""
+    """Count the weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits.
+
+    Experts count as those that a token visits, with a shared expert and the router; the number of all experts' weights
+    that a token does not visit is returned as well.
+    """
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate
     if kind == "dense":
@@ -272,7 +280,11 @@ def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
 
 
 def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
-    """Count the weights of latent attention, whose queries, keys and values go through narrow products."""
+    """Count the weights of latent attention, whose queries, keys and values go through narrow products.
+
+    Queries go through `q_lora_rank` numbers if there is one. Keys and values come from `kv_lora_rank` numbers a row,
+    and the rotary part of keys, which all heads share, straight from the row.
+    """
     heads, (size, value) = read.count("num_attention_heads"), _latent_sizes(read)
     rank, query_rank = read.count("kv_lora_rank"), read.count("q_lora_rank")
     queries = query_rank * (hidden + heads * size) if query_rank else hidden * heads * size

@@ -261,7 +261,10 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
 
 
 def _link_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
-    """Return the bytes that all groups put on links inside and between nodes, by their own communication types."""
+    """Return the bytes that all groups put on links inside and between nodes, by their own communication types.
+
+    A group with a type for each layer counts by the commonest. States of mixers go between nodes if the group does.
+    """
     inside = across = 0.0
     for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):
         kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type

@@ -236,7 +236,7 @@ def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
 
 
 def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The steps of the checkpoints that lie in the run's folder, and of those that are not complete, in order."""
+    """Return the steps of the checkpoints in the run's folder, and of those that are not complete, in order."""
     section = config.get("run")
     if isinstance(section, dict) and section.get("checkpoints"):
         return (), ()  # elsewhere, perhaps in a store
@@ -249,7 +249,7 @@ def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int,
 
 
 def _find_reports(path: Path) -> Iterator[str]:
-    """Sentences about folders that a run writes where something went wrong."""
+    """Yield sentences about folders that a run writes where something went wrong."""
     if (path / "hang").is_dir():
         yield "a collective failed or timed out; what torch recorded is in the folder hang"
     if (path / "memory").is_dir():

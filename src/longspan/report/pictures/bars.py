@@ -78,7 +78,7 @@ class PlanBars:
 
     @cached_property
     def color_of(self) -> dict[int, int]:
-        """A colour of FILLS for each document, the same in time and in rows; see `_document_colors`."""
+        """Return a colour of FILLS for each document, the same in time and in rows; see `_document_colors`."""
         bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
         largest_bars = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
         return dict.fromkeys(range(len(self.plan.lengths)), 0) | _document_colors(largest_bars)
@@ -131,7 +131,10 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
 
 
 def _find_neighbours(bars: Sequence[Bar]) -> list[list[int]]:
-    """Return the bars that touch each bar, next to it or above it, or nearly."""
+    """Return the bars that touch each bar: next to it in time on shared slots, or above or below it at the same time.
+
+    Bars on shared slots count as neighbours also across a gap of NEAR times the picture's length.
+    """
     slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))
     gap = NEAR * float(stop.max(initial=0.0))
     shared = (slot[:, None] < (slot + slots)[None]) & (slot[None] < (slot + slots)[:, None])
@@ -153,7 +156,7 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
 
 
 def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """Panels and bars in time: a panel for each micro-batch, or one for all in free mode."""
+    """Return panels and bars in time: a panel for each micro-batch, or one for all in free mode."""
     when, widths = plan.timeline(cost), group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -166,7 +169,7 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 
 
 def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """Panels and bars in rows: each micro-batch has a panel as wide as the cap."""
+    """Return panels and bars in rows: each micro-batch has a panel as wide as the cap."""
     most_rows = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
     cap = float(plan.max_tokens_per_slot or most_rows)
     panels, bars = [], []
@@ -213,7 +216,7 @@ def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]
 
 
 def _summarize_bars(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
-    """Bars that are too small, over up to `merge` neighbouring slots of a micro-batch that begin together."""
+    """Yield bars that are too small, over up to `merge` neighbouring slots of a micro-batch that begin together."""
     by_micro_batch: dict[int, list[Bar]] = {}
     for bar in small:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)

@@ -136,7 +136,10 @@ class _Canvas:
         return self._slot_axis() + self._value_axis() + self._panel_names()
 
     def _slot_axis(self) -> str:
-        """Return the numbers of slots, as many as have room, and a line between nodes."""
+        """Return the numbers of slots, as many as have room, and a line between nodes.
+
+        Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart.
+        """
         slots, parts = self.plan.slots, [label("slot", _LEFT - 8, _TOP - 9, "end")]
         slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
         for slot in range(0, slots, slot_step):
@@ -149,7 +152,7 @@ class _Canvas:
         return "".join(parts)
 
     def _value_axis(self) -> str:
-        """Ticks of seconds or rows, and what they count."""
+        """Return ticks of seconds or rows, and what they count."""
         parts = []
         seconds = self.picture.unit == "seconds"
         for start, value in self._tick_values():
@@ -217,7 +220,10 @@ def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
 
 
 def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
-    """Return the plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document."""
+    """Return the plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document.
+
+    A document that several slots share has an event on each of them.
+    """
     process, thread = {"ph": "M", "name": "process_name", "pid": 0}, {"ph": "M", "name": "thread_name", "pid": 0}
     events: list[dict[str, Any]] = [process | {"args": {"name": f"longspan plan of {plural(plan.slots, 'slot')}"}}]
     events += [thread | {"tid": slot, "args": {"name": f"slot {slot}"}} for slot in range(plan.slots)]

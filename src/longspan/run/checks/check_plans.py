@@ -72,7 +72,7 @@ class _Limit(NamedTuple):
 def _plan_choices(
     config: RunConfig, *, training: bool, heads: int | None = None
 ) -> Iterator[tuple[PlanChoice, _Limit]]:
-    """How training and evaluations are planned; a preset's query heads are known, a folder's once it is read."""
+    """Yield how training and evaluations are planned; a preset's query heads are known, a folder's once it is read."""
     if heads is None and config.model.preset_name:
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = _Limit("data.max_document_tokens", config.data.max_document_tokens)
@@ -87,7 +87,7 @@ def _plan_choices(
 
 
 def _kernel_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Every key of an attention kernel, and its value."""
+    """Yield every key of an attention kernel, and its value."""
     context = config.context
     yield "context.attention_kernel", context.attention_kernel
     for entry in config.evaluations:

@@ -68,9 +68,9 @@ def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -
 
 
 def drop_old_node_size(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> RunConfig:
-    """The configuration with "auto" for a `context.node_size` that older versions had by default; entered by all ranks.
+    """Return the configuration with "auto" for a `context.node_size` that older versions had by default.
 
-    They wrote the number into config.toml, whatever hosts the run had. A line is logged where this world has others.
+    All ranks enter.
     """
     if checkpoint is None or config.context.node_size != _OLD_NODE_SIZE or world.node_size == _OLD_NODE_SIZE:
         return config

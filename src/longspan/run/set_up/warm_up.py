@@ -296,7 +296,7 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
 
 
 def _peak_memory_text(device: torch.device) -> str:
-    """Peak memory of the first rank, and the memory that its allocator has reserved."""
+    """Return peak memory of the first rank, and the memory that its allocator has reserved."""
     line = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
     if device.type == "cuda":
         line += f" of {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB reserved"

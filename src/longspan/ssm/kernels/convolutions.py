@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.ssm.kernels.packages import TORCH_ONLY, check_names, fla_function, fla_lack, package_lack, refuse_kernel
+from longspan.ssm.kernels.packages import (
+    TORCH_ONLY,
+    check_kernel_names,
+    fla_function,
+    fla_lack,
+    package_lack,
+    refuse_kernel,
+)
 from longspan.ssm.kernels.runs import LocalRuns
 
 
@@ -89,7 +96,10 @@ def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolate
 def _torch_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
 ) -> ConvolutionGradients:
-    """Compute the gradients of rows and parameters by running the convolution again."""
+    """Compute the gradients of rows and parameters by running the convolution again.
+
+    Parameters that need no gradient get None.
+    """
     weight, bias, silu = convolution
     with torch.enable_grad():
         leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
@@ -296,7 +306,7 @@ PACKAGE_CONVOLUTION = ConvolutionKernel(
 
 def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
     """Choose the kernel for rows x (T, C) and weight (C, W). Raises LayoutError if a named one is unknown or cannot."""
-    check_names(kernel_names)
+    check_kernel_names(kernel_names)
     if TORCH_ONLY in kernel_names:
         return TORCH_CONVOLUTION
     if PACKAGE_CONVOLUTION.name in kernel_names:

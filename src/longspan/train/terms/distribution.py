@@ -18,7 +18,7 @@ DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 _PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
 
 
-def check_names(names: Sequence[str]) -> tuple[str, ...]:
+def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return names of numbers, each once. Raises LossError for one that there is not."""
     unique = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
     unknown_names = [name for name in unique if isinstance(names, str) or name not in DISTRIBUTION_VALUES]

@@ -76,7 +76,7 @@ class PartClock:
         return event
 
 
-def share_times(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
+def gather_times(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
     """Share the times of all ranks, which enter together: mean seconds, the busiest rank's, and its ratio to the mean.
 
     `predicted` are seconds and balance by the plan.

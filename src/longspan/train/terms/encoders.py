@@ -29,7 +29,7 @@ from longspan.train.passes import Term
 from longspan.train.reading.local_batch import read_agreed
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
-from longspan.train.terms.encoder_times import EncoderTimes, PartClock, share_times
+from longspan.train.terms.encoder_times import EncoderTimes, PartClock, gather_times
 from longspan.train.terms.modality_pass import ModalityPass
 
 
@@ -71,7 +71,7 @@ class EncodersTerm(Term):
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         """Return what the encoders took of a step with a backward pass."""
         assert self._encoding is not None
-        return {"encoders": self._encoding.share_times()} if self._inputs.backward else {}
+        return {"encoders": self._encoding.gather_times()} if self._inputs.backward else {}
 
 
 class Encoding:
@@ -139,12 +139,12 @@ class Encoding:
                 for modality_pass in reversed(self._parts):
                     modality_pass.backward()
 
-    def share_times(self) -> EncoderTimes:
+    def gather_times(self) -> EncoderTimes:
         """Return the times of all parts, read after the step has waited for the device; all ranks enter together."""
         plans = [modality_pass.plan for modality_pass in self._parts]
         seconds = sum(plan.plan.predicted_seconds for plan in plans)
         balance = max((plan.balance for plan in plans), default=1.0)
-        return share_times(
+        return gather_times(
             [self._clock, *(modality_pass.clock for modality_pass in self._parts)], self._world, (seconds, balance)
         )
 

@@ -140,11 +140,7 @@ def _find_formula(norm: nn.Module) -> NormFormula | None:
     """Return what a norm computes; None for anything else."""
     if not type(norm).__name__.endswith("Gated"):
         return next(
-            (
-                plain_formula
-                for plain_formula in (_PLAIN, NormFormula(offset=1.0))
-                if _computes_formula(norm, plain_formula)
-            ),
+            (f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)),
             None,
         )
     kinds = product(("first", "last"), ("silu", "sigmoid"))
