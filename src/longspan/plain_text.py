@@ -64,7 +64,7 @@ def seconds_text(value: float) -> str:
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Integers as ranges: (0, 1, 2, 5) → '0–2, 5'; long lists are cut after six ranges."""
+    """Write integers as ranges: (0, 1, 2, 5) → '0–2, 5'; long lists are cut after six ranges."""
     ranges: list[list[int]] = []
     for n in sorted(numbers):
         if ranges and ranges[-1][1] == n - 1:

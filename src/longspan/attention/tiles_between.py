@@ -187,7 +187,10 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
 
 
 def _join_neighbours(tiles: TileArrays) -> TileArrays:
-    """Join neighbouring tiles where one mask covers both: equal keys, or one causal diagonal."""
+    """Join neighbouring tiles where one mask covers both: equal keys, or one causal diagonal.
+
+    On a diagonal the second tile has as many more keys as it has rows.
+    """
     added_keys = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
     continues = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
     continues &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == added_keys)

@@ -157,7 +157,10 @@ def _unpickle_table(file: Path) -> Table:
 
 
 def _as_metadata(table: Any, path: Path) -> Metadata:
-    """Return the table as torch's classes. Raises CheckpointError for what is not in the folder's files."""
+    """Return the table as torch's classes. Raises CheckpointError for what is not in the folder's files.
+
+    Chunks must lie inside their tensor and their file, and have as many numbers together as the tensor's shape.
+    """
     if table["format"] != FORMAT:
         raise CheckpointError(
             f"has format {table['format']!r}, and this version of longspan reads format {FORMAT}; use a newer one"

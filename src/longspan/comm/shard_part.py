@@ -152,7 +152,10 @@ def counts_of_slots(micro_batch: MicroBatch, slots: int) -> list[int]:
 
 
 def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
-    """Return where each packed row (S,) is among the rows of all slots; those of slot s begin at `starts[s]`."""
+    """Return where each packed row (S,) is among the rows of all slots; those of slot s begin at `starts[s]`.
+
+    A slot's rows lie group after group; rows that pad a document out are no packed rows.
+    """
     sources, next_row, base = np.empty(micro_batch.tokens, dtype=np.int64), list(starts), 0
     for group in micro_batch.groups:
         lengths, counts = np.asarray(group.lengths, dtype=np.int64), group.shares.counts

@@ -94,7 +94,10 @@ class _CorpusOfRun:
         return self._build_corpus(recipe, tokenizer)
 
     def _compare_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
-        """List the keys and tokens that differ from those that the corpus was built with."""
+        """List the keys and tokens that differ from those that the corpus was built with.
+
+        A key that the record lacks counts with its default.
+        """
         if (recorded := self._old) is None:
             return []
         values, changes = self._settings.deciding_values(), list[str]()

@@ -17,7 +17,7 @@ from longspan.model.weights.local_tensors import local_tensor
 REFERENCE = "ref"  # TRL's name of the copy of a trained adapter that it keeps for the reference
 
 
-def load_on_one_device(args: Any) -> None:
+def clear_device_map(args: Any) -> None:
     """Let TRL load models without a device_map: to it one process has all GPUs, over which it would spread them.
 
     Raises ConfigError for a device_map of the user's.

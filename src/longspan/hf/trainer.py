@@ -18,7 +18,7 @@ from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.memory import CHECKPOINTING, choose_memory, prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, load_on_one_device, take_reference_adapter
+from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
 from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import unwrap_model
@@ -48,7 +48,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self._stock_arguments = arguments
             arguments_here = _turn_off_checkpointing(self._one.arguments(arguments))
             if isinstance(model, str):
-                load_on_one_device(arguments_here)
+                clear_device_map(arguments_here)
             positional, keyword_arguments = construction.call_with(arguments_here)
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
@@ -70,7 +70,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
         self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads a stream, not the first only
-        load_on_one_device(self.args)  # from here on TRL loads references
+        clear_device_map(self.args)  # from here on TRL loads references
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: `prepare` moves what a rank keeps."""

@@ -47,7 +47,10 @@ class LongspanVLLM(VLLMGeneration):
             return self.make_shares(prompts, num_generations, asleep)
 
     def make_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
-        """Return all answers, of which each rank's engine makes an equal share; entered by all ranks."""
+        """Return all answers, of which each rank's engine makes an equal share; entered by all ranks.
+
+        The last prompt is repeated until shares are equal, and answers beyond the prompts are dropped.
+        """
         if asleep:
             self.sync_weights()
         ranks = len(self._world.home.ranks)

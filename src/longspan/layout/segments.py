@@ -94,7 +94,10 @@ class Segments:
 
 
 def segments_from_runs(document: Integers, start: Integers, stop: Integers) -> Segments:
-    """Make segments of runs in held order: empty runs are left out, touching runs of one document joined."""
+    """Make segments of runs in held order: empty runs are left out, touching runs of one document joined.
+
+    A segment's offset is the number of rows that the segments before it have.
+    """
     keep = stop > start
     document, start, stop = document[keep], start[keep], stop[keep]
     opens = np.ones(len(start), dtype=bool)

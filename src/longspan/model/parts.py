@@ -111,7 +111,10 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
 
 
 def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
-    """Trace calls of parts; returns them, the last hidden states, and the hidden states given and returned by each."""
+    """Trace calls of parts; returns them, the last hidden states, and the hidden states given and returned by each.
+
+    All parts are stand-ins, which return what they get; two rows go through the model's own forward.
+    """
     bare = decoder_model(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies

@@ -85,6 +85,8 @@ class RunFolder:
         """Read a run's folder. Raises ConfigError where there is no `metrics.jsonl` with at least one row.
 
         >>> RunFolder.read("runs/first").train["loss"][-1]
+
+        Of a step or an evaluation that a resumed run repeated the last record counts; what cannot be read is noted.
         """
         path = Path(path)
         rows, notes = _metric_rows(path)

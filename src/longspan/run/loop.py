@@ -123,7 +123,11 @@ class _Loop:
         )
 
     def run_steps(self, plans: PlanAhead, stop: StopSignal, saves: Saves) -> str:
-        """Run the remaining steps; returns the signal that stopped them ("" for none)."""
+        """Run the remaining steps; return the signal that stopped them ("" for none).
+
+        After each step all ranks agree on what comes next: whether to stop, to save, or to name a slow slot. A
+        checkpoint comes before an evaluation, in which the step could be lost.
+        """
         run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots, limits, reader = SlowSlots(), self.evaluations.limits, StepReader(run, plans)
         record_history(run)

@@ -177,7 +177,10 @@ class ProgressDisplay:
 
 
 def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
-    """Return the number of figures of a row, and the columns, that fit a terminal; the step number always shows."""
+    """Return the number of figures of a row, and the columns, that fit a terminal; the step number always shows.
+
+    Figures come first, then the time that remains, then a bar.
+    """
     room, figures_shown = width - len(f"step {steps}/{steps}"), 0
     for figure in _step_figures(row):
         if room < len(figure) + 2:

@@ -63,7 +63,11 @@ class GroupLog:
             path.write_text("", encoding="utf-8")
 
     def note(self, plan: Plan, use: Use = "training") -> None:
-        """Write and log the groups that this plan adds."""
+        """Write and log the groups that this plan adds.
+
+        They are communicators that were made since the last call, groups of this rank, and levels of hierarchical
+        groups, of which only the first few are logged.
+        """
         if self._path is None:
             return
         self._plan_count += 1

@@ -148,7 +148,10 @@ class Processor:
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
-        """Compute the grid by the processor's `smart_resize`; None if its own count of patches differs."""
+        """Compute the grid by the processor's `smart_resize`; None if its own count of patches differs.
+
+        Sides become multiples of a merged patch, within the processor's bounds of pixels.
+        """
         processor: Any = self.stock.image_processor
         resize: Callable[..., Size] | None = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
         if resize is None or not processor.do_resize:

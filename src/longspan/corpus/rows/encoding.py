@@ -42,7 +42,10 @@ from longspan.errors import DataError
 
 
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
-    """Encode texts with the tokens that the tokenizer puts around them; every token is a target."""
+    """Encode texts with the tokens that the tokenizer puts around them; every token is a target.
+
+    Short texts are encoded together, at the end; a long one by itself, as it may turn out a bad row.
+    """
     texts, results = list[str](), list[BadRow | npt.NDArray[np.int64] | None]()
     for row in rows:
         try:

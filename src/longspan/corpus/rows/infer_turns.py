@@ -212,7 +212,10 @@ def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
 
 
 def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Turn) -> int | None:
-    """Find where the messages before a turn end as they do in a prompt, from the last words of their last text on."""
+    """Find where the messages before a turn end as they do in a prompt, from the last words of their last text on.
+
+    The prompt of an answer is rendered, and the longest end of it that stands there in the text ends the question.
+    """
     try:
         prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
     except RowError:  # a conversation that begins with the assistant

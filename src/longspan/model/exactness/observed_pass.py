@@ -220,7 +220,11 @@ class ObservedPass:
         return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
 
     def _relative_error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
-        """Return the error of these rows (R, …) as a share of the tolerance."""
+        """Return the error of these rows (R, …) as a share of the tolerance.
+
+        It is the norm of what differs beyond rounding, over the norm of what the module added to its input, as residual
+        streams are much larger than what a layer adds.
+        """
         assert self.before is not None
         same_shapes = len(self.rows.numbers) == len(self.before.rows.numbers)
         rounding, tolerance = (

@@ -93,7 +93,11 @@ def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
 
 
 def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Draw the tiles of an image of some size, or, in models that ask for it, of one among others in its document."""
+    """Draw the tiles of an image of some size, or, in models that ask for it, of one among others in its document.
+
+    Its sides are so many halves of a tile's; the model's own function counts the tiles, but an image among others has
+    one.
+    """
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
     tiles = count(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])

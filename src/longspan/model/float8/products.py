@@ -84,8 +84,9 @@ class _Gradients(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, experts: ExpertRows | None, unread: Tensor
     ) -> Tensor:
-        """Save the rows for the weight's gradient, and return a view of `unread` that carries it to the product's
-        backward.
+        """Return a view of `unread`, through which the product's gradient comes back to this node, and keep the rows.
+
+        `unread` has the product's shape and no memory of its own; the rows are kept for the weight's gradient.
         """
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.dtype, ctx.experts = weight.dtype, experts

@@ -160,7 +160,10 @@ def _convolution_linears(owner: nn.Module) -> dict[str, str]:
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Return the styles of the linears of one module: those of attention, and those of one MLP."""
+    """Return the styles of the linears of one module: those of attention, and those of one MLP.
+
+    Linears before attention, or before an activation, are split by columns, and the one behind it by rows.
+    """
     styles = dict[str, str]()
     output = next((name for name in _AFTER_ATTENTION if name in linears), None)
     columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)

@@ -75,7 +75,11 @@ def _save_weights(
     tokenizer: Any,
     kind: torch.dtype | None,
 ) -> None:
-    """Write the weights in files of `kind`; entered by all ranks; the home's first rank writes."""
+    """Write the weights in files of `kind`; entered by all ranks; the home's first rank writes.
+
+    All ranks gather one unit of weights after another, and learn at once where the first rank could not write. With an
+    adapter only it is written, with what is trained besides.
+    """
     writes = world.rank == world.home.ranks[0]
     if (adapter := model_adapter(model)) is not None:
         trained = _find_trained_modules(encoders)

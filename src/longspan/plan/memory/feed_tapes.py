@@ -165,7 +165,11 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
 
 
 def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
-    """Add the experts that every row visits as one MLP, for some families with a weight for each row."""
+    """Add the experts that every row visits as one MLP, for some families with a weight for each row.
+
+    Their width follows from the counted weights: what is neither the router's nor of experts nor of narrow projections;
+    a remainder of one row is the weight's. Return the sum with `out`.
+    """
     read, hidden = builder.read, builder.hidden
     narrow = read.count("moe_latent_size")
     shared = weights.all - weights.of_experts - hidden * read.experts()[1] - 2 * hidden * narrow

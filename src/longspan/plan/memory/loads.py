@@ -103,7 +103,11 @@ def _slot_load(
 def group_exchange(
     group: Group, read: ConfigReader, settings: MemorySettings, machine: Machine, node_size: int, tp: int
 ) -> tuple[str, int]:
-    """Return the type of most layers of a group, and how many members exchange heads under it."""
+    """Return the type of most layers of a group, and how many members exchange heads under it.
+
+    "auto" is the type that the settings name, or the one that the machine expects to be fastest. Without heads to
+    exchange it is one member.
+    """
     kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     kind, sizes = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
     if kind == "auto" and settings.cp_comm_type:

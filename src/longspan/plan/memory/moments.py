@@ -247,7 +247,11 @@ class MicroBatchMoments:
         return root_bytes + (self._arrival_factor * self._whole_weights[i - 1] if i else 0.0)
 
     def _end_moments(self) -> Iterator[Bytes]:
-        """Yield the moments after all layers: the root's gradients are summed, then those of images."""
+        """Yield the moments after all layers: the root's gradients are summed, then those of images.
+
+        Where parameters stay whole for several micro-batches, layers are summed one after another here, and the largest
+        one counts.
+        """
         peak, root = self.peak, self.peak.root_numbers
         all_gradients = peak.gradient_bytes(peak.all_numbers)
         gradients_before = self._shard_bytes if self.load.later else all_gradients - peak.gradient_bytes(root)

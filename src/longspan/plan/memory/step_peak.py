@@ -90,7 +90,10 @@ class StepPeak:
 
     @cached_property
     def resident_bytes(self) -> Bytes:
-        """Return the bytes of this rank's shards of weights and states, and of what every GPU has."""
+        """Return the bytes of this rank's shards of weights and states, and of what every GPU has.
+
+        Trained weights may be of another dtype than frozen ones; a tower is trained by keys of its own.
+        """
         settings, all_numbers, tower = self.settings, self.all_numbers, self.numbers.tower
         trained = all_numbers.share if settings.trains_all else all_numbers.adapters
         trained += tower.trained - tower.share if settings.trains_all else tower.trained

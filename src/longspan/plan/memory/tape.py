@@ -108,7 +108,10 @@ class Tape:
         return Peaks(forward, max(second_forward + self.sizes[self.output] * again, self._backward_peak(held)))
 
     def _forward_peak(self, held: Collection[str], saved: frozenset[str], *, stop_early: bool = False) -> float:
-        """Return the most bytes alive in a forward pass: of tensors until their last use, and of saved ones."""
+        """Return the most bytes alive in a forward pass: of tensors until their last use, and of saved ones.
+
+        With `stop_early` it ends with the last operation that saves anything, as recomputation does.
+        """
         operations = self.operations
         if stop_early:
             last = max((i for i, op in enumerate(operations) if op.saves), default=-1)

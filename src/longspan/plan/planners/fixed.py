@@ -147,7 +147,7 @@ class Packer:
         return rank[places]
 
     def _level_groups(self, assignment: Ints) -> Ints:
-        """Spread the documents of each micro-batch anew over its groups, if that is faster."""
+        """Spread the documents of each micro-batch anew over its groups, where that makes its slowest group faster."""
         groups, count = len(self.inside), self._count_micro_batches(assignment)
         batch, fresh = assignment // groups, assignment.copy()
         members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])

@@ -176,7 +176,11 @@ class Request(PlanOptions):
         return self.partition if degree > 1 else "zigzag"
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
-        """Make the checked plan of these micro-batches, with dummies up to the next multiple, times and a bound."""
+        """Make the checked plan of these micro-batches, with dummies up to the next multiple, times and a bound.
+
+        At least one micro-batch is there. The bound has the times of the update and of free mode's closing, as
+        predictions do.
+        """
         micro_batches = self.resolve_types(micro_batches)
         dummies = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
         batches = (*micro_batches, *[MicroBatch()] * (dummies - len(micro_batches)))

@@ -126,7 +126,11 @@ def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], 
 def _input_time(
     action: Action, stage: int, stages: int, chunks: int, ended: dict[tuple[Action, int], float]
 ) -> float | None:
-    """Return when the input of an action is there: 0.0 for the model's own input, None for not yet."""
+    """Return when the input of an action is there: 0.0 for the model's own input, None for not yet.
+
+    Forward it is when the part of the model before this one ended, backward when the part after it did, and for the
+    last part when its own forward pass ended.
+    """
     kind, chunk, micro_batch = action
     position = chunk * stages + stage  # among all parts of the model
     if kind == "backward" and position == stages * chunks - 1:

@@ -141,7 +141,10 @@ def _speed_section(live: LiveRun) -> str:
 
 
 def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
-    """Return the chart of a column of the steps; with 100 values or more, faint, and a running mean over it."""
+    """Return the chart of a column of the steps.
+
+    With 100 values or more they are faint, and a running mean is drawn over them.
+    """
     run, values = live.run, live.run.train[name]
     window = max(5, len(values) // 60) if len(values) >= 100 else 1
     faint = Series("each step", run.step, values, color, "faint" if window > 1 else "line")

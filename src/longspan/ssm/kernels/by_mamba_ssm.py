@@ -122,7 +122,12 @@ class MambaBackward:
         self._h = self._chunks.entering_states(self._states)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""
+        """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states.
+
+        dh are the gradients at the states that leave chunks. In mamba_ssm's names x are values, B keys and C queries:
+        dx, dB and dC come from dh and from inside chunks (through the products C Bᵀ, whose gradient goes to both). The
+        gradient of log-decays sums what each position's decay has scaled, over the positions behind it.
+        """
         chunks, dh = self._chunks, torch.empty_like(self._h)
         self._chunk_sums(leaving.mT.contiguous(), into=dh)
         products, groups = chunks.products(), self._inputs.k.shape[1]

@@ -38,7 +38,11 @@ class _Chunks(NamedTuple):
 
 @lru_cache(maxsize=32)  # all layers have the same runs
 def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
-    """Cut runs of these lengths into chunks, and order them: first chunks of all runs, longest runs first."""
+    """Cut runs of these lengths into chunks, and order them: first chunks of all runs, longest runs first.
+
+    So the runs that have an i-th chunk are the first few, and chunks of one place are scanned together. Places without
+    a row read row `total`, which is zeros; `back` gives each row's place, `order` and `inverse` the runs'.
+    """
     size, total = np.array(lengths, dtype=np.int64), sum(lengths)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
