@@ -246,7 +246,7 @@ def _weights_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def _log_progress(groups: Iterator[dict[str, Tensor]], log: Callable[[str], None]) -> Iterator[dict[str, Tensor]]:
-    """The groups, with a line of progress every few gigabytes."""
+    """Yield the groups, and log a line of progress every few gigabytes."""
     read = logged = 0
     for group in groups:
         yield group

@@ -118,7 +118,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is too large for a float."""
+        """Return exp(loss); infinite where that is too large for a float."""
         try:
             return math.exp(self.loss)
         except OverflowError:

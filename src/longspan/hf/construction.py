@@ -38,10 +38,7 @@ class GivenArguments:
         return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the call, with these TrainingArguments.
-
-        Raises ConfigError for a constructor that takes none.
-        """
+        """Return the positional and keyword arguments of the call, with these TrainingArguments."""
         positional, bound = self._rest_of(self._positional, ()), self._bound.arguments
         if "args" in self._names:
             bound["args"] = arguments

@@ -30,13 +30,13 @@ class FirstRank:
 
     def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
         self._world, self._calls = world, calls
-        self._others: ExitStack | None = None  # keeps the other ranks waiting
+        self._waiting_ranks: ExitStack | None = None  # keeps the other ranks waiting
         self._lock = threading.Lock()  # a rollout may call from threads of its own
 
     @property
     def works(self) -> bool:
         """Whether this is the first rank in the middle of its work, when the others only wait."""
-        return self._others is not None
+        return self._waiting_ranks is not None
 
     def run(self, work: Callable[[], Result], what: str) -> Result:
         """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
@@ -55,17 +55,14 @@ class FirstRank:
         except BaseException as error:
             with suppress(CommError):  # another rank is gone, which is what failed here
                 self._send(pickle.dumps((_ERROR, _make_shared_error(error, what))))
-            self._others = None
+            self._waiting_ranks = None
             raise
         self._send(message)
         return result
 
     @contextmanager
     def calling(self, name: str, *arguments: Any) -> Iterator[None]:
-        """A context in which the work communicates: the others meanwhile run `calls[name](*arguments)`.
-
-        Outside of work, when every rank enters it, it does nothing.
-        """
+        """Let the work communicate inside: the others meanwhile run `calls[name](*arguments)`."""
         if not self.works:
             yield
             return
@@ -77,12 +74,12 @@ class FirstRank:
                 self._let_wait()
 
     def _let_wait(self) -> None:
-        self._others = ExitStack()
-        self._others.enter_context(leave_together(self._world))
+        self._waiting_ranks = ExitStack()
+        self._waiting_ranks.enter_context(leave_together(self._world))
 
     def _send(self, message: bytes) -> None:
         """End the waiting, and send all ranks what comes next."""
-        waiting_others, self._others = self._others, None
+        waiting_others, self._waiting_ranks = self._waiting_ranks, None
         assert waiting_others is not None
         waiting_others.close()
         self._world.control.broadcast_object(message, what=_MESSAGE)

@@ -104,7 +104,10 @@ class GenerationPart(StockTrainer):
         return self._result_of_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 
     def _result_of_first_rank(self, work: Callable[[], Any], what: str) -> Any:
-        """What `work` gives on the first rank, on every rank, with what it logged and the random state after it."""
+        """Return on every rank what `work` gives on the first.
+
+        Ranks also take over what it logged there, and the random state after it.
+        """
 
         def run() -> Any:
             """Run the work on the first rank; return its result on the CPU, what it logged, and the random states after

@@ -110,9 +110,9 @@ class ReferenceAdapter:
 
     def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
         (self._trained,) = peft_model.peft_config
-        self._now, self._refuse = self._trained, peft_model.set_adapter
+        self._active_adapter, self._refuse = self._trained, peft_model.set_adapter
         self._parameters = [parameter for _, parameter in adapter_parameters(prepared)]
-        self._others = [local_tensor(parameter).clone() for parameter in self._parameters]
+        self._other_values = [local_tensor(parameter).clone() for parameter in self._parameters]
         peft_model.base_model.peft_config = {**peft_model.peft_config, REFERENCE: config}
         peft_model.set_adapter = self.set_adapter
 
@@ -121,10 +121,10 @@ class ReferenceAdapter:
         """Let the model compute with the trained adapter or with the reference's; refuse others as `prepare` does."""
         if name not in (self._trained, REFERENCE):
             self._refuse(name, *args, **keywords)
-        if name == self._now:
+        if name == self._active_adapter:
             return
-        self._now = name
-        for parameter, other_values in zip(self._parameters, self._others, strict=True):
+        self._active_adapter = name
+        for parameter, other_values in zip(self._parameters, self._other_values, strict=True):
             values = local_tensor(parameter)
             earlier_values = values.clone()
             values.copy_(other_values)

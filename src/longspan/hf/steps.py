@@ -229,7 +229,7 @@ class CollectedTokens:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, log_probs: Tensor, at: LossRows) -> Tensor:
-        """Log-probabilities (t,) times their coefficients."""
+        """Return log-probabilities (t,) times their coefficients."""
         values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
         self._parts.append((at.document, at.position, torch.stack(values)))
         return at["coefficient"] * log_probs

@@ -42,11 +42,11 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         if isinstance(model, nn.Module):
             refuse_kind(model)
         refuse_generation(type(self), arguments, construction.values, construction.takes)
-        self._one = OneProcess.enter(self.longspan.home)
-        self._open = True
+        self._one_process = OneProcess.enter(self.longspan.home)
+        self._is_open = True
         try:
             self._stock_arguments = arguments
-            arguments_here = _turn_off_checkpointing(self._one.arguments(arguments))
+            arguments_here = _turn_off_checkpointing(self._one_process.arguments(arguments))
             if isinstance(model, str):
                 clear_device_map(arguments_here)
             positional, keyword_arguments = construction.call_with(arguments_here)
@@ -63,7 +63,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     @property
     def world(self) -> World:
         """The open World of all ranks."""
-        return self._one.world
+        return self._one_process.world
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator that takes the rows of all ranks."""
@@ -154,9 +154,9 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._leave()
 
     def _leave(self) -> None:
-        if self._open:
-            self._open = False
-            self._one.leave()
+        if self._is_open:
+            self._is_open = False
+            self._one_process.leave()
 
 
 def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:

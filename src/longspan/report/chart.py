@@ -152,7 +152,7 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
 
 
 def _draw_axes(chart: Chart, frame: _Frame) -> str:
-    """Grid lines, ticks and names of both axes."""
+    """Draw grid lines, ticks and names of both axes."""
     parts, marks = list[str](), _y_ticks(chart, frame)
     digits = _tick_digits(marks)
     for value in marks:
@@ -229,7 +229,7 @@ def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
 
 
 def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """Words below points, that stay inside the drawing."""
+    """Draw words below points, inside the drawing."""
     for x, y, words in chart.notes:
         width = CHARACTER * len(words)
         start = max(frame.left + 4, min(float(frame.to_x(x)) - width / 2, frame.right - width))

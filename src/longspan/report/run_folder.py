@@ -198,9 +198,9 @@ def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
 
 
 def _read_plans(folder: Path, median: int) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
-    """The saved plans by name, at most MAX_PLANS at even distances, that of the median step, and notes on damaged ones.
+    """Read the saved plans by name, and notes on damaged ones.
 
-    That of the median step is in plans.jsonl, which has all.
+    At most MAX_PLANS are read, at even distances, with that of the median step.
     """
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     if len(files) > MAX_PLANS:

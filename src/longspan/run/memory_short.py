@@ -26,11 +26,7 @@ NAMES = ("part", "planned", "measured")
 
 @contextmanager
 def explain_memory(run: TrainingRun, step: int) -> Iterator[None]:
-    """A context of a step, counted from 1: an error of short memory gets a note with what the plan says, and a file.
-
-    >>> with explain_memory(run, 7):
-    ...     run.take_step(plan, documents, 6)
-    """
+    """Add to an error of short memory inside a note with what the plan says, and write a file; steps count from 1."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -56,7 +56,7 @@ class StepProfiles:
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """A context of a step, which is profiled if it is one of them; `write` then writes what was recorded."""
+        """Profile what runs inside if this step is to be profiled; `write` then writes what was recorded."""
         if not self.has(step):
             yield
             return
@@ -185,7 +185,9 @@ def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
-    """(name, start, end) in seconds of what ran: kernels and copies of the GPU, else operators without inner ones."""
+    """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, else operators without inner
+    ones.
+    """
     from torch.autograd import DeviceType
 
     events: list[tuple[str, float, float]] = []

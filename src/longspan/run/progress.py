@@ -38,7 +38,7 @@ class ProgressDisplay:
         self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._since: tuple[float, int] | None = None
+        self._shown_since: tuple[float, int] | None = None
         self._figures_shown = 0  # of a step, that the terminal has room for
         self._evaluating: TaskID | None = None
         self._bar_only = False  # of an evaluation, with none of steps beside it
@@ -166,10 +166,10 @@ class ProgressDisplay:
     def _remaining_time(self, step: int) -> str:
         """Return the time that the remaining steps will take, by those shown so far; "" at the first and the last."""
         now = time.monotonic()
-        if self._since is None:
-            self._since = (now, step)
+        if self._shown_since is None:
+            self._shown_since = (now, step)
             return ""
-        began, first_step = self._since
+        began, first_step = self._shown_since
         if step <= first_step or step >= self._steps:
             return ""
         seconds = round((now - began) / (step - first_step) * (self._steps - step))

@@ -17,10 +17,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "flash-attn-4")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on, as far as they are installed.
-
-    >>> versions()["python"]
-    """
+    """Return the versions of Python and of the packages that results depend on, as far as they are installed."""
     installed = {"python": platform.python_version(), "longspan": __version__}
     for name in PACKAGES:
         try:

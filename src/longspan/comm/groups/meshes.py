@@ -34,7 +34,7 @@ class Meshes:
 
     def __init__(self, home: Layout, stage: int, groups: ProcessGroups, device_type: str) -> None:
         self._home, self._stage, self._groups, self._device_type = home, stage, groups, device_type
-        self._mine: dict[str, ProcessGroup] = {}
+        self._axis_groups: dict[str, ProcessGroup] = {}
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
@@ -70,13 +70,13 @@ class Meshes:
         of the same ranks and axes are equal. Each thread has such a memory, and on a GPU backward passes run in another
         thread than forward passes.
         """
-        if not self._mine:
+        if not self._axis_groups:
             return
         _forget_shardings()
         if self._device_type == "cuda":
             with torch.enable_grad():
                 _InBackwardThread.apply(torch.zeros((), device="cuda", requires_grad=True)).backward()
-        self._mine.clear()
+        self._axis_groups.clear()
 
     @cached_property
     def _root_mesh(self) -> DeviceMesh:
@@ -124,12 +124,12 @@ class Meshes:
 
     def _make_groups_of_axis(self, axis: str, lines: Integers) -> ProcessGroup:
         """Make the groups of all lines along an axis, on every rank in one order; return this rank's."""
-        if axis not in self._mine:
+        if axis not in self._axis_groups:
             for line in lines.tolist():
                 group = self._groups.make_group(line, axis)
                 if group is not None:
-                    self._mine[axis] = group
-        return self._mine[axis]
+                    self._axis_groups[axis] = group
+        return self._axis_groups[axis]
 
     def _sort_for_groups(self, ranks: Integers, axes: Sequence[str]) -> Integers:
         """Sort the ranks (pp, …) so that they ascend along sharded axes: torch orders the members of a group by rank.

@@ -32,7 +32,7 @@ class RingBlocks:
     """
 
     def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
-        self._channel, self._counts, self._what = channel, tuple(counts), what
+        self._channel, self._counts, self._label = channel, tuple(counts), what
         self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)
         self._spare: list[Tensor] = []
@@ -53,7 +53,7 @@ class RingBlocks:
                 return
             arriving = self._take_buffer(own_matrix)
             next_matrix = arriving[: self._counts[(owner - 1) % degree]]
-            handle = self._channel.shift(packed, next_matrix, self._what)
+            handle = self._channel.shift(packed, next_matrix, self._label)
             yield owner, block
             handle.wait()
             if buffer is not own_matrix:
@@ -105,7 +105,7 @@ class GradientRing:
         add: AddInPlace,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._channel, self._counts, self._what, self._add = channel, tuple(counts), what, add
+        self._channel, self._counts, self._label, self._add = channel, tuple(counts), what, add
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
         self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
@@ -118,7 +118,7 @@ class GradientRing:
         total = self._add_to_sum(owner, addends)
         self._step += 1
         arriving = self._buffer((owner - 1) % self._channel.degree)
-        self._handle = self._channel.shift(total, arriving, self._what)
+        self._handle = self._channel.shift(total, arriving, self._label)
 
     def finish(self, addends: Sequence[Addend]) -> Block:
         """The sum over all members of the gradient of one's own block, each (counts[index], …)."""

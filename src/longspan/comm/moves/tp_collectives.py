@@ -40,7 +40,7 @@ def tp_copy(x: Tensor, world_key: int) -> Tensor:
 
 @outside_graphs
 def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
-    """As `tp_copy`, for a parameter: a gradient in half precision is summed in float32 and rounded once."""
+    """Copy as `tp_copy` does, a parameter: a gradient in half precision is summed in float32 and rounded once."""
     if not torch.is_grad_enabled():
         return x
 

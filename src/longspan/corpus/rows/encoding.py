@@ -205,7 +205,7 @@ class RowEncoding:
 
     @cached_property
     def images(self) -> RowImages | None:
-        """Makes placeholders of images; None if the tokenizer's folder has no image processor."""
+        """Return what makes placeholders of images; None if the tokenizer's folder has no image processor."""
         if not has_processor(self.tokenizer.folder):
             return None
         template = None

@@ -221,7 +221,7 @@ class _Progress:
 
     def __init__(self, recipe: Recipe, log: LogLine) -> None:
         self._log, self._sizes = log, [source.bytes for source in recipe.sources]
-        self._total, self._file, self._before = sum(self._sizes), 0, 0
+        self._total, self._file, self._bytes_before = sum(self._sizes), 0, 0
         self._began = self._last_line = time.monotonic()
         self._read = 0
 
@@ -240,9 +240,9 @@ class _Progress:
         """Log the progress after this batch, if some seconds have passed."""
         last = batch[-1]
         while self._file < last.file:
-            self._before += self._sizes[self._file]
+            self._bytes_before += self._sizes[self._file]
             self._file += 1
-        self._read = self._before + last.chunk.end
+        self._read = self._bytes_before + last.chunk.end
         if time.monotonic() - self._last_line > _NEWS_SECONDS:
             self._last_line = time.monotonic()
             seconds_left = (self._last_line - self._began) * (self._total - self._read) / max(self._read, 1)

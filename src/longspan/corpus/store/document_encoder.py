@@ -107,7 +107,7 @@ class _BatchDocuments:
     def __init__(self, encoder: DocumentEncoder) -> None:
         self._encoder = encoder
         self._ids, self._codes = list[npt.NDArray[Any]](), list[npt.NDArray[Any] | None]()
-        self._each = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, start
+        self._facts = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, start
         self._images = list[PlacedImage]()
         self._notes = Notes()
 
@@ -157,7 +157,7 @@ class _BatchDocuments:
         for document_rows in cut_row(len(ids), codes, most_tokens, self._notes.left_out, uncut):
             inside = (image for image in sample.images if document_rows.start <= image.start < document_rows.stop)
             self._images += (
-                PlacedImage(len(self._each), _shift(image, -document_rows.start), place[1]) for image in inside
+                PlacedImage(len(self._facts), _shift(image, -document_rows.start), place[1]) for image in inside
             )
             code = None if codes is None else codes[document_rows].copy()
             if code is not None:
@@ -165,7 +165,7 @@ class _BatchDocuments:
             targets = len(ids[document_rows]) - 1 if code is None else int((code[1:] != NOTHING).sum())
             self._ids.append(ids[document_rows])
             self._codes.append(code)
-            self._each.append((len(ids[document_rows]), targets, *place, start + document_rows.start))
+            self._facts.append((len(ids[document_rows]), targets, *place, start + document_rows.start))
 
     def add_bad(self, row: BadRow) -> None:
         """Count a row that gives no document. Raises DataError if that is an error."""
@@ -186,7 +186,7 @@ class _BatchDocuments:
             codes = np.concatenate([np.zeros(len(ids), np.int64) if code is None else code for code, ids in pairs])
             codes = codes.astype(np.uint8 if codes.max() < OTHER_TOKEN else np.int32)
         ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
-        table = np.array(self._each, dtype=np.int64).reshape(-1, 5)
+        table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         lengths, targets, files, positions, starts = (column.copy() for column in table.T)
         return Encoded(ids, codes, lengths, targets, files, positions, starts, self._notes, self._images)
 

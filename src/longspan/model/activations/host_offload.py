@@ -39,13 +39,13 @@ class HostOffload:
 
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena
-        self._last: weakref.ref[ParkedLayer] | None = None
+        self._last_layer: weakref.ref[ParkedLayer] | None = None
         self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()
 
     def open_layer(self, *, first: bool) -> "ParkedLayer":
         """Open the place where one call of a layer parks tensors; `first`: its pass begins with this call."""
-        layer = ParkedLayer(self, None if first else self._last)
-        self._last = weakref.ref(layer)
+        layer = ParkedLayer(self, None if first else self._last_layer)
+        self._last_layer = weakref.ref(layer)
         self.keep_on_device(layer)
         return layer
 
@@ -72,7 +72,7 @@ class ParkedLayer:
     """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
-        self._offload, self._before = offload, before
+        self._offload, self._layer_before = offload, before
         self._on_host: list[tuple[HostRange, Tensor]] = []
         self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
         self._versions: dict[int, int] = {}
@@ -103,7 +103,7 @@ class ParkedLayer:
         self._offload.keep_on_device(self)
         if index not in self._on_device:
             self.bring_back()
-        layer_before = None if self._before is None else self._before()
+        layer_before = None if self._layer_before is None else self._layer_before()
         if layer_before is not None and not layer_before._on_device:
             self._offload.keep_on_device(layer_before)
             layer_before.bring_back()

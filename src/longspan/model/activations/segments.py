@@ -36,7 +36,7 @@ class Segments:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._last: weakref.ref[_Link] | None = None  # the graph holds it
+        self._last_link: weakref.ref[_Link] | None = None  # the graph holds it
 
     def run_layer(
         self,
@@ -53,7 +53,7 @@ class Segments:
 
         A layer is in the segment of the call before if it takes just what that returned, and the segment has room.
         """
-        x, last_link = args[0], self._last and self._last()
+        x, last_link = args[0], self._last_link and self._last_link()
         follows = last_link is not None and last_link.place + 1 < self.size and last_link.gave(x)
         link = _Link(layer, run, args[1:], measure, last_link if follows else None)
         keep: Callable[[Tensor], Callable[[], Tensor]] = _stay
@@ -66,7 +66,7 @@ class Segments:
         with torch.autograd.graph.saved_tensors_hooks(link.keep_input(keep, x), lambda fetch: fetch()):
             out = checkpoint(run, *args, use_reentrant=False, context_fn=link.contexts)
         link.note_output(out[0] if isinstance(out, tuple) else out)
-        self._last = weakref.ref(link)
+        self._last_link = weakref.ref(link)
         return out
 
 
@@ -82,7 +82,7 @@ class _Link:
     ) -> None:
         self.before = before
         self.place = 0 if before is None else before.place + 1
-        self._layer, self._run, self._others = layer, run, others
+        self._layer, self._run, self._other_args = layer, run, others
         self._keeps_attention, self._keeps_exchanged = not measure.startswith("full"), measure == "exchanged"
         self._recording: Recording | None = None
         self._input: Tensor | None = None
@@ -150,7 +150,7 @@ class _Link:
             stack.enter_context(self._autocast())
             if self._recording is not None:
                 stack.enter_context(self._recording.forward())
-            out = self._run(x, *self._others)
+            out = self._run(x, *self._other_args)
         return (out[0] if isinstance(out, tuple) else out).detach()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -184,11 +184,11 @@ class _Again(AbstractContextManager[None]):
         self._link = link
 
     def __enter__(self) -> None:
-        self._open = self._link.recompute()
-        self._open.__enter__()
+        self._open_context = self._link.recompute()
+        self._open_context.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self._open.__exit__(*error)
+        return self._open_context.__exit__(*error)
 
 
 @contextmanager

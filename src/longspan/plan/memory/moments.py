@@ -110,7 +110,7 @@ class MicroBatchMoments:
 
     @cached_property
     def _whole_gradients(self) -> float:
-        """Whole gradients that micro-batches add up, and that wait for the sum over slots."""
+        """Return the whole gradients that micro-batches add up, and that wait for the sum over slots."""
         peak = self.peak
         if not peak.stays_whole or not peak.settings.backward:
             return 0.0
@@ -140,8 +140,13 @@ class MicroBatchMoments:
             communicators=base.communicators,
         )
 
-    def _whole_forward(self, i: int) -> float:
-        """Return the bytes of whole weights while layer i runs forward."""
+    def _whole_forward_bytes(self, i: int) -> float:
+        """Return the bytes of whole weights while layer i runs forward.
+
+        Those are the root's, the layer's (with `gathered_once` also those of the layers before), and as much as the
+        layer's once more where weights arrive from other slots.
+        Where weights stay whole, or are not sharded, they are all layers'.
+        """
         if self.peak.stays_whole or not self.peak.settings.shard_parameters:  # then of weights in float8
             return self._root_weights + sum(self._whole_weights)
         laid_out = sum(self._whole_weights[: i + 1]) if self.peak.settings.gathered_once else self._whole_weights[i]
@@ -152,7 +157,7 @@ class MicroBatchMoments:
         whole_gradients, activations = self._whole_gradients if self.load.later else 0.0, self._other_activations
         for i, layer in enumerate(self._waiting_bytes):
             leaving = self._waiting_bytes[i - 1].host if i else 0.0  # on its way to the host
-            whole_bytes = self._whole_forward(i) + whole_gradients
+            whole_bytes = self._whole_forward_bytes(i) + whole_gradients
             yield self._make_moment(
                 gradients=self._shard_bytes, gathered=whole_bytes, kept=activations + leaving, work=layer.peaks.forward
             )

@@ -31,7 +31,7 @@ class Tail:
         self._path, self._most = path, most
         self._file: tuple[int, int] | None = None  # device and number of the file that was read
         self._offset = 0  # behind the last whole line
-        self._last = 0, b""  # where the last line begins, and its first bytes
+        self._last_line = 0, b""  # where the last line begins, and its first bytes
 
     def lines(self) -> Iterator[bytes]:
         """Yield the lines that are new, without those that are too long; none where there is no such file.
@@ -48,13 +48,13 @@ class Tail:
             status = os.fstat(file.fileno())
             name = status.st_dev, status.st_ino
             if name != self._file or status.st_size < self._offset or not self._stands(file):
-                self._file, self._offset, self._last = name, 0, (0, b"")
+                self._file, self._offset, self._last_line = name, 0, (0, b"")
                 self.is_first = True
             yield from self._new_lines(file)
 
     def _stands(self, file: BinaryIO) -> bool:
         """Return whether the line that was read last is still where it was."""
-        start, words = self._last
+        start, words = self._last_line
         file.seek(start)
         return file.read(len(words)) == words
 
@@ -68,7 +68,7 @@ class Tail:
                 length += len(line)
             if not line.endswith(b"\n"):
                 return
-            self._last, self._offset = (self._offset, words), self._offset + length
+            self._last_line, self._offset = (self._offset, words), self._offset + length
             if not is_long:
                 yield line
                 self.is_first = False

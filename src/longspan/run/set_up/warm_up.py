@@ -230,7 +230,10 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
 
 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
-    """The warm-up of some plans, with `in_flight` copies of the largest micro-batch, as a pipeline holds at once."""
+    """Return the warm-up of some plans, with `in_flight` copies of the largest micro-batch.
+
+    A pipeline holds as many at once.
+    """
     groups = smallest_group_of_each_kind(plans)
     largest, batches = largest_micro_batch(plans), list[MicroBatch]()
     for group in groups.values():

@@ -55,12 +55,12 @@ class NamesOfValues:
     """The names of the values of the first document that is read, which all others of a step must have as well."""
 
     def __init__(self) -> None:
-        self._first: tuple[int, set[str]] | None = None
+        self._first_names: tuple[int, set[str]] | None = None
 
     def check(self, document: int, values: Mapping[str, Any]) -> None:
         """Raise DataError where another document's values have other names; weights may be left out."""
         names = set(values) - {WEIGHTS}
-        first, first_names = self._first = self._first or (document, names)
+        first, first_names = self._first_names = self._first_names or (document, names)
         for name in sorted(names ^ first_names):
             having, lacking = (document, first) if name in names else (first, document)
             raise DataError(
