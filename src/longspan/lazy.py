@@ -16,11 +16,12 @@ def lazy_exports(
     home_of = {name: home for home, name in re.findall(r"^    from (\S+) import (\w+) as \2$", text, re.MULTILINE)}
     names = sorted(set(home_of) - set(unlisted))
 
-    def load(name: str) -> object:
+    def load_name(name: str) -> object:
+        """Import a name of the package, which then has it as its own."""
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
         value = getattr(import_module(home_of[name]), name)
         setattr(module, name, value)
         return value
 
-    return load, lambda: sorted({*names, *vars(module)}), names
+    return load_name, lambda: sorted({*names, *vars(module)}), names

@@ -45,7 +45,7 @@ MUTATIONS: dict[str, Change] = {
     ),
     "gradient norm counts copies": (
         "train.gradients",
-        "return bool((mesh.mesh == self._first).any()) and not any(copies)",
+        "return bool((mesh.mesh == self._first_rank).any()) and not any(copies)",
         "return True",
     ),
     # tokens, labels and evaluation

@@ -38,7 +38,7 @@ class ProgressDisplay:
         self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._shown_since: tuple[float, int] | None = None
+        self._shown_since: tuple[float, int] | None = None  # time and number of the first step that was shown
         self._figures_shown = 0  # of a step, that the terminal has room for
         self._evaluating: TaskID | None = None
         self._bar_only = False  # of an evaluation, with none of steps beside it

@@ -68,9 +68,7 @@ class PipelineSettings:
     def enough_micro_batches(self, count: int) -> int:
         """Return the least number of micro-batches, `count` or more, that a training step can take; dummies are added.
 
-        Interleaved schedules run n micro-batches in rounds of equal size, n
-
-        pp rounds or one.
+        Interleaved schedules run n micro-batches in n // pp rounds of equal size, or in one if there are fewer than pp.
         """
         in_rounds = self.schedule == "zero_bubble" or (self.schedule == "1f1b" and self.virtual_stages > 1)
         if self.pp > 1 and in_rounds:
