@@ -21,7 +21,7 @@ import reprlib
 
 
 def plural(number: int, noun: str, ending: str = "s") -> str:
-    """A number with its noun, in singular or plural, as messages and reports write them.
+    """Return a number with its noun, in singular or plural, as messages and reports write them.
 
     >>> plural(1, "rank"), plural(4096, "micro-batch", "es")
     ('1 rank', '4,096 micro-batches')

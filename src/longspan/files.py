@@ -17,7 +17,7 @@ from typing import Any
 
 
 def as_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """A record as JSON.
+    """Return a record as JSON.
 
     >>> as_json({"step": 3, "loss": float("nan")})
     '{"step": 3, "loss": null}'
@@ -35,7 +35,7 @@ def json_values(value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON document of someone else; whatever is wrong with the text is a ValueError.
+    """Return the value of a JSON document of someone else; whatever is wrong with the text is a ValueError.
 
     >>> parse_json('{"step": 3}')
     {'step': 3}

@@ -9,13 +9,9 @@ from pathlib import Path
 
 
 def free_host_bytes(root: Path = Path("/"), *, swap: bool = False) -> int | None:
-    """Bytes of the host's memory that this process may still take, by Linux and by its control group; None: not known.
+    """Return the bytes of the host's memory that this process may still take; None where they are not known.
 
-    >>> (free_host_bytes() or 1) > 0
-    True
-
-    Files that Linux keeps in memory, and drops for others, count as free. With `swap`, what could be swapped out counts
-    too: pages that CUDA knows cannot be.
+    They are read from Linux and from the process's control group.
     """
     names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
     figures = [_read_sizes(root / "proc/meminfo", names), *_room_in_groups(root / "sys/fs/cgroup")]

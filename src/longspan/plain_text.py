@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Rows under their names; the first `left` columns start at the left, the others end at the right.
+    """Return rows under their names; the first `left` columns start at the left, the others end at the right.
 
     >>> print(text_table(("cp", "seconds"), (("1", "0.5"), ("16", "12.0"))))
     cp  seconds
@@ -29,7 +29,7 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """A number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'."""
+    """Return a number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -44,7 +44,7 @@ def number_text(value: float, digits: int = 3) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """Bytes in binary units: 3 * 2**30 → '3 GiB'."""
+    """Return bytes in binary units: 3 * 2**30 → '3 GiB'."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value) >= scale:
             return f"{value / scale:.4g} {unit}"
@@ -52,7 +52,7 @@ def bytes_text(value: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """A duration: '1 h 02 min', '3 min 05 s', '12.3 s', '45 ms', '80 µs'."""
+    """Return a duration: '1 h 02 min', '3 min 05 s', '12.3 s', '45 ms', '80 µs'."""
     if value >= 3600:
         return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"
     if value >= 120:
@@ -64,7 +64,7 @@ def seconds_text(value: float) -> str:
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Integers as ranges: (0, 1, 2, 5) → '0–2, 5'; long lists are cut after six ranges."""
+    """Write integers as ranges: (0, 1, 2, 5) → '0–2, 5'; long lists are cut after six ranges."""
     ranges: list[list[int]] = []
     for n in sorted(numbers):
         if ranges and ranges[-1][1] == n - 1:

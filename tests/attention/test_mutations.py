@@ -73,7 +73,11 @@ MUTATIONS = [
     # slices around a ring: those that share keys and values, and their own block, early and late
     ("attention.ring", "of_own) for of_own in own]", "of_own) for of_own in own[:1]]"),
     ("attention.ring", "for dout, saved, call, dq in queries:", "for dout, saved, call, dq in queries[:1]:"),
-    ("attention.all_to_all", "own_pairs += [ring.own_gradients(later) for later in queries[len(early) :]]", "pass"),
+    (
+        "attention.all_to_all",
+        "own_pairs += [ring.own_gradients(later_queries) for later_queries in queries[len(early) :]]",
+        "pass",
+    ),
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.all_to_all", "None if orders is None else orders[1]", "None"),

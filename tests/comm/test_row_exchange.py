@@ -147,7 +147,7 @@ def counts(rank: int) -> list[dict[str, int]]:
         move = RowExchange(exchange, world.channels.everyone)
         y = move(x)
         again = RowExchange(Exchange(exchange.have, exchange.need), world.channels.everyone)
-        assert again._there is move._there and again._back is move._back
+        assert again._moves_there is move._moves_there and again._moves_back is move._moves_back
         assert RowExchange(exchange, world.channels.everyone, gradient="identical")._back is not move._back
         return [operations(lambda: move(x)), operations(lambda: move.back(torch.ones_like(y)))]
 

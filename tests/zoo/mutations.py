@@ -45,7 +45,7 @@ MUTATIONS: dict[str, Change] = {
     ),
     "gradient norm counts copies": (
         "train.gradients",
-        "return bool((mesh.mesh == self._first).any()) and not any(copies)",
+        "return bool((mesh.mesh == self._first_rank).any()) and not any(copies)",
         "return True",
     ),
     # tokens, labels and evaluation
@@ -76,8 +76,8 @@ MUTATIONS: dict[str, Change] = {
     ),
     "members evaluate different documents": (
         "train.reading.read_rows",
-        "reader.read(part.group.documents[local], start,",
-        "reader.read((part.group.documents[local] + part.member) % len(documents), start,",
+        "reader.read(shard_part.group.documents[local], start,",
+        "reader.read((shard_part.group.documents[local] + shard_part.member) % len(documents), start,",
     ),
     # attention
     "gradients of ring attention": ("attention.ring", "self._sums.add(owner, addends)", "self._sums.add(owner, [])"),

@@ -24,10 +24,11 @@ SLICES, SLICE_BYTES = GATHER_SLICES, GATHER_SLICE_BYTES  # as they are priced
 
 
 def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
-    """Return the most bytes that one key/value head of a group of this many rows takes, which is in backward.
+    """Return the bytes that one key/value head of a group of this many rows takes in backward, when it takes the most.
 
     Keys and values are there twice, as they arrive and in document order. Their gradients are there three times in the
-    accumulation dtype: in document order, and of the head before, by member, as they leave and as they arrive.
+    accumulation dtype: in document order, and member by member those that leave and those that arrive of the head
+    before.
     """
     width = rows * (k.shape[2] + v.shape[2])
     return width * (2 * k.element_size() + 3 * accumulation_dtype(k.dtype).itemsize)
@@ -40,11 +41,11 @@ def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) 
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     if budget is None:
-        large = rows * kv_heads * (k.shape[2] + v.shape[2]) * k.element_size() >= SLICE_BYTES
-        fit = -(-kv_heads // SLICES) if large else kv_heads
+        is_large = rows * kv_heads * (k.shape[2] + v.shape[2]) * k.element_size() >= SLICE_BYTES
+        heads_that_fit = -(-kv_heads // SLICES) if is_large else kv_heads
     else:
-        fit = budget // max(1, gather_bytes_per_head(rows, k, v))
-    return cut_heads(heads, kv_heads, max(1, min(fit, kv_heads)))
+        heads_that_fit = budget // max(1, gather_bytes_per_head(rows, k, v))
+    return cut_heads(heads, kv_heads, max(1, min(heads_that_fit, kv_heads)))
 
 
 def all_gather_forward(
@@ -71,13 +72,13 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
     slices = max(slices, backward_groups(max(members.counts), q, k.shape[1]), key=len)
     dq_parts, sums = list[Tensor](), _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
-        part = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
-        dq, slice_call = RowSum(tuple(part.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
+        saved_slice = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
+        dq, slice_call = RowSum(tuple(saved_slice.q.shape), q), call.for_heads(heads.q.start, heads.q.stop)
         sums.send_gradients(
-            block_gradients(dq, dout[:, heads.q], part, members.launches(None), slice_call), all_k, all_v
+            block_gradients(dq, dout[:, heads.q], saved_slice, members.launches(None), slice_call), all_k, all_v
         )
         dq_parts.append(dq.result().to(q.dtype))
-        del all_k, all_v, part
+        del all_k, all_v, saved_slice
     dk, dv = sums.own_sums()
     return Gradients(concat_heads(dq_parts), dk, dv, sink_gradient(dout, saved, call.sinks))
 
@@ -142,6 +143,7 @@ class _GradientSums:
         return total
 
     def _collect_slice(self) -> None:
+        """Wait for the gradients of the slice that was sent last, and add up what all members sent for the own rows."""
         if self._started is None:
             return
         arrived = self._started.wait()  # of every member, the gradients of the own rows

@@ -56,7 +56,7 @@ SLICES, SLICE_BYTES = EXCHANGE_SLICES, EXCHANGE_SLICE_BYTES  # as they are price
 def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
     """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), all of one group's local rows.
 
-    What is saved is of one slice after another.
+    What backward needs is returned slice after slice.
     """
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
@@ -90,7 +90,7 @@ def _forward_turns(
 ) -> Iterator[None]:
     """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
 
-    `messages` are the tensors of every slice and what arrives of the slices from here on. The outputs on their way back
+    `messages` are the tensors of every slice, and the handles of those that still arrive. The outputs on their way back
     and what is saved are appended to `results`.
     """
     (sent, arriving), (leaving, saved), members = messages, results, swap.members
@@ -117,7 +117,11 @@ def _forward_turns(
 
 
 def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
-    """Return the gradients of the local rows."""
+    """Return the gradients of the local rows.
+
+    With rings, slices of heads take turns, so that one is computed while another's block travels, if the memory for
+    sums of all slices allows. Copies of a key/value head are summed at the end.
+    """
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
@@ -125,16 +129,16 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     work = _Backward(dout, saved, swap, call, kv_dtype)
-    most = max(members.part.counts) * members.inner * split.member_heads * saved[0].q.shape[2]
-    one_by_one = count_head_groups(4 * most, swap.slices) > 1  # turns hold the sums of all slices, in float32
+    query_numbers = max(members.part.counts) * members.inner * split.member_heads * saved[0].q.shape[2]
+    one_by_one = count_head_groups(4 * query_numbers, swap.slices) > 1  # turns hold the sums of all slices, in float32
     if members.degree > 1 and swap.slices > 1 and not one_by_one:
         _take_turns([work.ring_turns(run) for run in swap.kv_runs])
     else:
         for slice_index in range(swap.slices):
             work.compute_slice(slice_index)
     dq, dk, dv = totals = _empty_gradients(dout, saved[0], split, kv_dtype)
-    for slice_index, some, handle in work.leaving:
-        swap.write_rows(handle, totals[some], slice_index)
+    for slice_index, gradient_slice, handle in work.leaving:
+        swap.write_rows(handle, totals[gradient_slice], slice_index)
     if split.kv_copies > 1:
         dk, dv = (x.unflatten(1, (split.kv_heads, split.kv_copies)).sum(2) for x in (dk, dv))
     return Gradients(dq, dk, dv, work.sink_gradients())
@@ -146,6 +150,10 @@ class _Backward:
     def __init__(
         self, dout: Tensor, saved: Sequence[Saved], swap: "_Swap", call: AttendCall, kv_dtype: torch.dtype
     ) -> None:
+        """Start sending every slice of heads: dout, and what was saved of it where that is still of the own rows.
+
+        With a kernel that takes deltas (dout · out of each row) these travel in place of the output, which is larger.
+        """
         self.leaving: list[tuple[int, slice, Handle]] = []
         self._dout, self._saved, self._swap, self._call, self._kv_dtype = dout, saved, swap, call, kv_dtype
         self._is_local = saved[0].q.shape[1] == swap.split.heads  # all heads of the own rows
@@ -173,8 +181,8 @@ class _Backward:
             k, v = queries.saved.k, queries.saved.v
             gradients += [x.to(self._kv_dtype) for x in sum_addends(self._of_keys, k, v)]
             self._of_keys.clear()
-        for some in swap.message_gradients(slice_index):
-            self._send_gradients(slice_index, some, gradients[some])
+        for gradient_slice in swap.message_gradients(slice_index):
+            self._send_gradients(slice_index, gradient_slice, gradients[gradient_slice])
 
     def ring_turns(self, run: range) -> Iterator[None]:
         """Run the ring of slices that share keys and values: a turn for each block, one for the own, one for the sums.
@@ -183,8 +191,8 @@ class _Backward:
         of the others while the last gradients travel.
         """
         queries, own_pairs = [self._receive_queries(run.start)] if self._is_local else list[Queries](), list[_Pair]()
-        first = queries[0].saved if queries else self._swap.slice_saved(self._saved, run.start)
-        ring = RingGradients(first.k, first.v, self._swap.members)
+        first_saved = queries[0].saved if queries else self._swap.slice_saved(self._saved, run.start)
+        ring = RingGradients(first_saved.k, first_saved.v, self._swap.members)
         early = [index for index in run if 2 * index < self._swap.slices]
         for slice_index in run:
             if slice_index >= run.start + len(queries):
@@ -195,7 +203,7 @@ class _Backward:
             ring.compute_next_block(queries)
         self._send_queries(early, queries[: len(early)])
         yield
-        own_pairs += [ring.own_gradients(later) for later in queries[len(early) :]]
+        own_pairs += [ring.own_gradients(later_queries) for later_queries in queries[len(early) :]]
         self._send_queries(run[len(early) :], queries[len(early) :])
         yield
         self._send_gradients(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
@@ -231,12 +239,13 @@ class _Backward:
 
 
 def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
-    """Choose how many slices of heads are exchanged: by the most rows of a member, so the same on every member.
+    """Choose in how many slices heads are exchanged: one for each SLICE_BYTES of queries, SLICES at most.
 
-    The rows of a narrow window come in one exchange.
+    It counts the most rows of a member, so that all members choose alike. The rows of a narrow window come in one
+    exchange.
     """
-    worth = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
-    return split.slice_count(min(worth, SLICES)) if worth > 1 and not members.has_narrow_window else 1
+    useful_slices = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
+    return split.slice_count(min(useful_slices, SLICES)) if useful_slices > 1 and not members.has_narrow_window else 1
 
 
 def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,17 +48,17 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None
     """Raise AttentionError unless q (T, N, H), k (T, K, H), v (T, K, Hv) fit each other and the shard."""
     if not isinstance(shard, SequenceShard):
         raise AttentionError(f"shard is a {type(shard).__name__}; pass what bind(micro_batch, world) returns")
-    named = {"q": q, "k": k, "v": v}
-    for name, x in named.items():
+    tensors = {"q": q, "k": k, "v": v}
+    for name, x in tensors.items():
         if not isinstance(x, Tensor) or x.ndim != 3:
             form = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise AttentionError(f"{name} has {form}; attend takes (rows, heads, head size), without a batch dim")
         _check_plain_tensor(name, x)
-    _check_same_type(named)
+    _check_same_type(tensors)
     if q.device != shard.device:
         raise AttentionError(f"q, k and v are on {q.device}, the shard is bound to {shard.device}; move them there")
-    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
-    rows = {len(x) for x in named.values()}
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+    rows = {len(x) for x in tensors.values()}
     if rows != {shard.local_rows}:
         got = " and ".join(str(n) for n in sorted(rows))
         raise AttentionError(f"got {got} rows, the shard holds {shard.local_rows}; {shapes}: pass this rank's rows")
@@ -75,14 +75,15 @@ def _check_plain_tensor(name: str, x: Tensor) -> None:
         raise AttentionError(f"{name} is a DTensor ({placements}); pass this rank's part of it: {name}.to_local()")
 
 
-def _check_same_type(named: dict[str, Tensor]) -> None:
-    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
+def _check_same_type(tensors: dict[str, Tensor]) -> None:
+    """Raise AttentionError unless q, k and v have one device and one dtype that attention computes in."""
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
     if len(set(dtypes.values())) > 1:
         raise AttentionError(f"q, k and v need one dtype, got {_values_text(dtypes)}; cast them before attend")
-    devices = {name: str(x.device) for name, x in named.items()}
+    devices = {name: str(x.device) for name, x in tensors.items()}
     if len(set(devices.values())) > 1:
         raise AttentionError(f"q, k and v need one device, got {_values_text(devices)}; move them before attend")
-    if named["q"].dtype not in _DTYPES:
+    if tensors["q"].dtype not in _DTYPES:
         raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
 
 
@@ -142,10 +143,10 @@ def check_budget(budget: int | None, k: Tensor, v: Tensor, groups: Sequence[Grou
     if not is_count(budget):
         raise AttentionError(f"max_gather_bytes is {budget!r}; give a number of bytes, or None for no limit")
     rows = max((sum(group.laid_out) for group in groups if group.degree > 1), default=0)
-    if (least := gather_bytes_per_head(rows, k, v)) > budget:
+    if (head_bytes := gather_bytes_per_head(rows, k, v)) > budget:
         raise AttentionError(
             f"max_gather_bytes {budget} does not hold one key/value head of a group of {rows} rows, which takes "
-            f"{least} bytes; raise it, or use p2p"
+            f"{head_bytes} bytes; raise it, or use p2p"
         )
 
 
@@ -191,6 +192,7 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
 
 
 def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttendCall) -> CommChoice:
+    """Return how one group communicates: by the call's type or else its own, that of the layer in a list."""
     group, where = shard.micro_batch.groups[index], f" of group {index}"
     if arguments.cp_comm_type is None:
         kind = _layer_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
@@ -211,6 +213,7 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
 
 
 def _make_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
+    """Return the choice with its a2a degree: that of the levels, of the whole group for a2a, 1 for other types."""
     if kind == "a2a+p2p":
         assert sizes is not None
         return CommChoice(kind, sizes[0])
@@ -218,6 +221,7 @@ def _make_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
 
 
 def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) -> CommChoice:
+    """Return the type that the machine model expects to be fastest for this group and call, cached by shard."""
     automatic, key = cache_of(shard).automatic, (index, call)
     if key not in automatic:
         group, world = shard.micro_batch.groups[index], world_of(shard.world_key)
@@ -227,6 +231,7 @@ def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) 
 
 
 def _layer_type(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
+    """Return the communication type of a layer, from one type for all layers or a list with one for each."""
     if isinstance(kinds, str):
         return kinds
     if not isinstance(layer, Integral) or not 0 <= layer < len(kinds):
@@ -243,6 +248,7 @@ def _check_type(kind: str, where: str) -> None:
 
 
 def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
+    """Raise AttentionError unless the a2a and p2p sizes of a2a+p2p multiply to the group's degree."""
     if sizes is not None and sizes[0] * sizes[1] == degree:
         return
     fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
@@ -258,6 +264,7 @@ def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
 
 
 def _describe_uneven_heads(choice: CommChoice, group: Group, heads: int, where: str) -> str:
+    """Return the message for query heads that do not divide among members, with the sizes that would fit."""
     fit = [size for size in range(1, group.degree + 1) if heads % size == 0 and group.degree % size == 0]
     level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
     return (
@@ -271,7 +278,11 @@ def _describe_uneven_heads(choice: CommChoice, group: Group, heads: int, where: 
 def pack_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttendCall:
-    """Pack the call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact."""
+    """Pack the call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact.
+
+    A window that hides nothing is dropped, the sign of the scale is kept apart as kernels take positive ones, and each
+    part of the shard gets its communication type and members.
+    """
     check_tensors(q, k, v, shard)
     check_features(arguments)
     check_sinks(sinks, q)
@@ -295,13 +306,14 @@ def pack_call(
     check_budget(arguments.max_gather_bytes, k, v, gathering)
     kernel = choose_kernel(call, arguments.kernel)
     parts = (
-        _pack_part(part, choices[part.index] if part.index >= 0 else CommChoice("p2p"), call, shard)
-        for part in shard.parts
+        _pack_part(shard_part, choices[shard_part.index] if shard_part.index >= 0 else CommChoice("p2p"), call, shard)
+        for shard_part in shard.parts
     )
     return replace(call, kernel=kernel, parts=tuple(parts))
 
 
 def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: SequenceShard) -> CallPart:
+    """Return a part of the shard with its type and members; members with the same mask are made once for a shard."""
     mask, cache = call.mask.for_lengths(part.group.lengths), cache_of(shard)
     key = (part.index, choice.inner, mask)
     if key not in cache.members:

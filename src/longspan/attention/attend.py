@@ -126,7 +126,7 @@ def _hashable_argument(argument: Any) -> Any:
 def _find_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttendCall:
-    """Find the packed call, cached by shard: a model makes the same call in every layer, and checks take time."""
+    """Return the packed call, from the shard's cache if there: all layers make the same call, and checks take time."""
     tensors = (q, k, v, sinks)
     if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
         return pack_call(q, k, v, sinks, shard, arguments)  # raises
@@ -151,6 +151,9 @@ def _layer_seed(seed: int | None, shard: SequenceShard, layer: int | None) -> in
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttendCall) -> Tensor:
+        """Return the output (T, N, Hv), from the recording where a recomputed layer has one, and save what backward
+        needs.
+        """
         q, k, v = _contiguous_heads(q, k, v)
         recording, with_sinks = active_recording.get(), _put_sinks(call, sinks)
         if recording is None:
@@ -167,17 +170,28 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of q, k, v and the sinks: part by part, the last first, as every member goes through
+        them.
+        """
         sinks, out, *saved = ctx.saved_tensors
         dout, call = gradients[0].contiguous(), _put_sinks(ctx.call, sinks)
         parts: list[Gradients] = []
         for (rows, cp_comm_type, members), slices in zip(reversed(call.parts), reversed(ctx.slices), strict=True):
-            last = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
+            part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
             del saved[-_SAVED * slices :]
-            saved_slices = [Saved(*last[i : i + _SAVED]) for i in range(0, len(last), _SAVED)]
+            saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
             with _disable_autocast(dout):
                 parts.insert(0, PATTERNS[cp_comm_type][1](take_rows(dout, rows), saved_slices, members, call))
-        dq, dk, dv = _join_rows_of_parts([(part.q, part.k, part.v) for part in parts], dout, ctx.shapes)
-        return dq, dk, dv, None if sinks is None else _sum_sinks([part.sinks for part in parts], sinks), None
+        dq, dk, dv = _join_rows_of_parts(
+            [(part_gradients.q, part_gradients.k, part_gradients.v) for part_gradients in parts], dout, ctx.shapes
+        )
+        return (
+            dq,
+            dk,
+            dv,
+            None if sinks is None else _sum_sinks([part_gradients.sinks for part_gradients in parts], sinks),
+            None,
+        )
 
 
 def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
@@ -224,8 +238,9 @@ def _join_rows_of_parts(
 
 
 def _sum_sinks(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:
+    """Sum the gradients of the sinks over the parts in the accumulation dtype; return it in the sinks' dtype."""
     total = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
-    for part in parts:
-        assert part is not None
-        total += part
+    for part_gradient in parts:
+        assert part_gradient is not None
+        total += part_gradient
     return total.to(sinks.dtype)

@@ -52,7 +52,11 @@ class Dropout:
         return replace(self, first_head=self.first_head + head)
 
     def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:
-        """Return what each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate)."""
+        """Return what each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate).
+
+        A weight is kept where the hash of seed, head, document and both positions, cut to its upper bits, is at least
+        the rate: the same at every degree, as no rank's place enters.
+        """
         document, q_position, k_position = launch.tokens
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         head = torch.arange(self.first_head, self.first_head + heads, device=launch.device)
@@ -169,7 +173,7 @@ class AttendCall:
 
     @property
     def sizes(self) -> AttentionCall:
-        """Return what of the call decides its time, for `Machine`, as a step with a backward pass."""
+        """Return the sizes by which `Machine` predicts the time of this call in a step with a backward pass."""
         return AttentionCall(
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -214,7 +218,7 @@ _caches = WeakKeyDictionary[SequenceShard, AttentionCache]()  # freed with their
 
 
 def cache_of(shard: SequenceShard) -> AttentionCache:
-    """Return what attention derives from a shard, made on first use."""
+    """Return the cache of what attention derives from a shard, made on first use."""
     cache = _caches.get(shard)
     if cache is None:
         has_lists = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)

@@ -27,7 +27,10 @@ def kernel_module() -> Any:
 
 
 def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge out (R, N, Hv) and lse (R, N) into some rows of total_out (T, N, Hv) and total_lse (T, N), in place."""
+    """Merge out (R, N, Hv) and lse (R, N) into some rows of total_out (T, N, Hv) and total_lse (T, N), in place.
+
+    A program of the kernel takes _PAIRS pairs of row and head.
+    """
     count, heads, size = out.shape
     if count == 0:
         return
@@ -78,11 +81,13 @@ def _launch_copies(moves: Sequence[_Move], index: Tensor | None, rows: int, memb
     if not rows or not members:
         return
     for first in range(0, len(moves), _COPIES):
-        some = moves[first : first + _COPIES]
-        a, b, c = (*some, *[some[0]] * (_COPIES - len(some)))
+        launched = moves[first : first + _COPIES]
+        a, b, c = (*launched, *[launched[0]] * (_COPIES - len(launched)))
         widths = {"A": _padded_width(a.width), "B": _padded_width(b.width), "C": _padded_width(c.width)}
-        constants = {"COUNT": len(some), "HAS_INDEX": index is not None} | widths
-        _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, differ=1 + len(a) * len(some))
+        constants = {"COUNT": len(launched), "HAS_INDEX": index is not None} | widths
+        _launch_kernel(
+            "copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, differ=1 + len(a) * len(launched)
+        )
 
 
 def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
@@ -94,10 +99,10 @@ def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> No
     if not rows:
         return
     for first in range(0, len(moves), 2):
-        some = [_addition_arguments(source, into) for source, into in moves[first : first + 2]]
-        a, b = some[0], some[-1]
+        pair_arguments = [_addition_arguments(source, into) for source, into in moves[first : first + 2]]
+        a, b = pair_arguments[0], pair_arguments[-1]
         widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1])}
-        constants = {"HAS_B": len(some) > 1, "HAS_INDEX": index is not None} | widths
+        constants = {"HAS_B": len(pair_arguments) > 1, "HAS_INDEX": index is not None} | widths
         _launch_kernel("add_rows", (rows, 1, 1), (index, *a, *b), constants)
 
 
@@ -106,7 +111,10 @@ def _addition_arguments(source: Tensor, into: Tensor) -> tuple[Any, ...]:
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Sum into total[r] the x[index[r]] of addends (x, index), for total (R, W) in float32; index −1 adds nothing."""
+    """Sum into total[r] the x[index[r]] of addends (x, index), for total (R, W) in float32; index −1 adds nothing.
+
+    A launch adds two addends; the first of all overwrites the total.
+    """
     if not total.shape[0]:
         return
     for first in range(0, len(addends), 2):

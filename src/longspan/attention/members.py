@@ -128,7 +128,7 @@ class Members:
         return to_device(inverse, self.device), to_device(places, self.device)
 
     def document_order(self, starts: tuple[int, ...]) -> Tensor:
-        """Return which gathered row each of the group's rows is, in document order: (S,).
+        """Return for each of the group's rows in document order which gathered row it is: (S,).
 
         Member m's rows begin at `starts[m]`.
         """
@@ -142,7 +142,8 @@ class Members:
 
     @cached_property
     def keys_by_member(self) -> list[Tensor]:
-        """Return for each launch on all rows which of its keys each row of the group is: (S,), member after member.
+        """Return for each launch on all rows which of its keys each row of the group is: (S,), rows member after
+        member.
 
         It is −1 for a row that the launch does not have.
         """
@@ -201,7 +202,7 @@ class Members:
 
     @cached_property
     def window_rows(self) -> WindowRows:
-        """The rows that this member's rows see, and who sends them."""
+        """Return the rows that this member's rows see, and who sends them."""
         keys, everyone = self.visible_rows(self.member), range(self.degree)
         seen = [self._find_rows(keys, owner) for owner in everyone]
         sends = [self._find_rows(self.visible_rows(reader), self.member)[0] for reader in everyone]
@@ -219,26 +220,38 @@ class Members:
         )
 
     def visible_rows(self, reader: int) -> Segments:
-        """Return the rows that one member's rows see under a window or chunks and in their spans, in document order."""
+        """Return the rows that one member's rows see under a window or chunks and in their spans, in document order.
+
+        Each run of its rows sees from the window's (or the chunk's) first row on to its own end, or that of its last
+        span. Rows that several runs see are returned once.
+        """
         _, window, chunk = self.mask
         assert window is not None or chunk is not None
         runs = self.real_segments(reader)
         start = np.zeros_like(runs.start) if window is None else np.maximum(runs.start - window + 1, 0)
         if chunk is not None:
             start = np.maximum(start, runs.start - runs.start % chunk)
-        same, stop = runs.document[1:] == runs.document[:-1], self.spans.run_ends(runs)
-        start[1:] = np.where(same, np.maximum(start[1:], stop[:-1]), start[1:])  # begins where the last run ended
+        same_document, stop = runs.document[1:] == runs.document[:-1], self.spans.run_ends(runs)
+        start[1:] = np.where(
+            same_document, np.maximum(start[1:], stop[:-1]), start[1:]
+        )  # begins where the last run ended
         return segments_from_runs(runs.document, start, stop)
 
     def _find_rows(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
-        """Find which rows of `owner` are among `keys`, ascending, and where there."""
-        _, first = self._document_extents()
+        """Find which rows of `owner` are among `keys`: their indices in the owner's tensor, ascending, and those in
+        `keys`.
+
+        Rows are compared by their number among the group's rows in document order.
+        """
+        _, document_starts = self._document_extents()
         segments = self.segments(owner)
-        rows = expand_runs(segments.start + first[segments.document], segments.stop + first[segments.document])
-        starts, stops = keys.start + first[keys.document], keys.stop + first[keys.document]
+        rows = expand_runs(
+            segments.start + document_starts[segments.document], segments.stop + document_starts[segments.document]
+        )
+        starts, stops = keys.start + document_starts[keys.document], keys.stop + document_starts[keys.document]
         run = np.searchsorted(starts, rows, side="right") - 1
-        among = np.flatnonzero((run >= 0) & (rows < np.append(stops, 0)[run]))
-        return among, keys.offset[run[among]] + rows[among] - starts[run[among]]
+        is_among = np.flatnonzero((run >= 0) & (rows < np.append(stops, 0)[run]))
+        return is_among, keys.offset[run[is_among]] + rows[is_among] - starts[run[is_among]]
 
 
 @dataclass(frozen=True)
@@ -279,7 +292,7 @@ class HeadSplit:
         return slice(member * self.member_heads, (member + 1) * self.member_heads)
 
     def slice_count(self, at_most: int) -> int:
-        """Return into how many equal slices, at most so many, the query heads of every member can be cut.
+        """Return into how many equal slices the query heads of every member can be cut: the most up to `at_most`.
 
         >>> HeadSplit(heads=32, kv_heads=8, degree=4).slices(2), HeadSplit(heads=32, kv_heads=8, degree=8).slices(2)
         (2, 2)

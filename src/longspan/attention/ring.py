@@ -55,7 +55,7 @@ def make_queries(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
 
 
 def key_blocks(k: Tensor, v: Tensor, members: Members) -> Iterator[KeyBlock]:
-    """Yield what this member's rows see of the members' k and v, in `members.turns` blocks: (launches, k, v) of each.
+    """Yield the launches, k and v of each of `members.turns` blocks: what this member's rows see of all members' rows.
 
     The next block is in flight. A block is valid until the next is asked for.
     """
@@ -87,16 +87,16 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
     groups = backward_groups(max(members.counts), saved.q, saved.k.shape[1])
     if len(groups) == 1:
         return _heads_backward(dout, saved, members, call)
-    dq, of_groups = saved.q.new_empty(saved.q.shape), list[Gradients]()
+    dq, group_gradients = saved.q.new_empty(saved.q.shape), list[Gradients]()
     for kv, q in groups:
-        part = Saved(
+        group_saved = Saved(
             saved.q[:, q], saved.k[:, kv].contiguous(), saved.v[:, kv].contiguous(), saved.out[:, q], saved.lse[:, q]
         )
-        gradients = _heads_backward(dout[:, q], part, members, call.for_heads(q.start, q.stop))
+        gradients = _heads_backward(dout[:, q], group_saved, members, call.for_heads(q.start, q.stop))
         dq[:, q] = gradients.q
-        of_groups.append(gradients._replace(q=dq))
-    dk, dv = (concat_heads([getattr(gradients, name) for gradients in of_groups]) for name in "kv")
-    dsinks = [gradients.sinks for gradients in of_groups if gradients.sinks is not None]
+        group_gradients.append(gradients._replace(q=dq))
+    dk, dv = (concat_heads([getattr(gradients, name) for gradients in group_gradients]) for name in "kv")
+    dsinks = [gradients.sinks for gradients in group_gradients if gradients.sinks is not None]
     return Gradients(dq, dk, dv, torch.cat(dsinks) if dsinks else None)
 
 
@@ -157,31 +157,31 @@ class RingGradients:
 
 
 def _own_head_slices(saved: Saved) -> list[slice]:
-    """Return the key/value heads that are computed at once.
+    """Return the key/value heads of the own block that are computed at once.
 
-    Where messages are large, half of them come first and the others last.
+    Where messages are large, half of the heads come first and the others last, to hide the first and last message.
     """
     rows, kv_heads, head_size = saved.k.shape
     message = rows * kv_heads * (head_size + saved.v.shape[2]) * 4
-    half = kv_heads // 2 if message >= HALVES_BYTES else 0
-    return [slice(0, half), slice(half, kv_heads)] if half else [slice(0, kv_heads)]
+    first_heads = kv_heads // 2 if message >= HALVES_BYTES else 0
+    return [slice(0, first_heads), slice(first_heads, kv_heads)] if first_heads else [slice(0, kv_heads)]
 
 
 def _own_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:
-    """Return dk and dv of the own block, of some key/value heads; what their queries get is added to their sum."""
+    """Compute dk and dv of the own block for some key/value heads, and add what its queries get to their sum."""
     dout, (q, k, v, out, lse), call, dq = queries
     per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
-    part = Saved(q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads])
-    dq_part, launches = RowSum(tuple(part.q.shape), part.q), members.launches(members.member)
-    addends = block_gradients(dq_part, dout[:, heads], part, launches, call.for_heads(heads.start, heads.stop))
-    gradients = sum_addends(addends, part.k, part.v)
+    saved_heads = Saved(q[:, heads], k[:, kv_heads], v[:, kv_heads], out[:, heads], lse[:, heads])
+    dq_part, launches = RowSum(tuple(saved_heads.q.shape), saved_heads.q), members.launches(members.member)
+    addends = block_gradients(dq_part, dout[:, heads], saved_heads, launches, call.for_heads(heads.start, heads.stop))
+    gradients = sum_addends(addends, saved_heads.k, saved_heads.v)
     dq.add_heads(heads, dq_part.result())
     return gradients
 
 
 def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
-    """Return the gradients of this member's rows."""
+    """Return the gradients of this member's rows under a window: it fetches the rows that they see, in one exchange."""
     dq = RowSum(tuple(saved.q.shape), saved.q)
     k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
     addends = block_gradients(dq, dout, saved._replace(k=k, v=v), members.window_rows.launches, call)

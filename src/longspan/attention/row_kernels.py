@@ -33,7 +33,11 @@ def merge_rows(
     PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Step total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each."""
+    """Step total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each.
+
+    The step's size is the weight e^lse / (e^lse + e^total_lse) of the new block; the log-sum-exp becomes that of both.
+    Strides are those of rows and heads; with HAS_INDEX, row r goes into row index[r].
+    """
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     real = pair < pairs
     row, head = pair // heads, pair % heads
@@ -42,18 +46,18 @@ def merge_rows(
         into = tl.load(index + row, mask=real, other=0)
     lse_at = total_lse + into * total_lse_row + head * total_lse_head
     old_lse = tl.load(lse_at, mask=real, other=0.0)
-    new = tl.load(lse + row * lse_row + head * lse_head, mask=real, other=0.0)
-    step = tl.sigmoid(new - old_lse)
-    top = tl.maximum(old_lse, new)
+    new_lse = tl.load(lse + row * lse_row + head * lse_head, mask=real, other=0.0)
+    step = tl.sigmoid(new_lse - old_lse)
+    top = tl.maximum(old_lse, new_lse)
     column = tl.arange(0, WIDTH)
     inside = real[:, None] & (column < size)[None, :]
     at = total_out + (into * total_row + head * total_head)[:, None] + column[None, :]
-    before = tl.load(at, mask=inside, other=0.0)
-    after = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
+    old_out = tl.load(at, mask=inside, other=0.0)
+    new_out = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
     # Small blocks are read by several warps alike: none may write before the last has read.
     tl.debug_barrier()
-    tl.store(lse_at, top + tl.log(tl.exp(old_lse - top) + tl.exp(new - top)), mask=real)
-    tl.store(at, before + step[:, None] * (after.to(tl.float32) - before), mask=inside)
+    tl.store(lse_at, top + tl.log(tl.exp(old_lse - top) + tl.exp(new_lse - top)), mask=real)
+    tl.store(at, old_out + step[:, None] * (new_out.to(tl.float32) - old_out), mask=inside)
 
 
 @triton.jit
@@ -93,7 +97,10 @@ def copy_rows(
     B: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Copy into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width)."""
+    """Copy into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width).
+
+    One program copies one row of one member; the three pairs a, b and c each have strides of rows and members.
+    """
     row, member = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = row
     if HAS_INDEX:
@@ -111,6 +118,7 @@ def copy_rows(
 
 @triton.jit
 def _add_columns(source, into, width, WIDTH: tl.constexpr):
+    """Add a row of `width` columns to another in place, in float32."""
     column = tl.arange(0, WIDTH)
     inside = column < width
     total = tl.load(into + column, mask=inside, other=0.0) + tl.load(source + column, mask=inside, other=0.0).to(
@@ -195,7 +203,7 @@ def deltas(
     PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute delta (T, N) of contiguous float32: dout · out of PAIRS rows and heads."""
+    """Compute delta (T, N), contiguous, in float32: dout · out of PAIRS rows and heads a program."""
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     row, head = pair // heads, pair % heads
     column = tl.arange(0, WIDTH)

@@ -127,7 +127,7 @@ def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
 
 
 def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Join rows of tensors (rows, …) of one dtype side by side, those of `index` in its order: (rows, columns).
+    """Join rows of tensors (rows, …) of one dtype side by side: (rows, columns). With `index`, its rows in its order.
 
     A single contiguous tensor without `index` comes back as a view: only read what is returned.
     """
@@ -154,7 +154,8 @@ def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Te
 def head_views(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
     """Return a slice of every member's heads in x (T, N, size), as (T, members, columns).
 
-    It is a view where a row's heads follow each other.
+    It is a view where a row's heads follow each other: members lie `slices · width` columns apart, this slice of the
+    first one `slice_index · width` from the row's start.
     """
     rows, heads, size = x.shape
     count = heads // (members * slices)
@@ -184,7 +185,7 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
 def deltas(dout: Tensor, out: Tensor) -> Tensor:
     """Return dout · out of each row and head (T, N), in the accumulation dtype, for dout and out (T, N, Hv).
 
-    On CPUs some rows are multiplied after others: all at once would take several times the memory of the queries.
+    On CPUs a few rows are multiplied at a time: all at once would take several times the memory of the queries.
     """
     dtype = accumulation_dtype(dout.dtype)
     if dtype == torch.float32 and runs_fused(dout):
@@ -195,9 +196,10 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
-    """View numbers of rows and heads (T, N) as heads of another dtype, bit by bit, to travel with others: (T, N, size).
+    """View numbers of rows and heads (T, N) bit by bit as heads of another dtype (T, N, size), to travel with others.
 
-    With zeros a slice of the heads fills a multiple of 16 bytes, as kernels want the rows of what travels with it.
+    Zeros are appended until a slice of the heads fills a multiple of 16 bytes, as kernels want the rows of what travels
+    with it.
     """
     aligned = _ALIGNED // numbers.itemsize
     wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))

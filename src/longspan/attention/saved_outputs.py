@@ -107,15 +107,16 @@ class _Reentrant(AbstractContextManager[None]):
         self._make_context = make
 
     def __enter__(self) -> None:
-        self._open = self._make_context()
-        self._open.__enter__()
+        self._open_context = self._make_context()
+        self._open_context.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self._open.__exit__(*error)
+        return self._open_context.__exit__(*error)
 
 
 @contextmanager
 def _activate_recording(recording: Recording, start: int | None) -> Iterator[None]:
+    """Make a recording the active one within the context, from its call `start` on (None: it records)."""
     token, recording._next = active_recording.set(recording), start
     try:
         yield

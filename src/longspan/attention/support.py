@@ -100,6 +100,7 @@ def kernel_rows() -> list[tuple[str, ...]]:
 
 
 def _kernel_row(kernel: Kernel) -> tuple[str, ...]:
+    """Return a kernel's row of the support table."""
     dtypes = ", ".join(dtype_name(dtype) for dtype in kernel.dtypes)
     features = ("yes" if feature in kernel.features else "no" for feature in FEATURES)
     deterministic = "in deterministic mode" if kernel.deterministic else "no"
@@ -113,10 +114,12 @@ def feature_rows() -> list[tuple[str, ...]]:
     rows = [("feature", "how", *types, "kernels")]
     kernel_features = {"sliding window": "window", "spans": "window", "softcap": "softcap", "dropout": "dropout"}
     for feature, how in _FEATURE_ROWS:
-        able = [k.name for k in KERNELS if feature not in kernel_features or kernel_features[feature] in k.features]
+        kernels_with_it = [
+            k.name for k in KERNELS if feature not in kernel_features or kernel_features[feature] in k.features
+        ]
         if feature == "deterministic mode":
-            able = [k.name for k in KERNELS if k.deterministic]
-        names = "all" if len(able) == len(KERNELS) else ", ".join(f"`{name}`" for name in able)
+            kernels_with_it = [k.name for k in KERNELS if k.deterministic]
+        names = "all" if len(kernels_with_it) == len(KERNELS) else ", ".join(f"`{name}`" for name in kernels_with_it)
         rows.append((feature, how, *("yes" for _ in types), names))
     return rows
 

@@ -50,16 +50,19 @@ class Tile(NamedTuple):
         return (self.rows(start, min(start + rows, self.queries)) for start in range(0, self.queries, rows))
 
     def rows(self, start: int, stop: int) -> "Tile":
-        """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see."""
+        """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
+
+        A limit counts from the key that the last row is aligned to; where that key moves, both limits move with it.
+        """
         shift = self.keys - self.queries
-        first = 0 if self.left is None else max(0, start + shift - self.left)
-        last = self.keys if self.right is None else min(self.keys, stop + shift + self.right)
-        moved = start + shift - first - (last - first) + (stop - start)
+        first_key = 0 if self.left is None else max(0, start + shift - self.left)
+        end_key = self.keys if self.right is None else min(self.keys, stop + shift + self.right)
+        moved = start + shift - first_key - (end_key - first_key) + (stop - start)
         return Tile(
             self.q_start + start,
             self.q_start + stop,
-            self.k_start + first,
-            self.k_start + last,
+            self.k_start + first_key,
+            self.k_start + end_key,
             None if self.left is None else self.left - moved,
             None if self.right is None else self.right + moved,
         )
@@ -107,17 +110,22 @@ class Tiling:
     def blocks(self, rows: int, *, of_keys: bool) -> npt.NDArray[np.int32]:
         """Cut every tile into blocks of `rows` query rows, or of keys: the tile and the block's first row in it (n, 2).
 
-        Those that meet the most keys (or rows) come first.
+        Blocks that meet the most keys (or rows) come first. A block meets those between the limits around the keys that
+        its first and its last row are aligned to.
         """
         sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]
         lengths, other_lengths = sizes[:, int(of_keys)], sizes[:, int(not of_keys)]
         counts = -(-lengths // rows)
         tile = np.repeat(np.arange(len(self)), counts)
         start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
-        before, after = (self.right, self.left) if of_keys else (self.left, self.right)
+        limit_before, limit_after = (self.right, self.left) if of_keys else (self.left, self.right)
         aligned = start + (other_lengths - lengths)[tile]  # the other side's row or key at its first one
-        low = 0 if before is None else np.maximum(aligned - before, 0)
-        high = other_lengths[tile] if after is None else np.minimum(aligned + rows + after, other_lengths[tile])
+        low = 0 if limit_before is None else np.maximum(aligned - limit_before, 0)
+        high = (
+            other_lengths[tile]
+            if limit_after is None
+            else np.minimum(aligned + rows + limit_after, other_lengths[tile])
+        )
         order = np.argsort(low - high, kind="stable")
         return np.stack([tile, start], axis=1)[order].astype(np.int32)
 
@@ -166,7 +174,7 @@ class Launch:
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """Where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
+        """Return where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
         ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int32)
         ends[:, 1:] = self.tiling.packed_tiling().bounds[:, 1::2].T
         q_ends, k_ends = to_device(ends, self.device)
@@ -189,7 +197,9 @@ class Launch:
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Document id and position of the query rows that a kernel receives, and position of the key rows: int64."""
+        """Return the document id and position of the query rows that a kernel receives, and the position of the key
+        rows: int64.
+        """
         assert self._tokens is not None, "this launch was made without tokens"
         document, q_position, k_position = self._tokens()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()
@@ -202,13 +212,13 @@ def visible_keys(tile: Tile, device: torch.device) -> Tensor | None:
     """Return which keys each query row of a tile sees: (queries, keys) bool; None where every row sees every key."""
     if tile.left is None and tile.right is None:
         return None
-    first = torch.arange(tile.queries, device=device)[:, None] + (tile.keys - tile.queries)
+    aligned_key = torch.arange(tile.queries, device=device)[:, None] + (tile.keys - tile.queries)
     keys = torch.arange(tile.keys, device=device)
     seen = torch.ones((tile.queries, tile.keys), dtype=torch.bool, device=device)
     if tile.left is not None:
-        seen &= keys >= first - tile.left
+        seen &= keys >= aligned_key - tile.left
     if tile.right is not None:
-        seen &= keys <= first + tile.right
+        seen &= keys <= aligned_key + tile.right
     return seen
 
 

@@ -82,8 +82,8 @@ def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segm
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
     """Cut segments at every multiple of `chunk` positions; a document has as many chunks as `longest` has."""
-    first, last = segments.start // chunk, -(-segments.stop // chunk)
-    number, run = expand_runs(first, last), np.repeat(np.arange(len(segments)), last - first)
+    first_chunk, end_chunk = segments.start // chunk, -(-segments.stop // chunk)
+    number, run = expand_runs(first_chunk, end_chunk), np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
     start = np.maximum(segments.start[run], number * chunk)
     stop = np.minimum(segments.stop[run], (number + 1) * chunk)
     document = segments.document[run] * -(-longest // chunk) + number
@@ -91,7 +91,10 @@ def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
 
 
 def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
-    """Make one tiling for each mask, and as many as a document has tiles of that mask."""
+    """Make one tiling for each mask, and as many as a document has tiles of that mask.
+
+    The i-th tile of each document with a mask goes into that mask's i-th tiling, as a kernel takes one tile a document.
+    """
     if not len(tiles.document):
         return ()
     order = np.lexsort((tiles.document, tiles.right, tiles.left))
@@ -102,8 +105,8 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
     turn[order] = index - np.maximum.accumulate(np.where(opens, index, 0))
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
-    _, first = np.unique(launch, return_index=True)
-    return tuple(_make_tiling(tiles.where(launch == launch[i])) for i in np.sort(first))
+    _, first_tiles = np.unique(launch, return_index=True)
+    return tuple(_make_tiling(tiles.where(launch == launch[i])) for i in np.sort(first_tiles))
 
 
 def _make_tiling(tiles: TileArrays) -> Tiling:
@@ -122,21 +125,24 @@ def _find_hiding_limits(tiles: TileArrays) -> tuple[Flags, Flags]:
 
 
 def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
-    """Pair the runs of one document: (run of q, run of k) in their order, and the first run of k of its document."""
-    documents, first, runs = np.unique(k.document, return_index=True, return_counts=True)
+    """Pair every run of q with every run of k of its document.
+
+    Three arrays, one entry a pair: the run of q, the run of k, and the first run of k of that document.
+    """
+    documents, first_runs, runs = np.unique(k.document, return_index=True, return_counts=True)
     place = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
     is_in_k = documents[place] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
     q_run = np.flatnonzero(is_in_k)
-    starts, count = first[place[q_run]], runs[place[q_run]]
+    starts, count = first_runs[place[q_run]], runs[place[q_run]]
     return np.repeat(q_run, count), expand_runs(starts, starts + count), np.repeat(starts, count)
 
 
 def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]:
     """Return the documents in the tensor's order, and where the rows of each begin and end in it."""
     opens = np.flatnonzero(np.diff(segments.document, prepend=-1))
-    last = np.append(opens, len(segments))[1:] - 1
+    last_runs = np.append(opens, len(segments))[1:] - 1
     stops = segments.offset + segments.stop - segments.start
-    return segments.document[opens], segments.offset[opens], stops[last]
+    return segments.document[opens], segments.offset[opens], stops[last_runs]
 
 
 def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
@@ -162,57 +168,76 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
     following = stop.copy()  # where the next run of k begins
     same_run = q_run[1:] == q_run[:-1]
     following[:-1][same_run] = k_start[1:][same_run]
-    first = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
-    last = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
+    first_position = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
+    end_position = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
     to_row = (q.offset[q_run] - start)[:, None]
-    end = np.stack([k_offset + last[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
+    end = np.stack([k_offset + end_position[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
     base = k.offset[first_k_run][:, None]
-    columns = (document[:, None], first + to_row, last + to_row, base, end, np.array(-1), np.array([0, -1]))
-    tiles = TileArrays(*(np.broadcast_to(column, first.shape).reshape(-1) for column in columns))
+    columns = (
+        document[:, None],
+        first_position + to_row,
+        end_position + to_row,
+        base,
+        end,
+        np.array(-1),
+        np.array([0, -1]),
+    )
+    tiles = TileArrays(*(np.broadcast_to(column, first_position.shape).reshape(-1) for column in columns))
     return tiles.where(tiles.q_start < tiles.q_stop)
 
 
 def _join_neighbours(tiles: TileArrays) -> TileArrays:
-    """Join neighbouring tiles where one mask covers both: equal keys, or one causal diagonal."""
-    grown = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
-    same = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
-    same &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == grown)
-    first, last = np.ones(len(tiles.document), dtype=bool), np.ones(len(tiles.document), dtype=bool)
-    first[1:], last[:-1] = ~same, ~same
-    return tiles.where(last)._replace(q_start=tiles.q_start[first])
+    """Join neighbouring tiles where one mask covers both: equal keys, or one causal diagonal.
+
+    On a diagonal the second tile has as many more keys as it has rows.
+    """
+    added_keys = np.where(tiles.right[1:] < 0, 0, tiles.q_stop[1:] - tiles.q_start[1:])
+    continues = (tiles.q_stop[:-1] == tiles.q_start[1:]) & (tiles.k_start[:-1] == tiles.k_start[1:])
+    continues &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == added_keys)
+    is_first, is_last = np.ones(len(tiles.document), dtype=bool), np.ones(len(tiles.document), dtype=bool)
+    is_first[1:], is_last[:-1] = ~continues, ~continues
+    return tiles.where(is_last)._replace(q_start=tiles.q_start[is_first])
 
 
 def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
-    """Return the tiles of runs of q and k where position p sees p − window + 1 … p."""
+    """Return the tiles of runs of q and k where position p sees p − window + 1 … p.
+
+    For each pair of runs: the rows that see any of the keys, and the keys that any of these sees. Limits count from the
+    last key, which the last row is aligned to, `ahead` positions before that row.
+    """
     q_run, k_run, _ = pair_runs(q, k)
     (q_start, q_stop), (k_start, k_stop) = (q.start[q_run], q.stop[q_run]), (k.start[k_run], k.stop[k_run])
-    first, last = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
-    k_first, k_last = np.maximum(k_start, first - window + 1), np.minimum(k_stop, last)
+    first_position, end_position = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
+    k_first, k_last = np.maximum(k_start, first_position - window + 1), np.minimum(k_stop, end_position)
     to_row, to_key = q.offset[q_run] - q_start, k.offset[k_run] - k_start
-    ahead = last - k_last  # rows by which the last query is ahead of the last key
+    ahead = end_position - k_last  # rows by which the last query is ahead of the last key
     tiles = TileArrays(
         q.document[q_run],
-        first + to_row,
-        last + to_row,
+        first_position + to_row,
+        end_position + to_row,
         k_first + to_key,
         k_last + to_key,
         left=window - 1 - ahead,
         right=ahead,
     )
-    return tiles.where((first < last) & (k_first < k_last))
+    return tiles.where((first_position < end_position) & (k_first < k_last))
 
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
-    """Drop limits that hide nothing, tile by tile; all tiles at whose end row and key meet keep one mask."""
+    """Drop limits that hide no key, tile by tile.
+
+    Tiles whose last row and last key are at one position are left as they are, so that all of them keep one mask.
+    """
     left, right = _find_hiding_limits(tiles)
     ahead = tiles.right > 0
     return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
 
 
 def split_left_limits(tiles: TileArrays) -> TileArrays:
-    """Split tiles with a limit only on the left: keys that all rows see, and a rest whose last row sees one key.
+    """Split each tile with a limit only on the left into the keys that all its rows see, and the others.
 
-    How far the limit is from the last key differs from document to document; after this it does not.
+    Of the others the last row sees one key. How far the limit is from the last key then is the same in all documents,
+    so that they share a mask.
     """
     cut = (tiles.left > 0) & (tiles.right < 0)
     limited = tiles.where(cut)
@@ -235,7 +260,11 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
 
 
 def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Pair rows of runs of q with the keys of runs of k that come after them; documents are spans."""
+    """Pair rows of runs of q with the keys of runs of k that come after them; documents are spans.
+
+    A row sees all keys after itself, so rows of a run have a limit on the left only: the last one sees keys from the
+    next position on, each row before it one key more.
+    """
     q_run, k_run, _ = pair_runs(q, k)
     start, k_stop = q.start[q_run], k.stop[k_run]
     stop, k_start = np.minimum(q.stop[q_run], k_stop - 1), np.maximum(k.start[k_run], start + 1)

@@ -32,7 +32,7 @@ def profile_run(run: Callable[[], object], world: World) -> tuple[dict[str, floa
 def time_in_turn(run: Callable[[], object], repeats: int, world: World) -> list[float]:
     """Time runs one after another, as steps of a training are: the host waits for the GPU no longer than they do.
 
-    Each is from the return of the call before to that of its own; one more comes first.
+    Each is timed from the return of the call before to the return of its own; one more call comes first.
     """
     wait_for_gpu(world)
     world.control.barrier("start of timed runs")
@@ -41,7 +41,7 @@ def time_in_turn(run: Callable[[], object], repeats: int, world: World) -> list[
         run()
         ends.append(time.perf_counter())
     wait_for_gpu(world)
-    return [end - before for before, end in pairwise(ends)]
+    return [end - end_before for end_before, end in pairwise(ends)]
 
 
 MARK = "spin_kernel"  # of torch.cuda._sleep

@@ -95,8 +95,8 @@ def items_at_placeholders(
                 f"{placeholder}), its {plural(len(counts), 'item')} have {sum(counts)} rows ({list(counts)}); the "
                 "processor that made the token ids and the encoder must agree"
             )
-        for part in np.split(places, np.cumsum(counts)[:-1]) if len(counts) else []:
-            spans = Partition.from_rows([part]).runs(0).tolist()
+        for item_places in np.split(places, np.cumsum(counts)[:-1]) if len(counts) else []:
+            spans = Partition.from_rows([item_places]).runs(0).tolist()
             items.append(Item(document, tuple((start, stop) for start, stop in spans), modality))
     return items
 

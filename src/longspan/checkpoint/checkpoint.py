@@ -109,7 +109,7 @@ def save_checkpoint(
 
 
 def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, note: bool = False) -> Path | None:
-    """The newest good checkpoint under `root`, None if there is none; the same on every rank.
+    """Return the newest good checkpoint under `root`, None if there is none; the same on every rank.
 
     >>> checkpoint = find_checkpoint("runs/mine", world)
     >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
@@ -206,7 +206,7 @@ def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped."""
+    """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped."""
     if optimizer is None:
         return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0])}
     optimizer.zero_grad(set_to_none=True)
@@ -250,10 +250,10 @@ def leave_without_moments(
     updated = {name: p for name, p in model.named_parameters() if name in stored_here.moments}
     without = [name for name in updated if name not in stored.moments]
     lacking = [name for name in without if name not in stored.settings]
-    others = [
+    other_settings = [
         n for n in without if n not in lacking and not stored.moments and stored.settings[n] != stored_here.settings[n]
     ]
-    reports = world.control.gather_objects((lacking, others), "moments of a checkpoint")
+    reports = world.control.gather_objects((lacking, other_settings), "moments of a checkpoint")
     if lacking := sorted({name for names, _ in reports for name in names}):
         raise CheckpointError(
             f"checkpoint {path} has no moments of {plural(len(lacking), 'parameter')} that this optimizer updates "

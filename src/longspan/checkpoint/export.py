@@ -159,7 +159,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
 
 
 def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
-    """The stock configuration of a run's model. Raises CheckpointError if the run has none."""
+    """Return the stock configuration of a run's model. Raises CheckpointError if the run has none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(
             f"{run_dir} has no config.json, which describes its model: the run did not begin, or was begun before "
@@ -169,7 +169,10 @@ def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
 
 
 def _good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
-    """The checkpoint, or the newest good one. Raises CheckpointError for a file that is not as it was written."""
+    """Return the checkpoint, or the newest good one.
+
+    Raises CheckpointError for a file that is not as it was written.
+    """
 
     def check(path: Path) -> None:
         check_contents(path, check_sizes(path))
@@ -196,7 +199,7 @@ def _write_weights(
 
 
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
-    """The weights of a checkpoint that are exported, those of a layer together, as they were stored."""
+    """Yield the weights of a checkpoint that are exported, those of a layer together, as they were stored."""
     metadata = read_metadata(checkpoint)
     stored = depths.select(_weights_in(metadata))
     stored_names = map_stock_names(stored)  # a vision-language model's are stored by the names of its two modules
@@ -209,7 +212,9 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
     place = {unit: i for i, unit in enumerate(dict.fromkeys(map(weight_unit, weights)))}
     for _, group in groupby(sorted(stored, key=lambda name: (place[weight_unit(name)], name)), weight_unit):
         names = {stored_names[name]: name for name in group}
-        tensors = _read_group(checkpoint, metadata, {other: stored[name] for other, name in names.items()})
+        tensors = _read_group(
+            checkpoint, metadata, {stored_name_of_group: stored[name] for stored_name_of_group, name in names.items()}
+        )
         yield {name: tensors[stored_name] for stored_name, name in names.items()}
 
 
@@ -232,7 +237,7 @@ def _read_group(checkpoint: Path, metadata: Metadata, stored: Mapping[str, Tenso
 
 
 def _weights_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The weights that a checkpoint holds, by their names in the model."""
+    """Return the weights that a checkpoint holds, by their names in the model."""
     return {
         name.removeprefix("model."): entry
         for name, entry in metadata.state_dict_metadata.items()
@@ -241,7 +246,7 @@ def _weights_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def _log_progress(groups: Iterator[dict[str, Tensor]], log: Callable[[str], None]) -> Iterator[dict[str, Tensor]]:
-    """The groups, with a line of progress every few gigabytes."""
+    """Yield the groups, and log a line of progress every few gigabytes."""
     read = logged = 0
     for group in groups:
         yield group

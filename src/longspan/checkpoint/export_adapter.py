@@ -49,20 +49,20 @@ class ExportedDepths:
     def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
         """Give the stock model the depths that are written, and log their names; without depths nothing is logged."""
         depths, text = run.mtp.depths, empty.config.get_text_config()
-        ours = cls(lambda name: name, left_out=names == "none")
+        own_names = cls(lambda name: name, left_out=names == "none")
         if not depths:
-            return ours
+            return own_names
         title = f"{plural(depths, 'depth')} of multi-token prediction"
-        if ours.left_out:
+        if own_names.left_out:
             log(f"{title}: left out")
-            return ours
+            return own_names
         blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
         blocks = blocks[: len(blocks) // depths]
         published = publication_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
         rename = published if names == "published" else None
         if rename is None:
             log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
-            return ours
+            return own_names
         config: Any = text
         config.num_nextn_predict_layers = depths
         if len(blocks) > 1:
@@ -88,7 +88,7 @@ class SavedAdapter(NamedTuple):
 
 
 def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
-    """A run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
+    """Return a run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
     stock = empty_model(configuration, torch.float32, find_images_class(configuration))
     empty = add_configured_depths(run, stock, read=False)
@@ -118,7 +118,7 @@ def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype:
 def merge_by_layer(
     saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig, run_dir: Path
 ) -> Iterator[dict[str, Tensor]]:
-    """The weights of the base model with the adapter added, those of a layer together, in float32 or float64.
+    """Yield the weights of the base model with the adapter added, those of a layer together, in float32 or float64.
 
     Raises CheckpointError if the base model cannot be made again here, and for an adapter of a tied head.
     """
@@ -132,18 +132,23 @@ def merge_by_layer(
 
 
 def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight of the base model plus what the adapter adds to it, W + s B A; as it is if it was trained whole."""
+    """Return a weight of the base model plus what the adapter adds to it, W + s B A.
+
+    A weight that was trained whole is returned as it is.
+    """
     if name in saved.tensors:
         return saved.tensors[name]
     linear, adapter = name.removesuffix(".weight"), saved.adapter.name
     if linear not in saved.scalings:
         return weight
-    first, second = (saved.tensors[f"{linear}.lora_{part}.{adapter}.weight"].to(dtype) for part in "AB")
-    return weight.to(dtype) + saved.scalings[linear] * (second @ first)
+    matrix_a, matrix_b = (
+        saved.tensors[f"{linear}.lora_{matrix_name}.{adapter}.weight"].to(dtype) for matrix_name in "AB"
+    )
+    return weight.to(dtype) + saved.scalings[linear] * (matrix_b @ matrix_a)
 
 
 def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The whole weights of a model, those that are yet to come one at a time."""
+    """Yield the whole weights of a model, those that are yet to come one at a time."""
     weights = pop_deferred_weights(model)
     if weights is None:
         yield from model.state_dict().items()

@@ -68,7 +68,7 @@ def publish_checkpoint(
     in_store = isinstance(partial, StorePath)
     write: Any = type(partial).write_text if in_store else write_durably
     write(partial / STATE, json.dumps(state, indent=1))
-    files = {name: digest for part in digests for name, digest in part.items()}
+    files = {name: digest for rank_digests in digests for name, digest in rank_digests.items()}
     files[STATE] = _digest(partial / STATE)
     write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
     if in_store:
@@ -101,7 +101,7 @@ def remove_unfinished_saves(root: Path, log: LogLine = lambda _: None) -> None:
 
 
 def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path]:
-    """The checkpoints under `root` that were saved to the end, the newest first; the others are logged."""
+    """Return the checkpoints under `root` that were saved to the end, the newest first; the others are logged."""
     paths = _steps(root)
     unfinished = [path for path in paths if is_unfinished(path)]
     for path in unfinished:
@@ -144,7 +144,10 @@ def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
 
 
 def check_sizes(path: Path) -> dict[str, Digest]:
-    """The files of a checkpoint, by its manifest. Raises CheckpointError for one that is missing or of another size."""
+    """Return the files of a checkpoint, by its manifest.
+
+    Raises CheckpointError for one that is missing or of another size.
+    """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     files = _read_manifest(path)
@@ -166,7 +169,10 @@ def check_contents(path: Path, files: Mapping[str, Digest]) -> None:
 
 
 def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Digest]]:
-    """For each rank the files that it checks: the largest first, each to the rank with the fewest bytes so far."""
+    """Return for each rank the files that it checks.
+
+    The largest file is dealt first, each to the rank with the fewest bytes so far.
+    """
     shares: list[dict[str, Digest]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
     for name in sorted(files, key=lambda name: (-files[name][0], name)):
@@ -177,7 +183,7 @@ def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Dig
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint. Raises CheckpointError if it is missing or damaged, or of another format."""
+    """Return the state of a checkpoint. Raises CheckpointError if it is missing or damaged, or of another format."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     check_format(path)
@@ -215,7 +221,10 @@ def _looks_good(path: Path) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, Digest]:
-    """The files that the manifest of a checkpoint names. Raises CheckpointError for one that is damaged or too old."""
+    """Return the files that the manifest of a checkpoint names.
+
+    Raises CheckpointError for one that is damaged or too old.
+    """
     check_format(path)
     files = _read_checkpoint_json(path / MANIFEST, path).get("files")
     if not isinstance(files, dict) or not files:

@@ -52,7 +52,7 @@ Table = dict[str, Any]
 
 
 def metadata_text(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> str:
-    """The text of `metadata.json`, from what torch's writer knows of a checkpoint when all files are written.
+    """Return the text of `metadata.json`, from what torch's writer knows of a checkpoint when all files are written.
 
     `entries` are tensors and other values by name (`Metadata.state_dict_metadata`); `places` says by name and offset in
     which file each chunk lies (`Metadata.storage_data`).
@@ -68,13 +68,9 @@ def metadata_text(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> str:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What a checkpoint holds and where, as torch's distributed checkpoint takes it; nothing of the folder is run.
+    """Read what a checkpoint holds and where, as torch's distributed checkpoint takes it.
 
-    >>> read_metadata(Path("runs/mine/checkpoints/step-000100")).state_dict_metadata["model.lm_head.weight"].size
-    torch.Size([151936, 1024])
-
-    Raises CheckpointError with the file, what stands in it and what to do: for a file that cannot be read, for a pickle
-    with more in it than torch writes, and for chunks that are not in the folder's files or do not make up their tensor.
+    Nothing of the folder is run. Raises CheckpointError for files that are missing or damaged.
     """
     file = path / METADATA if (path / METADATA).exists() else path / PICKLED
     try:
@@ -154,14 +150,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle_table(file: Path) -> Table:
-    """The table of a checkpoint that has no metadata.json."""
+    """Return the table of a checkpoint that has no metadata.json."""
     with file.open("rb") as stream:
         stored = _Unpickler(stream).load()
     return _plain_table(stored.state_dict_metadata, stored.storage_data)
 
 
 def _as_metadata(table: Any, path: Path) -> Metadata:
-    """The table as torch's classes. Raises CheckpointError for what is not in the folder's files."""
+    """Return the table as torch's classes. Raises CheckpointError for what is not in the folder's files.
+
+    Chunks must lie inside their tensor and their file, and have as many numbers together as the tensor's shape.
+    """
     if table["format"] != FORMAT:
         raise CheckpointError(
             f"has format {table['format']!r}, and this version of longspan reads format {FORMAT}; use a newer one"
@@ -171,7 +170,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
     places: dict[Any, Any] = {}
 
     def place(name: str, location: list[Any], least: int) -> _StorageInfo:
-        """Where a chunk of at least so many bytes lies."""
+        """Return where a chunk of at least so many bytes lies."""
         number, first, length = map(_read_count, location)
         file, size = files[number]
         if length < least or first + length > size:
@@ -215,6 +214,7 @@ def _read_count(number: Any) -> int:
 
 
 def _read_dtype(name: Any, tensor: str) -> torch.dtype:
+    """Return torch's dtype of this name. Raises CheckpointError for a name that torch has not."""
     dtype = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"has {name!r:.40} as the dtype of {tensor}, which torch has not; use a newer torch")

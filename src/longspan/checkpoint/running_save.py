@@ -52,7 +52,7 @@ class RunningSave:
 
     @property
     def failure_text(self) -> str:
-        """The failure as a message has it; "" for none."""
+        """Return the failure as a message has it; "" for none."""
         if self.failure is None:
             return ""
         if isinstance(self.failure, (CheckpointException, LongspanError)):
@@ -80,6 +80,10 @@ class RunningSave:
             self.ended.set()
 
     def _write_on_all_ranks(self, talk: _DistWrapper, group: ProcessGroup, plans: PlanCache) -> None:
+        """Write the checkpoint in steps that all ranks' threads take together: copy, agree on names, write, publish.
+
+        A failure of any rank in a step is raised on all, so that nothing is published that is not whole.
+        """
         writer, tensors = _Writer(self), self.staging.tensors
 
         def copy() -> None:
@@ -88,6 +92,9 @@ class RunningSave:
             self.phase = "waiting for the other ranks' copies"
 
         def publish(digests: list[dict[str, Digest]]) -> int:
+            """Publish what all ranks have written, and return its bytes. Raises CheckpointError for a save that was
+            given up.
+            """
             self.phase = "publishing"
             if self.given_up:
                 raise CheckpointError(f"{self.folder} came too late")

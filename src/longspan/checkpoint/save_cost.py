@@ -57,7 +57,7 @@ def save_cost(
     bytes_of_parameter: float = 12.0,
     rates: SaveRates | None = None,
 ) -> SaveCost:
-    """The cost of a checkpoint of so many parameters in so many tensors, split evenly over ranks.
+    """Return the cost of a checkpoint of so many parameters in so many tensors, split evenly over ranks.
 
     >>> round(save_cost(8.2e9, 399, 2, ranks_of_host=2).copy_seconds, 1)
     1.0

@@ -86,7 +86,10 @@ def names_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def is_small_value(item: WriteItem) -> bool:
-    """Whether an item is the same on all ranks that have it and takes few bytes: a setting, a count, a small buffer."""
+    """Return whether an item is the same on all ranks that have it and takes few bytes.
+
+    Such are settings, counts and small buffers.
+    """
     if item.type == WriteItemType.SHARD or item.tensor_data is None:
         return item.type == WriteItemType.BYTE_IO
     return prod(item.tensor_data.size) <= _SMALL

@@ -51,6 +51,7 @@ class SaveFigures(NamedTuple):
     bytes: int
 
     def __str__(self) -> str:
+        """Write the figures in one line: size, seconds of writing, and seconds for which training stood."""
         return (
             f"checkpoint of step {self.step}: {self.bytes / 1e9:.3g} GB, written in {self.seconds:.1f} s, "
             f"for which training stood {self.shown_seconds:.1f} s"
@@ -214,7 +215,7 @@ class CheckpointSaver:
             self._running.staged.wait()
 
     def take_figures(self) -> SaveFigures | None:
-        """What the last save took, once, if it is published; None before that and after."""
+        """Return what the last save took, once, if it is published; None before that and after."""
         save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
             self._note_figures(save)
@@ -260,7 +261,7 @@ class CheckpointSaver:
         self.figures = SaveFigures(step, seconds, seconds, _bytes_in(path) if is_first_rank(self._world) else 0)
 
     def _hosts_have_room(self, size: int) -> bool:
-        """Whether every host has memory for the copies of its ranks; without, saves are written while training waits.
+        """Return whether every host has memory for the copies of its ranks; if not, training waits for saves.
 
         Entered by all ranks, each with its own number.
         """
@@ -308,7 +309,7 @@ class CheckpointSaver:
         return list(zip(self._world.home.ranks, reports, strict=True))
 
     def _phases_text(self, reports: list[Any]) -> str:
-        """Which ranks are in which phase of a save, the phase of the fewest first."""
+        """Return which ranks are in which phase of a save, the phase of the fewest first."""
         ranks_in: dict[str, list[int]] = {}
         for rank, (phase, _, _) in self._pair_with_ranks(reports):
             ranks_in.setdefault(phase, []).append(rank)

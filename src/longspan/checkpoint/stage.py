@@ -87,7 +87,11 @@ class Stage:
 
     @torch.no_grad()
     def begin(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
-        """Begin to copy; the optimizer must not update before `finish` of what is returned has ended."""
+        """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
+
+        Tensors on a GPU are copied by a stream of their own. On a CPU, values that change before the next update and
+        small ones are copied now, others by `finish`.
+        """
         self.reserve(tensors)
         steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
         staged: dict[str, dict[str, Any]] = {}
@@ -122,7 +126,7 @@ class Stage:
         return self._places[name][1]
 
     def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
-        """Names and local tensors that have no memory of their shape and type here."""
+        """Return names and local tensors that have no memory of their shape and type here."""
         items = ((f"{group}.{name}", value) for group, values in tensors.items() for name, value in values.items())
         local = ((name, local_tensor(value.detach())) for name, value in items if isinstance(value, Tensor))
         return [(n, x) for n, x in local if x.nbytes and (n not in self._places or self._places[n][0] != _signature(x))]

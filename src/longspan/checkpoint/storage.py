@@ -65,7 +65,7 @@ class HashingWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write what the files hold: torch's `.metadata`, and `metadata.json`, which longspan reads; on one rank."""
         super().finish(metadata, results)
-        places = {result.index: result.storage_data for part in results for result in part}
+        places = {result.index: result.storage_data for rank_results in results for result in rank_results}
         with self._files.create_stream(self.path / METADATA, "wb") as stream:  # pyright: ignore[reportOperatorIssue]
             stream.write(metadata_text(metadata.state_dict_metadata, places).encode())
             stream.flush()
@@ -140,7 +140,7 @@ class DataPlanner(DefaultLoadPlanner):
 
 
 def read_values(file: Path) -> Any:
-    """The tensors and plain values in a file of `torch.save`.
+    """Return the tensors and plain values in a file of `torch.save`.
 
     >>> read_values(Path("checkpoint-8/scheduler.pt"))["last_epoch"]
     8
@@ -162,7 +162,7 @@ def first_failure(error: BaseException) -> str:
 
 
 def not_data(file: Path, error: Exception) -> str:
-    """Why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
+    """Return why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
     reason = " ".join(str(error).split())
     if match := re.search(r"GLOBAL (\S+)", reason):
         return (

@@ -14,7 +14,7 @@ from longspan.errors import CheckpointError
 
 
 def as_root(root: str | Path) -> Path:
-    """The folder of this name, or the place in a store where it is a URL.
+    """Return the folder of this name, or the place in a store where it is a URL.
 
     >>> as_root("runs/mine"), as_root("s3://bucket/mine")
     (PosixPath('runs/mine'), s3://bucket/mine)
@@ -39,7 +39,7 @@ class StorePath:
 
     @classmethod
     def of(cls, url: str) -> "StorePath":
-        """The place that a URL names. Raises CheckpointError where a package for it is missing."""
+        """Return the place that a URL names. Raises CheckpointError where a package for it is missing."""
         try:
             from fsspec.core import url_to_fs
 
@@ -96,7 +96,7 @@ class StorePath:
         return SimpleNamespace(st_size=int(self._store.size(self._path)))
 
     def iterdir(self) -> "Iterator[StorePath]":
-        """What is under it, as the store lists it now."""
+        """Return what is under it, as the store lists it now."""
         self._store.invalidate_cache()
         for path in self._store.ls(self._path, detail=False):
             if path.rstrip("/") != self._path:

@@ -117,15 +117,15 @@ def main(argv: Sequence[str]) -> int:
 def version_checks(installed: dict[str, str]) -> Iterator[Check]:
     """Yield installed versions against those that longspan is tested with."""
     for name, text in installed.items():
-        least, below = SUPPORTED.get(name, (None, None))
-        if least is None:
+        least_version, first_unsupported = SUPPORTED.get(name, (None, None))
+        if least_version is None:
             yield Check("version", name, text, None)
             continue
         number = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
-        needed_text = f"{'.'.join(map(str, least))} or later" + (
-            f", below {'.'.join(map(str, below))}" if below else ""
+        needed_text = f"{'.'.join(map(str, least_version))} or later" + (
+            f", below {'.'.join(map(str, first_unsupported))}" if first_unsupported else ""
         )
-        good = number >= least and (below is None or number < below)
+        good = number >= least_version and (first_unsupported is None or number < first_unsupported)
         yield Check("version", name, text if good else f"{text}; needs {needed_text}", good)
     missing = [name for name in ("torch", "transformers", "numpy") if name not in installed]
     yield from (Check("version", name, "not installed", False) for name in missing)
@@ -223,7 +223,10 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
 
 def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
     """Yield the ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
-    for row in {(f["cp"], f["cp_comm_type"], str(f.get("sizes"))): f for f in parity}.values():
+    for row in {
+        (row_of_case["cp"], row_of_case["cp_comm_type"], str(row_of_case.get("sizes"))): row_of_case
+        for row_of_case in parity
+    }.values():
         for levels in row.get("levels", ()):
             yield Check("group", f"cp {row['cp']}, a2a+p2p {tuple(row['sizes'])}", f"ranks of {levels}", None)
         if row.get("why"):
@@ -264,9 +267,11 @@ def _checks_text(checks: Sequence[Check], good: bool, seconds: float) -> str:
     """Write the checks as a table with a verdict below it."""
     marks = {True: "✓", False: "✗", None: "·"}
     table = text_table(
-        ("", "area", "check", "found"), [(marks[c.good], c.area, c.name, c.found) for c in checks], left=4
+        ("", "area", "check", "found"),
+        [(marks[check.good], check.area, check.name, check.found) for check in checks],
+        left=4,
     )
-    failed = sum(c.good is False for c in checks)
+    failed = sum(check.good is False for check in checks)
     verdict = "all checks are good" if good else f"{failed} check{'s' if failed > 1 else ''} failed"
     return f"{table}\n\n{verdict} ({seconds:.0f} s)"
 

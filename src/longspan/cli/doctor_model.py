@@ -125,10 +125,10 @@ def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedCon
     That type is float64 on CPUs, bfloat16 on GPUs. Models that read images have both sets with images too; a class that
     cannot run on text only has the basic set of text. Hybrids have cases of contiguous rows too.
     """
-    main, other = (_EXACT, _ROUNDED) if processes.backend == "gloo" else (_ROUNDED, _EXACT)
+    most_telling, other_types = (_EXACT, _ROUNDED) if processes.backend == "gloo" else (_ROUNDED, _EXACT)
     ranks = processes.ranks
-    first: tuple[DTypeName, ...] = (main[processes.backend],)
-    second: tuple[DTypeName, ...] = (other[processes.backend],)
+    first: tuple[DTypeName, ...] = (most_telling[processes.backend],)
+    second: tuple[DTypeName, ...] = (other_types[processes.backend],)
     text_set: CaseSet = "basic" if reads_images_alone(config) else flags.cases
     cases = [*list_cases(text_set, ranks, first), *list_cases("basic", ranks, second)]
     if has_mixers(config):
@@ -139,6 +139,7 @@ def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedCon
 
 
 def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
+    """Prove the cases on these ranks, by torchrun's processes where there are some, with progress on a terminal."""
     set_gpu_environment("")
     show = is_reporting() and sys.stderr.isatty()
     launch = _run_torchrun_cases if has_torchrun() else None

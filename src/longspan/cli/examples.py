@@ -64,7 +64,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examples_folder() -> Path:
-    """Where the examples lie: in the package, or next to `src` of a checkout. Raises ConfigError if in neither."""
+    """Return where the examples lie: in the package, or next to `src` of a checkout.
+
+    Raises ConfigError if in neither.
+    """
     package = Path(longspan.__file__).parent
     for folder in (package / "_examples", package.parents[1] / "examples"):
         if (folder / "first.toml").is_file():
@@ -73,7 +76,7 @@ def examples_folder() -> Path:
 
 
 def first_sentence(path: Path) -> str:
-    """What the comment or docstring that an example begins with says first; "" of a file without one."""
+    """Return what the comment or docstring that an example begins with says first; "" of a file without one."""
     lines = path.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").splitlines()
     inside = (
         takewhile(str.strip, lines) if lines[0].startswith('"""') else takewhile(lambda x: x.startswith("#"), lines)
@@ -90,7 +93,7 @@ def _paths_of(root: Path) -> Iterator[Path]:
 
 
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
-    """The files that a name stands for. Raises ConfigError, with the nearest name, where there are none."""
+    """Return the files that a name stands for. Raises ConfigError, with the nearest name, where there are none."""
     name = name.removeprefix("examples/").rstrip("/")
     choice = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
     if not name or not choice or (root / name) == root:

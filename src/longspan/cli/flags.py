@@ -127,7 +127,11 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 
 
 def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
-    """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist."""
+    """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist.
+
+    Flags of switches get their value, lists are joined to their flag, and each value is checked against the flag's
+    type.
+    """
     words: list[str] = []
     argv = _use_present_flags(argv, types)
     for place, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
@@ -162,13 +166,16 @@ def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
     """
     words = list(argv)
     flags = [word.partition("=")[0] for word in words]
-    for place, old in enumerate(flags):
-        new = _FORMER.get(old, old)
-        if old in types or new not in types:
+    for place, former_name in enumerate(flags):
+        present_name = _FORMER.get(former_name, former_name)
+        if former_name in types or present_name not in types:
             continue
-        if new in flags:
-            raise ConfigError(f"{old} and {new} are both given: {old} is the former name of {new}; leave {old} out")
-        words[place] = new + words[place].removeprefix(old)
+        if present_name in flags:
+            raise ConfigError(
+                f"{former_name} and {present_name} are both given: {former_name} is the former name of "
+                f"{present_name}; leave {former_name} out"
+            )
+        words[place] = present_name + words[place].removeprefix(former_name)
     return words
 
 
@@ -197,8 +204,8 @@ def _list_type(kind: Any) -> Any:
 
 def _check_list(flag: str, behind: Sequence[str], kind: Any) -> None:
     """Raise ConfigError where the words behind a flag do not begin with the values of its list."""
-    value, *more = get_args(_list_type(kind))
-    count = len(behind) if more == [...] else 1 + len(more)
+    value, *further_types = get_args(_list_type(kind))
+    count = len(behind) if further_types == [...] else 1 + len(further_types)
     values = behind[:count]
     if not values or len(values) < count or not all(value is str or _is_number(word, value) for word in values):
         text = f"is {' '.join(values)!r}" if values else "has no value"
@@ -206,6 +213,7 @@ def _check_list(flag: str, behind: Sequence[str], kind: Any) -> None:
 
 
 def _is_number(word: str, kind: type[int] | type[float]) -> bool:
+    """Return whether a word is a number of this kind."""
     try:
         kind(word)
     except ValueError:
@@ -213,7 +221,7 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
     return True
 
 
-def check_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
+def check_flag_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
     """Raise ConfigError for a flag among the words that a verb with these flags does not have, with the nearest one."""
     for word in _use_present_flags(argv, types):
         if word.startswith("--"):
@@ -285,6 +293,6 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     flags = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
     if flags.config:
         file = read_file(flags.config)
-        sections = {f.name: getattr(file, f.name) for f in fields(RunConfig)}
+        sections = {field.name: getattr(file, field.name) for field in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
-    return flags, resolve_defaults(RunConfig(**{f.name: getattr(flags, f.name) for f in fields(RunConfig)}))
+    return flags, resolve_defaults(RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)}))

@@ -180,6 +180,7 @@ def _processor_name() -> str:
 
 
 def _memory_bytes() -> int:
+    """Return the bytes of this host's memory; 0 where the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

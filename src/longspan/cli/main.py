@@ -63,11 +63,14 @@ def _print_error(error: LongspanError, *, debug: bool) -> int:
 
 
 def _rank_loss_before(error: BaseException) -> RankLostError | None:
-    """The error of a lost rank that was under way when a signal came, such as torchrun's to the ranks that are left."""
-    before = error.__context__
-    while before is not None and not isinstance(before, RankLostError):
-        before = before.__context__
-    return before
+    """Return the error of a lost rank that was under way when a signal came.
+
+    torchrun sends such a signal to the ranks that are left.
+    """
+    error_before = error.__context__
+    while error_before is not None and not isinstance(error_before, RankLostError):
+        error_before = error_before.__context__
+    return error_before
 
 
 def usage_text() -> str:

@@ -79,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan_step(flags: PlanFlags) -> int:
+    """Plan a step from flags, write its files, and print the plan and notes; return the exit code."""
     check_pictures(flags.plot, ("html", "svg", "png"), "a plan")
     check_degrees(flags)
     check_least(flags, slots=1, max_tokens_per_slot=0, max_image_rows=0)
@@ -122,6 +123,7 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
 
 
 def _run_planner(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, options: PlanOptions) -> Plan:
+    """Plan with the planner of this kind; without --cp at the smallest degree that holds the documents."""
     if kind == "dynamic":
         return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=options)
     planner = plan_padded if kind == "padded" else plan_fixed
@@ -195,6 +197,7 @@ def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
 
 
 def _parse_images(text: str) -> tuple[int, int]:
+    """Parse --images, as in 16x256: how many images a document has, and the rows of each."""
     count, _, rows = text.lower().partition("x")
     if not count.isdecimal() or not rows.isdecimal() or not int(count) * int(rows):
         raise ConfigError(f"--images {text!r} is not COUNTxROWS, such as 16x256")
@@ -202,6 +205,7 @@ def _parse_images(text: str) -> tuple[int, int]:
 
 
 def _has_tower(model: str) -> bool:
+    """Return whether a model encodes images with a tower whose work is known."""
     try:
         return bool(EncoderShape.of(model))
     except PlanError:

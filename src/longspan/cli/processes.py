@@ -85,6 +85,7 @@ def _gpu_note(ranks: int, gpus: int) -> str:
 
 
 def _core_note(ranks: int) -> str:
+    """Return a note that processes take turns on too few cores; "" if there are enough."""
     cores = usable_cores()
     if ranks <= cores:
         return ""

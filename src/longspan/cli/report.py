@@ -83,7 +83,7 @@ def _follow(run_dir: Path, flags: ReportFlags) -> int:
 
 
 def _end_text(state: str, run_dir: Path) -> str:
-    """What a user may want next."""
+    """Return what a user may want next."""
     match state:
         case "running":
             return ", and goes on"

@@ -30,10 +30,10 @@ def set_timeout(world: World, seconds: float) -> None:
     Ranks may set it by themselves. It counts for worlds that share communicators with this one too; a world that is
     opened later begins with its own `timeout`.
     """
-    for other in open_worlds():
-        if other.timeout == world.timeout:
-            other.watch.timeout = float(seconds)
-            other.process_groups.set_timeout(seconds)
+    for open_world in open_worlds():
+        if open_world.timeout == world.timeout:
+            open_world.watch.timeout = float(seconds)
+            open_world.process_groups.set_timeout(seconds)
 
 
 @contextmanager
@@ -43,14 +43,14 @@ def allowing(world: World, seconds: float) -> Iterator[None]:
     >>> with allowing(world, 600):
     ...     world.control.barrier("the last rank has written")
     """
-    before = world.watch.timeout
-    if seconds > before:
+    usual_timeout = world.watch.timeout
+    if seconds > usual_timeout:
         set_timeout(world, seconds)
     try:
         yield
     finally:
-        if seconds > before and world in open_worlds():
-            set_timeout(world, before)
+        if seconds > usual_timeout and world in open_worlds():
+            set_timeout(world, usual_timeout)
 
 
 @contextmanager
@@ -84,7 +84,9 @@ def leave_together(world: World) -> Iterator[None]:
 def result_or_first_error(
     world: World, work: Callable[[], Result], error_of: Callable[[Exception], LongspanError]
 ) -> Result:
-    """This rank's result of `work`, however long it takes; where a rank failed, all raise the first such rank's error.
+    """Return this rank's result of `work`, however long it takes.
+
+    Where a rank failed, all raise the first such rank's error.
 
     >>> result_or_first_error(world, read_file, lambda error: DataError(f"the file cannot be read: {error}"))
 
@@ -106,9 +108,9 @@ def raise_first_error(world: World, error: LongspanError | None) -> None:
 
     An error of another rank than the home's first gets the rank's number, unless its text has it.
     """
-    first = world.control.first_object(error, "gather of errors")
-    if first is not None:
-        rank, first_error = first
+    rank_and_error = world.control.first_object(error, "gather of errors")
+    if rank_and_error is not None:
+        rank, first_error = rank_and_error
         names_rank = rank == world.home.ranks[0] or re.search(rf"\brank {rank}\b", str(first_error))
         rank_note = "" if names_rank else f" (on rank {rank})"
         raise on_all_ranks(type(first_error)(f"{first_error}{rank_note}")) from error
@@ -134,7 +136,7 @@ def run_on_every_rank(world: World, work: Callable[[], Result], os_error_as: typ
 
 
 def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
-    """The first rank's result of `work`, on every rank; its error is raised on every rank."""
+    """Return the first rank's result of `work`, on every rank; its error is raised on every rank."""
     with leave_together(world):
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
     result, error = world.control.broadcast_object(answer)
@@ -144,7 +146,7 @@ def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: typ
 
 
 def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -> tuple[Any, LongspanError | None]:
-    """The result of `work`, or what it failed with, to tell the others (an OSError as `os_error_as`)."""
+    """Return the result of `work`, or what it failed with, to tell the others (an OSError as `os_error_as`)."""
     try:
         return work(), None
     except (LongspanError, OSError) as error:
@@ -152,7 +154,10 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
 
 
 def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
-    """The error to send to the other ranks. One that is no caller's mistake is raised here, on this rank only."""
+    """Return the error to send to the other ranks.
+
+    One that is no caller's mistake is raised here, on this rank only.
+    """
     if isinstance(error, OSError):
         return os_error_as(os_error_text(error))
     if isinstance(error, LongspanError):

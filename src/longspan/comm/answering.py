@@ -79,12 +79,12 @@ class AnsweringThread:
 
         NCCL's own watchdog ends it too, but only after a minute or more of dumping (torch 2.11).
         """
-        watch, last = self.watch, self.watch.last
-        if last is None or time.monotonic() - last[0].started < last[0].limit:
+        watch, last_collective = self.watch, self.watch.last
+        if last_collective is None or time.monotonic() - last_collective[0].started < last_collective[0].limit:
             return
-        operation, past = last
-        if past():
-            watch.last = None if watch.last is last else watch.last
+        operation, has_passed = last_collective
+        if has_passed():
+            watch.last = None if watch.last is last_collective else watch.last
             return
         self._end_process(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
 
@@ -122,6 +122,7 @@ class AnsweringThread:
                 self._end_process(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
 
     def _end_process(self, operation: Operation, why: str) -> None:
+        """Say which collective failed and why, post it for the other ranks, and abort this process."""
         failure = self.watch.failure(operation, RuntimeError(why))
         _say(str(failure))
         self.watch.leave(failure)

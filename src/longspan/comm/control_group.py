@@ -54,8 +54,8 @@ class ControlGroup:
 
     def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
         """Agree as `agree` does, with several flags in one message; every rank gives as many."""
-        same, any_flags = self._compare_digests(digest, flags, "comparison of plans")
-        if same:
+        is_same, any_flags = self._compare_digests(digest, flags, "comparison of plans")
+        if is_same:
             return any_flags
         ranks_of: dict[str, list[int]] = {}
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
@@ -74,22 +74,30 @@ class ControlGroup:
         return self._compare_digests(digest, (), what)[0]
 
     def _compare_digests(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
-        """Whether all ranks hold the digest, and which of the flags are set on any; one value in all rounds."""
+        """Compare a digest over all ranks: return whether all hold it, and which of the flags are set on any.
+
+        One value goes through all rounds.
+        """
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
         largest = self._reduce(message, torch.maximum, what)
         return torch.equal(largest[:4], ~largest[4:8]), tuple(map(bool, largest[8:].tolist()))
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
-        """Every rank's value, in the order of the home's ranks. For small host data: each rank receives all of it."""
+        """Return every rank's value, in the order of the home's ranks.
+
+        For small host data: each rank receives all of it.
+        """
         by_rank = self.reduce_object({self._watch.rank: value}, lambda ours, theirs: ours | theirs, what)
         assert by_rank is not None
         return [by_rank[rank] for rank in self.home.ranks]
 
     def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
-        """All ranks' values combined, in the order of the home's ranks. For small host data.
+        """Combine all ranks' values, in the order of the home's ranks; return the result on every rank. For small host
+        data.
 
-        `combine` gets those of neighbouring runs of ranks. A value None is left out; of None only, None comes back.
+        `combine` gets two values, those of neighbouring runs of ranks. A value None is left out; where all are None,
+        None is returned.
         """
         with self._watch.during(what, self.home.ranks):
             return self._rounds.reduce_object(value, combine, what)
@@ -99,7 +107,7 @@ class ControlGroup:
         return self.reduce_object(None if value is None else (self._watch.rank, value), _first, what)
 
     def broadcast_object(self, value: T, source: int | None = None, what: str = "broadcast of host values") -> T:
-        """The value of the `source` rank (default: the home's first). For small host data."""
+        """Return the value of the `source` rank (default: the home's first) on every rank. For small host data."""
         source = self.home.ranks[0] if source is None else source
         with self._watch.during(what, self.home.ranks):
             return self._rounds.broadcast_object(value, source, what)  # pyright: ignore[reportReturnType]
@@ -118,7 +126,7 @@ class ControlGroup:
         return tuple(map(bool, values.tolist()))
 
     def sum_over_slots(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
-        """Sums over the slots of this plane, in float64 and in one order, so that every rank gets the same bits."""
+        """Return sums over the slots of this plane, in float64 and in one order: the same bits on every rank."""
         local = torch.tensor(list(values), dtype=torch.float64)
         with self._watch.during(what, self.plane):
             return self._rounds_of_plane.reduce(local, torch.add, what).tolist()
@@ -128,7 +136,7 @@ class ControlGroup:
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.add, what).tolist()
 
     def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
-        """Sums over the slots of all pipeline stages, in float64 and in one order: the same bits on every rank.
+        """Return sums over the slots of all pipeline stages, in float64 and in one order: the same bits on every rank.
 
         This is `sum_over_slots` where there is one stage.
         """
@@ -138,7 +146,7 @@ class ControlGroup:
         return self.sum_over_ranks(values if once else [0.0] * len(values), what)
 
     def sum_of_arrays(self, values: Floats, what: str = "sum of arrays") -> Floats:
-        """Sums over all ranks of an array's elements, in memory of two arrays: the same bits on every rank."""
+        """Return sums over all ranks of an array's elements, in memory of two arrays: the same bits on every rank."""
         total = torch.from_numpy(values).clone()
         if total.nbytes < _LARGE:
             return self._reduce(total, torch.add, what).numpy()

@@ -91,15 +91,15 @@ class FailureReports:
                 self._answered, self._answered_at = number, time.monotonic()
 
     def report(self, activity: Activity, since: float) -> FailureReport:
-        """The report of a collective that this rank entered at the monotonic time `since`.
+        """Return the report of a collective that this rank entered at the monotonic time `since`.
 
-        This is the last report where that was requested after `since`; else the next one, which this rank or a faster
-        one requests.
+        It is the last report where that was requested after `since`, else the next one. The first rank to request that
+        collects the answers and posts the report; the others wait for it.
         """
         number, me = self._answered + (since > self._answered_at), str(self._rank)
-        first = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
-        self.post_answer(number, activity)  # and with it the news
-        if first:
+        requests_it = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
+        self.post_answer(number, activity)  # so that all ranks learn of the request
+        if requests_it:
             report = self._collect_report(number, activity.operation)
             self._store.set(f"{number}/report", json.dumps(asdict(report)))
             return report
@@ -122,20 +122,26 @@ class FailureReports:
             missing = [rank for rank in self._ranks if rank not in answers and rank not in departures]
             deaths = self._death_texts(missing)
             if len(deaths) == len(missing) or time.monotonic() > deadline:
-                here = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}
+                remaining = {rank: answers[rank] for rank in sorted(answers) if rank not in departures}
                 own_error = any(not entry["echo"] for entry in departures.values())
-                causes = self._cause_lines(departures, missing, deaths) or _outlier_lines(here, operation)
-                return FailureReport(tuple(causes), tuple(_activity_lines(here, operation)), own_error, self._rank)
+                causes = self._cause_lines(departures, missing, deaths) or _outlier_lines(remaining, operation)
+                return FailureReport(tuple(causes), tuple(_activity_lines(remaining, operation)), own_error, self._rank)
             time.sleep(0.05)
 
     def first_node(self) -> str:
-        """Where the store is served, by rank 0 or its torchrun, as the end of a message; empty if there is one node."""
+        """Return where the store is served, by rank 0 or its torchrun, as the end of a message.
+
+        It is empty if there is one node.
+        """
         if self.nodes is None:
             return ""
         return f"; it was served on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])}"
 
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
-        """How missing ranks died, where a launcher has posted it, or where torchrun started them next to this one."""
+        """Return how missing ranks died, as far as it is known here.
+
+        A launcher has posted it, or torchrun started them next to this rank.
+        """
         processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
         deaths = {
             rank: f"ended, or was killed: process {pid} is gone" for rank, pid in processes.items() if has_ended(pid)
@@ -153,7 +159,10 @@ class FailureReports:
         self._store.set("news", "")
 
     def _wait_for_key(self, key: str, seconds: float) -> str | None:
-        """The value of a key, waited for with short questions: a blocking read would stop the answering thread too."""
+        """Wait for a key of the store with short questions; return its value, None after these seconds.
+
+        A blocking read would stop the answering thread too.
+        """
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
             if time.monotonic() > deadline:
@@ -175,13 +184,22 @@ class FailureReports:
 
 def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
     """Say which ranks are not in the collective that failed, where all answer."""
-    others = [f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation]
-    more = [f"{len(others) - NAMED} more ranks are not in it either"] if len(others) > NAMED else []
-    return [*others[:NAMED], *more] or ["all ranks are in it: look at the network and the devices between them"]
+    outlier_texts = [
+        f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation
+    ]
+    overflow_note = (
+        [f"{len(outlier_texts) - NAMED} more ranks are not in it either"] if len(outlier_texts) > NAMED else []
+    )
+    return [*outlier_texts[:NAMED], *overflow_note] or [
+        "all ranks are in it: look at the network and the devices between them"
+    ]
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """What each rank does and what torch recorded there, those first that are not in the collective that failed."""
+    """Return what each rank does and what torch recorded there.
+
+    Ranks that are not in the collective that failed come first.
+    """
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
     lines = [f"rank {rank} is {activities[rank].text}{_rank_end_text(activities[rank])}" for rank in ranks[:NAMED]]
     return [*lines, f"{len(ranks) - NAMED} more ranks answer"] if len(ranks) > NAMED else lines

@@ -25,11 +25,13 @@ class Nodes:
         """
         parts, rank_set = list[str](), set(ranks)
         for name, node_ranks in zip(self.names, self.ranks, strict=True):
-            some = [rank for rank in node_ranks if rank in rank_set]
-            if some:
-                parts.append(f"{'all ranks' if len(some) == len(node_ranks) else 'rank(s)'} {excerpt(some)} of {name}")
-        more = [f"{len(parts) - NAMED} more nodes"] if len(parts) > NAMED else []
-        return " and ".join([*parts[:NAMED], *more])
+            present = [rank for rank in node_ranks if rank in rank_set]
+            if present:
+                parts.append(
+                    f"{'all ranks' if len(present) == len(node_ranks) else 'rank(s)'} {excerpt(present)} of {name}"
+                )
+        overflow_note = [f"{len(parts) - NAMED} more nodes"] if len(parts) > NAMED else []
+        return " and ".join([*parts[:NAMED], *overflow_note])
 
 
 def read_nodes(store: Store, prefix: str, size: int) -> Nodes | None:

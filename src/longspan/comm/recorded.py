@@ -26,7 +26,7 @@ RAS_SECTIONS = ("Errors", "Warnings")  # of what it says (NCCL 2.24 to 2.31), th
 
 
 def last_collective() -> str:
-    """The first collective that NCCL has not completed, else the last that was started; "" where none is recorded.
+    """Return the first collective that NCCL has not completed, else the last that was started; "" for none.
 
     >>> last_collective()
     'gloo:all_reduce number 4 of the group "control", [8] Float'
@@ -48,6 +48,7 @@ def ras_lines() -> list[str]:
 
 
 def _read_last_collective() -> str:
+    """Read the first collective that NCCL has not completed, else the last one of any backend, as text."""
     nccl = _entries("_dump_nccl_trace_json")
     unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
     if unfinished is not None:
@@ -63,6 +64,7 @@ def _entries(function: str) -> list[dict[str, Any]]:
 
 
 def _entry_text(entry: dict[str, Any]) -> str:
+    """Return one recorded collective in words: its name, number, group and the sizes of its inputs."""
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     sizes = ", ".join(f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False))
     return f'{entry["profiling_name"]} number {number} of the group "{entry["process_group"][1]}"' + (
@@ -71,6 +73,7 @@ def _entry_text(entry: dict[str, Any]) -> str:
 
 
 def _write_trace_files(folder: Path, rank: int) -> None:
+    """Write what torch and NCCL recorded of this rank's collectives into a folder, one file for each recorder."""
     folder.mkdir(parents=True, exist_ok=True)
     for function, prefix in PREFIXES.items():
         dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
@@ -79,20 +82,23 @@ def _write_trace_files(folder: Path, rank: int) -> None:
 
 
 def _ras_text() -> str:
-    """What the RAS thread of a process on this host says; "" where none answers."""
+    """Ask the RAS thread of a process on this host (NCCL's own diagnosis) for its report; "" where none answers."""
     host, _, port = os.environ.get("NCCL_RAS_ADDR", "").rpartition(":")
     received = list[bytes]()
     with suppress(OSError, ValueError):
         address = (host, int(port)) if host else RAS_ADDRESS
         with socket.create_connection(address, RAS_SECONDS) as connection:
             connection.sendall(b"VERBOSE STATUS\n")
-            while part := connection.recv(1 << 16):
-                received.append(part)
+            while chunk := connection.recv(1 << 16):
+                received.append(chunk)
     return b"".join(received).decode(errors="replace")
 
 
 def _call_with_patience(work: Callable[[], str | None]) -> str | None:
-    """The result of `work` in a thread of its own, which a stuck device may keep; None if it fails or is too slow."""
+    """Return the result of `work` in a thread of its own, which a stuck device may keep.
+
+    It is None if the work fails or is too slow.
+    """
     results = list[str | None]()
 
     def run() -> None:

@@ -91,7 +91,7 @@ _being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds
 
 
 def shared_store(place: Place, timeout: float) -> Store:
-    """The store that all processes of this launch share: the launcher's, or one that rank 0 serves.
+    """Return the store that all processes of this launch share: the launcher's, or one that rank 0 serves.
 
     Raises CommError where it cannot be reached in `timeout` seconds.
     """
@@ -131,20 +131,20 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 def _open_world(store: Store, place: Place, timeout: float) -> str:
     """Open a world on rank 0 once all others have joined it; where one has left it meanwhile, begin another."""
-    prefix, here = "", store
+    prefix, world_store = "", store
     for _ in _iterate_pauses(place.size, timeout):
         if not prefix:
             prefix = f"longspan/world {store.add('longspan/worlds', 1)}"
-            here = PrefixStore(prefix, store)
-            here.set("rank/0", place.node)
+            world_store = PrefixStore(prefix, store)
+            world_store.set("rank/0", place.node)
             store.set(_NEWEST, prefix)
-        if here.add("joined", 0) == place.size - 1:
-            if here.add(_DECIDED, 1) == 1:
-                here.set(_OPENED, str(place.size))
+        if world_store.add("joined", 0) == place.size - 1:
+            if world_store.add(_DECIDED, 1) == 1:
+                world_store.set(_OPENED, str(place.size))
                 return prefix
             prefix = ""
-    here.set("rank/0", "left")
-    raise _absence_error(here, place, timeout)
+    world_store.set("rank/0", "left")
+    raise _absence_error(world_store, place, timeout)
 
 
 def _join_world(store: Store, place: Place, timeout: float) -> str:
@@ -205,7 +205,7 @@ def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
 
 
 def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
-    """The error of a process whose world was not complete in time: which ranks are absent, and which left."""
+    """Return the error of a process whose world was not complete in time: which ranks are absent, and which left."""
     peers = [rank for rank in range(place.size) if rank != place.rank]
     absent = [rank for rank in peers if not here.check([f"rank/{rank}"])]
     departed = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]
@@ -215,6 +215,7 @@ def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
 
 
 def _incomplete_world_error(place: Place, timeout: float, cause: str) -> CommError:
+    """Return the error of a process that could not open its world in time, for this cause."""
     return CommError(
         f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: {cause}; start "
         "them all, or give more time"
@@ -242,17 +243,17 @@ def defer_connections() -> Iterator[None]:
     A rank that leaves before the first message is not noticed by the other, so groups over which tensors of a CPU
     travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.13).
     """
-    before = os.environ.get(_LAZY)
+    earlier_value = os.environ.get(_LAZY)
     os.environ.setdefault(_LAZY, "1")
     try:
         yield
     finally:
-        if before is None:
+        if earlier_value is None:
             del os.environ[_LAZY]
 
 
 def new_connection(store: Store) -> Store:
-    """A connection of its own to the same store, which waits for 10 s at most."""
+    """Open a connection of its own to the same store, which waits for 10 s at most."""
     connection: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
     connection.set_timeout(timedelta(seconds=10))
     return connection
@@ -265,6 +266,7 @@ def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bo
     """
 
     def destroy() -> None:
+        """Destroy the groups, which may take as long as a collective in flight."""
         if default and dist.is_initialized():
             dist.destroy_process_group()
         elif not default:

@@ -184,14 +184,14 @@ class SequenceShard(Immutable):
 
     @property
     def real_rows(self) -> Tensor:
-        """The local rows (R,) that are not padding, as an index on the shard's device."""
+        """Return the local rows (R,) that are not padding, as an index on the shard's device."""
         if (rows := self.derived.real_rows) is None:
             rows = torch.nonzero(self.rows >= 0).squeeze(1)
             self.derived._set(real_rows=rows)
         return rows
 
     def with_padding(self, *, minimum: int = 1, multiple: int = 1) -> "SequenceShard":
-        """The same shard with padding rows appended, so that T ≥ `minimum` and T is a multiple of `multiple`.
+        """Return the same shard with padding rows appended, so that T ≥ `minimum` and T is a multiple of `multiple`.
 
         The padding is a document of its own (id −1, positions from 0) that no other slot sees.
         """
@@ -205,7 +205,7 @@ class SequenceShard(Immutable):
         )
 
     def with_spans(self, spans: SpansOfDocuments) -> "SequenceShard":
-        """The same shard with runs of rows that see each other in both directions, as tokens of an image may.
+        """Return the same shard with runs of rows that see each other in both directions, as tokens of an image may.
 
         `spans[d]` are the half-open runs of positions of document d, ascending; documents of other micro-batches, and
         documents left out, may be among them or not. Every member of a group gives the same. Under a causal mask,
@@ -270,7 +270,7 @@ class SequenceShard(Immutable):
         return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
 
     def _packed_order_on_device(self, starts: tuple[int, ...]) -> Tensor:
-        """`packed_order` on the device, worked out once."""
+        """Return `packed_order` on the device, worked out once."""
         if self.derived.packed_order is None or self.derived.packed_order[0] != starts:
             order = to_device(packed_order(self.micro_batch, starts), self.device)
             self.derived._set(packed_order=(starts, order))
@@ -314,6 +314,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, shard: SequenceShard) -> Tensor:
+        """Gather the rows of all slots on the plane's channel, and put them in packed order."""
         ctx.shard = shard
         world = world_of(shard.world_key)
         channel, counts = (

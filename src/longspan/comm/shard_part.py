@@ -80,7 +80,7 @@ class ShardPart(Immutable):
 
 
 def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
-    """A slot's parts of its groups, in plan order, and behind them one of `padding` rows where there are any."""
+    """Return a slot's parts of its groups, in plan order, and behind them one of `padding` rows where there are any."""
     groups = [*micro_batch.groups_of(slot)]
     if padding:
         groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))
@@ -107,13 +107,16 @@ def lay_out(
 ) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
     """Return the packed row and position of each local row, and the document and boundaries of each local segment."""
     bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
-    rows, positions = _concatenate_pairs([_part_rows(part, int(bases[part.index])) for part in parts])
-    documents, sizes = _concatenate_pairs([_rows_by_document(part) for part in parts])
+    rows, positions = _concatenate_pairs([_part_rows(shard_part, int(bases[shard_part.index])) for shard_part in parts])
+    documents, sizes = _concatenate_pairs([_rows_by_document(shard_part) for shard_part in parts])
     return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
 def _part_rows(part: ShardPart, base: int) -> tuple[Integers, Integers]:
-    """(packed row, position) of each local row of a part whose group begins at packed row `base`."""
+    """Return the packed row and position of each local row of a part whose group begins at packed row `base`.
+
+    Rows that pad documents out, and those of a part without a group, have the packed row −1.
+    """
     segments = part.segments()
     sizes = segments.stop - segments.start
     positions = np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes)
@@ -140,7 +143,7 @@ def _concatenate_pairs(pairs: Sequence[tuple[Integers, Integers]]) -> tuple[Inte
 
 
 def counts_of_slots(micro_batch: MicroBatch, slots: int) -> list[int]:
-    """Rows that each slot holds."""
+    """Return how many rows each slot holds."""
     counts = [0] * slots
     for group in micro_batch.groups:
         for slot, rows in zip(group.slots, group.shares.counts, strict=True):
@@ -149,7 +152,10 @@ def counts_of_slots(micro_batch: MicroBatch, slots: int) -> list[int]:
 
 
 def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
-    """Where each packed row (S,) is among the rows of all slots; those of slot s begin at `starts[s]`."""
+    """Return where each packed row (S,) is among the rows of all slots; those of slot s begin at `starts[s]`.
+
+    A slot's rows lie group after group; rows that pad a document out are no packed rows.
+    """
     sources, next_row, base = np.empty(micro_batch.tokens, dtype=np.int64), list(starts), 0
     for group in micro_batch.groups:
         lengths, counts = np.asarray(group.lengths, dtype=np.int64), group.shares.counts

@@ -25,16 +25,16 @@ class StopSignal:
     def __init__(self, save_on: Collection[str] = ()) -> None:
         self.received = self.save_asked = ""
         self._save_on = {signal.Signals[name] for name in save_on}
-        self._at = self._save_at = -SAME_PRESS
-        self._before: dict[int, Any] = {}
+        self._received_at = self._save_at = -SAME_PRESS
+        self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
         numbers = self._save_on | set(signals_that_stop())
-        self._before = {number: signal.signal(number, self._note_signal) for number in numbers}
+        self._old_handlers = {number: signal.signal(number, self._note_signal) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def reason(self) -> str:
@@ -46,7 +46,10 @@ class StopSignal:
         self.save_asked = ""
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
-        """Note a first signal for the run to act on at its next step; a later one that stops ends it at once."""
+        """Note a first signal for the run to act on at its next step; a later one that stops ends it at once.
+
+        One press of Ctrl-C may arrive twice, so a second signal within SAME_PRESS seconds is the same press.
+        """
         now, name = time.monotonic(), signal.Signals(number).name
         leave_closed_output()
         if number in self._save_on:
@@ -55,8 +58,8 @@ class StopSignal:
                 self._save_at = now
         elif not self.received:
             self.received: str = name
-            self._at = now
-        elif now - self._at > SAME_PRESS:
+            self._received_at = now
+        elif now - self._received_at > SAME_PRESS:
             raise Interrupted(number)
 
 

@@ -46,7 +46,10 @@ class TimeLimits:
 
     @contextmanager
     def around_step(self, predicted: float, *, is_usual: bool = True) -> Iterator[None]:
-        """A context of one step that is predicted to take so many seconds; one that is profiled is no usual one."""
+        """Bound how long ranks wait within one step that is predicted to take so many seconds.
+
+        A step that is profiled is no usual one.
+        """
         self._begun += 1
         is_known = self._begun > FIRST_STEPS
         self._of_step = TIMES * max([predicted, *self._step_seconds()]) if is_known else LONG
@@ -62,7 +65,7 @@ class TimeLimits:
 
     @contextmanager
     def around_evaluation(self, key: Hashable, predicted: float) -> Iterator[None]:
-        """A context of an evaluation that is predicted to take so many seconds.
+        """Bound how long ranks wait within an evaluation that is predicted to take so many seconds.
 
         `key` is that of evaluations which run the same kernels; the first of them has the longest limit.
         """
@@ -81,9 +84,10 @@ class TimeLimits:
 
     @contextmanager
     def _set_limit(self, seconds: float) -> Iterator[None]:
-        before = self._world.watch.timeout
+        """Let ranks wait for each other for these seconds within the context."""
+        usual_timeout = self._world.watch.timeout
         set_timeout(self._world, seconds)
         try:
             yield
         finally:  # also after an error, before which a run saves
-            set_timeout(self._world, before)
+            set_timeout(self._world, usual_timeout)

@@ -20,14 +20,14 @@ from longspan.layout.layout import excerpt
 
 
 def is_backend_error(error: BaseException) -> bool:
-    """Whether a collective's backend raised this error, gloo's being plain RuntimeErrors."""
+    """Return whether a collective's backend raised this error. gloo's are plain RuntimeErrors."""
     if not isinstance(error, RuntimeError) or isinstance(error, LongspanError) or is_out_of_memory(error):
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this error means that no memory was left, on a device or on the host."""
+    """Return whether this error means that no memory was left, on a device or on the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -117,7 +117,7 @@ class Watch:
 
     @contextmanager
     def naming(self, what: str, ranks: Sequence[int], step: int | None = None) -> Iterator[None]:
-        """A context around collectives that others start, such as FSDP2's: where one fails, the error is of `what`.
+        """Name collectives in this context that others start, such as FSDP2's: where one fails, the error is of `what`.
 
         `step` is the one that errors inside name (None: the world's). Errors that no backend raised pass as they are.
         """
@@ -178,7 +178,11 @@ class Watch:
         return failure
 
     def activity(self) -> Activity:
-        """What this rank is doing, for the others."""
+        """Describe what this rank is doing, for failure reports: the collective that it is in, or that its GPU is still
+        in.
+
+        In neither, it computes; the name is then that of the last recorded collective, if others start them here.
+        """
         recorded = last_collective()
         operation = self.current or next((watch.current for watch in self.others() if watch.current), None)
         if operation is not None:
@@ -187,11 +191,11 @@ class Watch:
             operation = self.last[0]
             text = f"past {operation} in its program, its GPU in it for {time.monotonic() - operation.started:.1f} s"
             name = operation.what
-        elif (named := self.named) is None:
+        elif (operation_of_others := self.named) is None:
             text, name = f"computing in step {self.step}, after '{self.finished}'", ""
         else:  # in a collective of FSDP2 or DTensor, which torch recorded, or after it
-            step = self.step if named.step is None else named.step
-            text, name = f"computing in step {step}, in '{named.what}', after '{self.finished}'", recorded
+            step = self.step if operation_of_others.step is None else operation_of_others.step
+            text, name = f"computing in step {step}, in '{operation_of_others.what}', after '{self.finished}'", recorded
         background = self.background()
         return Activity(f"{text}, in the background in {background}" if background else text, name, recorded)
 
@@ -201,13 +205,13 @@ class Watch:
             write_traces(self.folder, self.rank)
 
     def has_died(self, rank: int) -> bool:
-        """Whether a rank is known to be dead, by its launcher."""
+        """Return whether a rank is known to be dead, by its launcher."""
         with suppress(RuntimeError):  # the store does not answer
             return self.reports is not None and self.reports.has_died(rank)
         return False
 
     def _failure_report(self, operation: Operation) -> FailureReport:
-        """The report of a collective; the first rank that notices requests it, all read it."""
+        """Return the report of a collective: the first rank that notices the failure requests it, and all read it."""
         if self.reports is None:
             return FailureReport(("this process has no store to ask through",))
         try:
@@ -217,7 +221,7 @@ class Watch:
             return FailureReport((served + self.reports.first_node(),))
 
     def _detail_lines(self) -> list[str]:
-        """What else helps whoever reads a report: notes, files, and what NCCL says."""
+        """Return what else helps whoever reads a report: notes, files, and what NCCL says."""
         lines = list(self.notes)
         if self.folder is not None:
             prefix = PREFIXES["_dump_fr_trace" if self._passed is None else "_dump_nccl_trace"]
@@ -226,7 +230,7 @@ class Watch:
 
 
 def _has_passed(query: Callable[[], bool]) -> bool:
-    """Whether the device is past a collective or has failed; the main thread gets the error at its next call."""
+    """Return whether the device is past a collective or has failed; the main thread gets the error at its next call."""
     try:
         return query()
     except RuntimeError:

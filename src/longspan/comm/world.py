@@ -56,7 +56,7 @@ _shareable = WeakKeyDictionary[ProcessGroup, ByRanks]()  # of open worlds, by th
 
 
 def world_of(key: int) -> "World":
-    """The open world with this key. Raises CommError where it has been left."""
+    """Return the open world with this key. Raises CommError where it has been left."""
     if key not in _worlds:
         raise CommError(f"world {key} has been left (open worlds: {sorted(_worlds) or 'none'}); use it inside its with")
     return _worlds[key]
@@ -215,11 +215,11 @@ class World:
     # ---- what others ask an open world for
 
     def open_inner(self, home: Layout) -> "World":
-        """A world of another home over the same ranks, opened now and left with this one; entered by all ranks.
+        """Open a world of another home over the same ranks, which is left with this one; entered by all ranks.
 
         >>> encoder_world = world.open_inner(Layout(ranks=8, tp=2))
 
-        The same world where the home is the same.
+        It is this world itself where the home is the same.
         """
         self.check_open()
         if home == self.home:
@@ -290,7 +290,7 @@ def _leave_open_worlds() -> None:
 
 
 def _torchrun_place(home: Layout) -> Place:
-    """This process's place by torchrun's variables; a home of one rank needs none."""
+    """Return this process's place by torchrun's variables; a home of one rank needs none."""
     absent = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
     if absent and home.ranks == (0,) and os.environ.get("WORLD_SIZE", "1") == "1":
         return Place(0, 1, 0, "")
@@ -307,7 +307,7 @@ def _torchrun_place(home: Layout) -> Place:
 
 
 def _existing_place(home: Layout) -> Place:
-    """This process's place in the default process group, which somebody else initialised."""
+    """Return this process's place in the default process group, which somebody else initialised."""
     _check_rank_count(home, dist.get_world_size())
     rank = dist.get_rank()
     return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "", _node_name())

@@ -45,7 +45,7 @@ class BestFigure:
         )
 
     def value_in(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
-        """The figure in rows of evaluations, None if its set is not among them or counted nothing.
+        """Return the figure in rows of evaluations, None if its set is not among them or counted nothing.
 
         Raises ConfigError where the set has no such figure.
         """

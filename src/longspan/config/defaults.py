@@ -141,14 +141,14 @@ def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 
 
 def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
-    """Give a value to every key of an evaluation set, of a configuration that has one for every other."""
+    """Give a value to every key of an evaluation set; the configuration has values for all other keys."""
     entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics", "max_seconds")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
 def settings_line(config: RunConfig) -> str:
-    """Write the values that decide most about a run, in one line; of evaluation those that are not as in training."""
+    """Write the values that decide most about a run in one line; for evaluation those that differ from training's."""
     shown = _SHOWN
     if config.train.epochs:  # from which steps and warm-up follow, once the corpus is known
         train_keys = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
@@ -162,12 +162,12 @@ def settings_line(config: RunConfig) -> str:
     if config.mtp.depths:
         words.append(f"[mtp] depths = {config.mtp.depths}, loss_weight = {config.mtp.loss_weight:g}")
     context = config.context
-    other = [
+    differing = [
         f"eval_{key} = {_value_text(getattr(context.evaluation, key))}"
         for key in _SHOWN["context"]
         if getattr(context, key) != getattr(context.evaluation, key)
     ]
-    return "; ".join([*words, ", ".join(other) or "evaluation as in training"])
+    return "; ".join([*words, ", ".join(differing) or "evaluation as in training"])
 
 
 def _value_text(value: object) -> str:
@@ -175,7 +175,7 @@ def _value_text(value: object) -> str:
 
 
 def warn_about_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Log what a run in pure bfloat16 loses."""
+    """Log that a run whose weights and arithmetic are bfloat16 loses small updates to rounding."""
     if config.model.dtype == "bfloat16" and not config.train.stochastic_rounding and not config.lora.rank:
         log(
             'caution: model.dtype is "bfloat16": updates below 1/512 of a weight are rounded away, and so the model '

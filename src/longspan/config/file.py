@@ -93,15 +93,16 @@ def _use_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]
     Raises ConfigError for a key that is given by both of its names.
     """
     present = dict(tables)
-    for old, new in FORMER_KEYS.items():
-        (section, key), (section_now, key_now) = old.split("."), new.split(".")
+    for former_name, present_name in FORMER_KEYS.items():
+        (section, key), (section_now, key_now) = former_name.split("."), present_name.split(".")
         table, table_now = present.get(section), present.get(section_now, {})
         if not (isinstance(table, Mapping) and isinstance(table_now, Mapping)) or key not in table:
             continue
         present[section] = {name: value for name, value in table.items() if name != key}
         if table[key] and table_now.get(key_now):
             raise ConfigError(
-                f"{old} and {new} are both given in {source}: {old} is the former name of {new}; leave {old} out"
+                f"{former_name} and {present_name} are both given in {source}: {former_name} is the former name of "
+                f"{present_name}; leave {former_name} out"
             )
         if table[key]:
             present[section_now] = {**table_now, key_now: table[key]}
@@ -110,7 +111,7 @@ def _use_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]
 
 def _set_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
     """Set these values of a section. Raises ConfigError for an unknown section or key."""
-    names = [f.name for f in fields(RunConfig)]
+    names = [field.name for field in fields(RunConfig)]
     if section not in names:
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
         hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(section, names)
@@ -146,9 +147,9 @@ def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
 
 
 def _read_tables(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
-    """Read the tables of an array.
+    """Read the tables of an array, as mappings.
 
-    Raises ConfigError, with what they are and which keys they have, for anything else.
+    Raises ConfigError for anything else, with `title`, what the tables are, and `keys`, those that they have.
     """
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(
@@ -172,6 +173,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 
 
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
+    """Write a hint for an unknown key: the section that has a key of that name, else this section's nearest key."""
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
     return (
         f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest_hint(key, siblings).replace("'", f"'{section}.", 1)
@@ -210,7 +212,10 @@ def _is_word(value: object) -> bool:
 
 
 def _fitting_value(value: object, option: Any) -> object | None:
-    """Return the value as one of the types that a key may have holds it; None if it does not fit that type."""
+    """Return the value in the form that a key of this type holds it; None if it does not fit the type.
+
+    Lists become tuples, whose elements all must fit, and integers may stand for floats; true and false are no numbers.
+    """
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:

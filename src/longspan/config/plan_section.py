@@ -226,9 +226,9 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
 
 
 def _fit_levels(section: PlanSection, filled: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
-    """Fit the parent's levels to a planner or degree that differs from the parent's.
+    """Fit the parent's a2a and p2p levels to a planner or degree that differs from the parent's.
 
-    Evaluation as a whole counts with the planner that its degree gives, and at training's degree if its own is "auto".
+    Evaluation as a whole takes the planner that follows from its degree, and training's degree if its own is "auto".
     """
     planner, degree = filled.planner, filled.context_parallel_size
     if isinstance(parent, ContextConfig):

@@ -49,10 +49,10 @@ class _CorpusOfRun:
     def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine, *, resumed: bool) -> None:
         self._settings, self._run_dir, self._log = settings, run_dir, log
         self._folder = run_dir / settings.folder
-        self._old = self._read_record(resumed=resumed)
+        self._old_record = self._read_record(resumed=resumed)
         self._files = settings.files(run_dir)
         self._cache = _open_cache(settings.data, run_dir, log)
-        recorded = () if self._old is None else self._old.sources(self._folder)
+        recorded = () if self._old_record is None else self._old_record.sources(self._folder)
         path = " ".join(path for _, path in settings.paths())
         sums = FileSums(None if self._cache is None else self._cache.sums_file(path), recorded or ())
         self._sources = sums.measure_files(self._files, log)
@@ -71,7 +71,7 @@ class _CorpusOfRun:
 
     def load_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed."""
-        if resumed and self._old is None:
+        if resumed and self._old_record is None:
             raise DataError(
                 f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"
             )
@@ -83,7 +83,7 @@ class _CorpusOfRun:
         if tokenizer is None:
             tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
-        recorded = self._old
+        recorded = self._old_record
         is_same = (
             recorded is not None and recorded.key == recipe.key and (recorded.documents == ROWS) is not recipe.stored
         )
@@ -94,8 +94,11 @@ class _CorpusOfRun:
         return self._build_corpus(recipe, tokenizer)
 
     def _compare_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
-        """List the keys and tokens that differ from those that the corpus was built with."""
-        if (recorded := self._old) is None:
+        """List the keys and tokens that differ from those that the corpus was built with.
+
+        A key that the record lacks counts with its default.
+        """
+        if (recorded := self._old_record) is None:
             return []
         values, changes = self._settings.deciding_values(), list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
@@ -114,20 +117,20 @@ class _CorpusOfRun:
 
     def _compare_files(self) -> list[str]:
         """List the source files, or some images, that differ from those that the corpus was built from."""
-        old_sources = None if self._old is None else self._old.sources(self._folder)
+        old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
         return changes or list(islice(self._compare_images(), 3))
 
     def _compare_images(self) -> Iterator[str]:
         """Yield the images that differ from those at the time of the build."""
-        if self._old is None or not (self._folder / self._old.documents).is_dir():
+        if self._old_record is None or not (self._folder / self._old_record.documents).is_dir():
             return
-        if (images := ImageTable.of(self._folder / self._old.documents)) is not None:
+        if (images := ImageTable.of(self._folder / self._old_record.documents)) is not None:
             yield from images.changes()
 
     def _load_or_train_tokenizer(self, *, changed: bool) -> TextTokenizer:
         """Load the tokenizer that was trained for the run, or train one."""
-        if self._old is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
+        if self._old_record is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
             return load_tokenizer(self._run_dir)
         data = self._settings.data
         paths = ", ".join(path for _, path in self._settings.paths())
@@ -202,7 +205,7 @@ def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the documents in a folder can be opened."""
+    """Return whether the documents in a folder can be opened."""
     try:
         manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
         if manifest.dtype:

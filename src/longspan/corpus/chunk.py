@@ -114,7 +114,7 @@ def _deep_row(where: str, line: bytes) -> BadRow:
 
 
 def _is_deep(record: dict[str, Any]) -> bool:
-    """Whether lists and objects stand in each other more than MOST_LEVELS deep."""
+    """Return whether lists and objects stand in each other more than MOST_LEVELS deep."""
     level: list[Any] = [record]
     for _ in range(MOST_LEVELS):
         inner = (value.values() if isinstance(value, dict) else value for value in level)

@@ -70,8 +70,8 @@ class CorpusSettings:
 
 def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
     """Yield lines about what is cut or left out; `key` is the option that cuts."""
-    other_kinds, longest = settings.other_kinds(run_dir), settings.data.max_document_tokens
-    yield from left_out_lines(manifest.left_out, longest, other_kinds, manifest.skipped, key=key, bad=manifest.bad)
+    other_kinds, most_tokens = settings.other_kinds(run_dir), settings.data.max_document_tokens
+    yield from left_out_lines(manifest.left_out, most_tokens, other_kinds, manifest.skipped, key=key, bad=manifest.bad)
     yield from (names_line(name, texts) for name, texts in manifest.names_as_text.items())
     if (unseen := unseen_line(manifest.left_out, settings.data.turns)) is not None:
         yield unseen

@@ -60,7 +60,7 @@ class FileSums:
         return sources
 
     def _source_file(self, file: CorpusFile) -> SourceFile:
-        """The size, time and sum of one file; the sum is an earlier one if size and time are as they were."""
+        """Return the size, time and sum of one file; the sum is an earlier one if size and time are as they were."""
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()

@@ -71,6 +71,7 @@ def _rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
 
 
 def _has_kind(row: Row | BadRow) -> bool:
+    """Return whether a row is sound and of a kind."""
     try:
         return isinstance(row, Row) and bool(row_kind(row))
     except DataError:

@@ -109,7 +109,7 @@ class ReadsImages(ABC):
 
     @cached_property
     def _numbers_by_document(self) -> dict[int, list[int]]:
-        """The numbers of the images by document."""
+        """Return the numbers of the images by document."""
         numbers = dict[int, list[int]]()
         for place in self.places:
             numbers.setdefault(place.document, []).append(place.number)

@@ -176,5 +176,5 @@ class ShownImages:
 def _video_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
     """Yield the videos of groups of frames, in order; of a video that was cut, the groups that are present."""
     for _, several in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
-        first, *others = (placed.image for placed in several)
-        yield Video((1 + len(others), *first.grid[1:]), first.seconds)
+        first_group, *further_groups = (placed.image for placed in several)
+        yield Video((1 + len(further_groups), *first_group.grid[1:]), first_group.seconds)

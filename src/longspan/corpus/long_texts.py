@@ -66,17 +66,20 @@ def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overla
 def encode_with_spans(
     engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP
 ) -> tuple[Integers, Integers]:
-    """Encode as `encode_in_pieces` does; returns the ids (n,), and the characters (n, 2) that each token covers."""
-    joined, left, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
-    while left.end < len(text):
-        for right in _next_pieces(engine, text, left, piece, overlap):
-            if seam := _find_seam(text, left, right, first):
-                joined.append(_Run(left, first, seam[0]))
-                left, first = right, seam[1]
+    """Encode as `encode_in_pieces` does; return the ids (n,), and the characters (n, 2) that each token covers.
+
+    Each piece is joined to the next at a seam, where both have the same tokens; without one the piece is lengthened.
+    """
+    joined, left_piece, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
+    while left_piece.end < len(text):
+        for right_piece in _next_pieces(engine, text, left_piece, piece, overlap):
+            if seam := _find_seam(text, left_piece, right_piece, first):
+                joined.append(_Run(left_piece, first, seam[0]))
+                left_piece, first = right_piece, seam[1]
                 break
         else:
-            left, first = _lengthen_piece(engine, text, left, joined)
-    runs = [*joined, _Run(left, first, len(left.ids))]
+            left_piece, first = _lengthen_piece(engine, text, left_piece, joined)
+    runs = [*joined, _Run(left_piece, first, len(left_piece.ids))]
     ids, spans = ([getattr(run.piece, name)[run.first : run.stop] for run in runs] for name in ("ids", "spans"))
     return np.concatenate(ids), np.concatenate(spans)
 
@@ -119,15 +122,24 @@ def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
 
 
 def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
-    """Find the token of the left piece (after its `first`) before which it ends, and the right one's next token."""
+    """Find the token of the left piece (after its `first`) before which it ends, and the right one's next token.
+
+    Of the overlap's four quarters, both pieces must agree on the middle two, which hold enough runs of characters that
+    what is beyond has no influence; the seam is in their middle.
+    """
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))
-    a, at, b = np.searchsorted(left.spans[:, 0], (begin, middle, end))
-    c, d = np.searchsorted(right.spans[:, 0], (begin, end))
-    if not (first < a < at < b and min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) >= _RUNS):
+    left_begin, at, left_end = np.searchsorted(left.spans[:, 0], (begin, middle, end))
+    right_begin, right_end = np.searchsorted(right.spans[:, 0], (begin, end))
+    if not (
+        first < left_begin < at < left_end
+        and min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) >= _RUNS
+    ):
         return None
-    is_equal = np.array_equal(left.ids[a:b], right.ids[c:d]) and np.array_equal(left.spans[a:b], right.spans[c:d])
-    return (int(at), int(c + at - a)) if is_equal else None
+    is_equal = np.array_equal(left.ids[left_begin:left_end], right.ids[right_begin:right_end]) and np.array_equal(
+        left.spans[left_begin:left_end], right.spans[right_begin:right_end]
+    )
+    return (int(at), int(right_begin + at - left_begin)) if is_equal else None
 
 
 def _count_runs(text: str) -> int:

@@ -41,7 +41,11 @@ class LineFile:
         self._close: Callable[[], object] = lambda: None
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield its lines in order, some at a time; while it reads over a line, chunks without rows."""
+        """Yield its lines in order, some at a time; while it reads over a line, chunks without rows.
+
+        A line that is longer than the limit is read in pieces and not kept: only its first bytes, to be shown, and its
+        size.
+        """
         folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1
         with (
             self.path.open("rb") as raw,
@@ -52,13 +56,13 @@ class LineFile:
             while data := lines.read(CHUNK_BYTES):
                 data += lines.readline(limit)
                 start, number = data.rfind(b"\n") + 1, first + data.count(b"\n")
-                rest, too_long = b"", 0
+                line_piece, too_long = b"", 0
                 if self._most and len(data) - start > self._most:  # its end was not reached
                     too_long = len(data) - start
-                    while (rest := lines.readline(_PIECE)) and not rest.endswith(b"\n"):
-                        too_long += len(rest)
+                    while (line_piece := lines.readline(_PIECE)) and not line_piece.endswith(b"\n"):
+                        too_long += len(line_piece)
                         yield Chunk("lines", self.name, number, position, b"", raw.tell(), folder)
-                    too_long += max(0, len(rest) - 1)
+                    too_long += max(0, len(line_piece) - 1)
                     data = data[: start + SHOWN_BYTES]
                 yield Chunk("lines", self.name, first, position, data, raw.tell(), folder, self._most, too_long)
                 position += start + too_long + 1 if too_long else len(data)
@@ -74,6 +78,7 @@ class LineFile:
         return parse_line(line, f"{self.name}, byte {position}", parent_folder(self.path))
 
     def _open_lines(self) -> BinaryIO:
+        """Open the file for its lines, decompressed, in place of one that was opened before."""
         raw = self.path.open("rb")
         self._close()
         self._close = weakref.finalize(self, raw.close)
@@ -243,10 +248,11 @@ class ArrowFile:
 
     @cached_property
     def _table_in_file(self) -> Any:
-        """The table of the file, in Arrow's stream or file format, mapped into memory."""
+        """Return the table of the file, in Arrow's stream or file format, mapped into memory."""
         pyarrow: Any = import_reader("pyarrow", self.name)
 
         def read(path: Path) -> Any:
+            """Read a stream or file of Arrow without a copy. Raises ArrowInvalid for a stream that was cut off."""
             mapped = pyarrow.memory_map(str(path))
             try:
                 table = pyarrow.ipc.open_stream(mapped).read_all()

@@ -58,10 +58,12 @@ class TextTokenizer:
 
     @cached_property
     def surrounding_ids(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer's post-processor puts before and after a text."""
-        text, whole = (self.engine.encode("a", add_special_tokens=special).ids for special in (False, True))
-        start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
-        return whole[:start], whole[start + len(text) :]
+        """Return the ids that the tokenizer's post-processor puts before and after a text."""
+        text_ids, ids_with_special = (
+            self.engine.encode("a", add_special_tokens=special).ids for special in (False, True)
+        )
+        start = next(i for i in range(len(ids_with_special)) if ids_with_special[i : i + len(text_ids)] == text_ids)
+        return ids_with_special[:start], ids_with_special[start + len(text_ids) :]
 
     @property
     def opening(self) -> tuple[str, ...]:
@@ -237,6 +239,7 @@ def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str
 
 
 def _make_tokenizer(engine: Tokenizer, end: int | None) -> TextTokenizer:
+    """Make a tokenizer that neither cuts nor pads, and takes names of special tokens in texts for text."""
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True

@@ -54,10 +54,10 @@ def ends_of_generation(folder: Path) -> set[int]:
     if not file.is_file():
         return set()
     try:
-        named = read_json(file).get("eos_token_id")
+        value = read_json(file).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise DataError(f"{file} is no JSON object: {error}") from error
-    ids = [i for i in (named if isinstance(named, list) else [named]) if i is not None]
+    ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:
         raise DataError(f"{file} has eos_token_id {short_text(wrong[0])}; give the id of a token, or a list of them")
     return {*ids}

@@ -44,7 +44,7 @@ def from_pickled(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _is_whole_file(array: npt.NDArray[Any], file: "np.memmap[Any, Any]") -> bool:
-    """Whether an array is all of a mapped file; a slice of one is not."""
+    """Return whether an array is all of a mapped file; a slice of one is not."""
     is_base_mapped = file.base is None or not isinstance(file.base, np.ndarray)
     layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
     return is_base_mapped and layout and array.ctypes.data == file.ctypes.data

@@ -61,8 +61,10 @@ class BatchDocuments:
                 f"to_batch got {plural(len(by_document), 'array')} for {plural(count, 'document')}; give one for each, "
                 "or those of some by number: {3: array}"
             )
-        if others := [d for d in by_document if d not in range(count)]:
-            raise DataError(f"to_batch got values of document {others[0]!r}, the batch has {count}: 0 to {count - 1}")
+        if unknown_documents := [d for d in by_document if d not in range(count)]:
+            raise DataError(
+                f"to_batch got values of document {unknown_documents[0]!r}, the batch has {count}: 0 to {count - 1}"
+            )
         table = torch.full(self.shape, fill, dtype=dtype)
         for document, value in by_document.items():
             row, start, stop = self.places[document]
@@ -126,7 +128,10 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
 
 
 def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Integers]:
-    """The arrays (B, L) of a batch that are read, as integers. Raises DataError for other names, shapes and types."""
+    """Return the arrays (B, L) of a batch that are read, as integers.
+
+    Raises DataError for other names, shapes and types.
+    """
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch is {short_text(batch)}; give a mapping of input_ids, labels, attention_mask")
     batch = {name: value for name, value in batch.items() if value is not None and name not in ignore}
@@ -149,7 +154,7 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
 
 
 def _tokens_of_row(row: int, mask: Integers) -> tuple[int, int]:
-    """The columns from start to stop that have tokens. Raises DataError unless they are one run."""
+    """Return the columns from start to stop that have tokens. Raises DataError unless they are one run."""
     if not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "
@@ -180,7 +185,10 @@ def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
 
 
 def _begins_of_row(row: int, positions: Integers, start: int, stop: int) -> list[int]:
-    """The columns at which the documents of a row begin. Raises DataError for positions that do not count from 0."""
+    """Return the columns at which the documents of a row begin.
+
+    Raises DataError for positions that do not count from 0.
+    """
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))

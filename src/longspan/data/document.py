@@ -147,6 +147,7 @@ def host_array(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _read_integers(name: str, values: Any) -> Integers:
+    """Return one-dimensional integers of a document as int64. Raises DataError for anything else."""
     array = host_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")

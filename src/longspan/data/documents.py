@@ -93,7 +93,7 @@ class Corpus:
     def _find_tokens(
         self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
     ) -> TokenSource | None:
-        """The stored tokens, or those that are made again; None if nothing was passed to make them."""
+        """Return the stored tokens, or those that are made again; None if nothing was passed to make them."""
         if self.manifest.dtype:
             return StoredTokens(place, self.manifest)
         if record is None:
@@ -109,6 +109,7 @@ class Corpus:
         return len(self.lengths)
 
     def __getitem__(self, document: int) -> "CorpusDocument":
+        """Return document `document` without reading it; one with labels where the corpus has targets."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of a corpus of {len(self)}")
         kind = CorpusDocument if self.targets is None else LabelledCorpusDocument
@@ -210,6 +211,7 @@ class CorpusDocument:
         return self.corpus.read(self.number, self._check_positions(positions))
 
     def _check_positions(self, positions: Any) -> Integers:
+        """Return positions as integers. Raises IndexError where one is outside the document."""
         rows = np.asarray(positions, dtype=np.int64)
         if rows.size and not (rows.min() >= 0 and rows.max() < self.length):
             raise IndexError(f"positions {rows.min()} to {rows.max()} of a document of {self.length} tokens")

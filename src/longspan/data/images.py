@@ -118,6 +118,7 @@ class ImageTable:
         return range(first, last)
 
     def __getitem__(self, number: int) -> PlacedImage:
+        """Return image `number` with its document, its place among tokens, and where its bytes are."""
         at: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
         document, position = at.pop("document"), at.pop("position")
         grid = at.pop("time"), at.pop("height"), at.pop("width")
@@ -176,7 +177,7 @@ def _file(folder: Path, column: str) -> Path:
 
 
 def _table_row(placed: PlacedImage, documents: int) -> tuple[float, ...]:
-    """The values of an image in the order of the columns."""
+    """Return the values of an image in the order of the columns."""
     image = placed.image
     place = (documents + placed.document, image.start, image.stop, image.rows, *image.grid)
     row = (*place, image.number, image.bytes, image.modified_ns, placed.position)

@@ -117,6 +117,7 @@ class SourceLines(Sequence[SourceFile]):
     @overload
     def __getitem__(self, index: slice) -> list[SourceFile]: ...
     def __getitem__(self, index: int | slice) -> SourceFile | list[SourceFile]:
+        """Read the source file of an index, or those of a slice. Raises DataError for a damaged line."""
         if isinstance(index, slice):
             return [cast(SourceFile, self[i]) for i in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
@@ -163,7 +164,7 @@ class Record:
     row_settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def sources(self, folder: Path) -> Sequence[SourceFile] | None:
-        """The files that the documents were made from; None if the documents are gone."""
+        """Return the files that the documents were made from; None if the documents are gone."""
         try:
             return SourceLines(folder / self.documents)
         except (OSError, ValueError):

@@ -123,8 +123,8 @@ class StepOrder:
         start, end = self._starts(block)[index : index + 2]
         ids = list[Integers]()
         while start < end:
-            part = self.stream.part_at(start)
-            ids.append(part.ids[start - part.first : end - part.first])
+            stream_part = self.stream.part_at(start)
+            ids.append(stream_part.ids[start - stream_part.first : end - stream_part.first])
             start += len(ids[-1])
         return np.concatenate(ids)
 
@@ -138,15 +138,19 @@ class StepOrder:
         return starts
 
     def _end_of_step(self, start: int) -> int:
-        """Return where the step that begins at a place ends: after all documents that fit, at least one."""
-        part, tokens_left = self.stream.part_at(start), self._budget
-        index = start - part.first
+        """Return where the step that begins at a place ends: after all documents that fit, at least one.
+
+        `ends` of a part are the tokens before each of its documents, and before the next part. A step that reaches the
+        end of a part goes on in the next with the tokens that are left.
+        """
+        stream_part, tokens_left = self.stream.part_at(start), self._budget
+        index = start - stream_part.first
         while True:
-            last = int(np.searchsorted(part.ends, part.ends[index] + tokens_left, side="right")) - 1
-            if last < len(part.ids):
-                return max(part.first + last, start + 1)
-            tokens_left -= int(part.ends[last] - part.ends[index])
-            part, index = self.stream.next_part(part), 0
+            end_index = int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
+            if end_index < len(stream_part.ids):
+                return max(stream_part.first + end_index, start + 1)
+            tokens_left -= int(stream_part.ends[end_index] - stream_part.ends[index])
+            stream_part, index = self.stream.next_part(stream_part), 0
 
 
 def sample_documents(count: int, most: int, seed: int) -> tuple[int, ...]:
@@ -229,18 +233,21 @@ class PackOrder:
         return float(borders[-1]) / (steps * (len(borders) - 1))
 
     def _pieces_of_step(self, step: int) -> _StepPieces:
-        """Cut the documents of a step at its borders, and return their pieces in order."""
+        """Cut the documents of a step at its borders, and return their pieces in order.
+
+        Places are counted in tokens of the stream; a piece begins where a document or a pack does.
+        """
         borders = self._borders.step_borders(step)
         begin, end = int(borders[0]), int(borders[-1])
-        part, ids, begins = self.stream.part_at_token(begin), list[Integers](), list[Integers]()
+        stream_part, ids, begins = self.stream.part_at_token(begin), list[Integers](), list[Integers]()
         while True:
-            first = max(0, int(np.searchsorted(part.ends, begin - part.before, side="right")) - 1)
-            last = int(np.searchsorted(part.ends[:-1], end - part.before))
-            ids.append(part.ids[first:last])
-            begins.append(part.before + part.ends[first:last])
-            if part.before + part.ends[-1] >= end:
+            first = max(0, int(np.searchsorted(stream_part.ends, begin - stream_part.before, side="right")) - 1)
+            last = int(np.searchsorted(stream_part.ends[:-1], end - stream_part.before))
+            ids.append(stream_part.ids[first:last])
+            begins.append(stream_part.before + stream_part.ends[first:last])
+            if stream_part.before + stream_part.ends[-1] >= end:
                 break
-            part = self.stream.next_part(part)
+            stream_part = self.stream.next_part(stream_part)
         documents, document_begins = np.concatenate(ids), np.concatenate(begins)
         cuts = np.union1d(np.maximum(document_begins, borders[0]), borders[:-1])
         cuts = cuts[cuts < borders[-1]]

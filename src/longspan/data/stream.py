@@ -164,7 +164,11 @@ class DocumentStream:
         return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
 
     def place_after(self, epochs: float) -> int:
-        """Return the first place before which every source gave each of its documents `epochs` times."""
+        """Return the first place before which every source gave each of its documents `epochs` times.
+
+        Parts are made until the counts of all sources are reached; in the last part it is behind the last document that
+        a source still lacked.
+        """
         needed_counts = [_ceil(epochs * source.documents) for source in self.sources]
         if len(needed_counts) == 1 or not any(needed_counts):
             return sum(needed_counts)
@@ -173,9 +177,9 @@ class DocumentStream:
             number += 1
             if number == len(self._marks):
                 self._part(number - 1)
-        part, counts_before = self._part(number - 1), self._marks[number - 1].documents
-        return part.first + max(
-            int(np.flatnonzero(part.source == source)[count - count_before - 1]) + 1
+        last_part, counts_before = self._part(number - 1), self._marks[number - 1].documents
+        return last_part.first + max(
+            int(np.flatnonzero(last_part.source == source)[count - count_before - 1]) + 1
             for source, (count_before, count) in enumerate(zip(counts_before, needed_counts, strict=True))
             if count > count_before
         )
@@ -186,7 +190,11 @@ class DocumentStream:
         return part.before + int(part.ends[place - part.first])
 
     def _merge_part(self, number: int) -> StreamPart:
-        """Merge documents of all sources, until the first source has given all of its candidates."""
+        """Merge documents of all sources, until the first source has given all of its candidates.
+
+        Each document comes where its source's tokens so far, over the source's weight, put it; the smallest goes first,
+        so that tokens are shared out by weight.
+        """
         mark = self._marks[number]
         runs = [self._run(source, mark) for source in range(len(self.sources))]
         shares = [run.tokens / source.weight for run, source in zip(runs, self.sources, strict=True)]
@@ -194,7 +202,7 @@ class DocumentStream:
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
         order = np.argsort(_join(shares, counts), kind="stable")
         ids = _join([run.ids for run in runs], counts)[order]
-        part = StreamPart(
+        merged_part = StreamPart(
             self._places[number],
             self._tokens[number],
             ids,
@@ -205,7 +213,7 @@ class DocumentStream:
             documents = (earlier + count for earlier, count in zip(mark.documents, counts, strict=True))
             tokens = (int(run.tokens[count]) for run, count in zip(runs, counts, strict=True))
             self._keep(_Mark(tuple(documents), tuple(tokens)))
-        return part
+        return merged_part
 
     def _keep(self, mark: _Mark) -> None:
         self._marks.append(mark)

@@ -101,14 +101,17 @@ class UncutBorders:
         return block * _STRIDE + int(np.searchsorted(self._block(block)[:: self._packs], token))
 
     def _borders_of_block(self, block: int) -> Integers:
-        """Return the borders of 64 steps, and the one at which the next steps begin."""
+        """Return the borders of 64 steps, and the one at which the next steps begin.
+
+        A border that would lie inside a span is moved to the span's begin.
+        """
         border, borders = self._begins[block], array("q", [self._begins[block]])
-        part = self._stream.part_at_token(border)
+        stream_part = self._stream.part_at_token(border)
         while len(borders) <= _STRIDE * self._packs:
             border += self._size
-            while border >= part.before + part.ends[-1]:
-                part = self._stream.next_part(part)
-            starts, stops = self._part_spans(part.first)
+            while border >= stream_part.before + stream_part.ends[-1]:
+                stream_part = self._stream.next_part(stream_part)
+            starts, stops = self._part_spans(stream_part.first)
             span = bisect_right(starts, border) - 1
             if span >= 0 and border < stops[span]:
                 border = starts[span]
@@ -119,7 +122,7 @@ class UncutBorders:
 
     def _find_spans(self, first: int) -> tuple[list[int], list[int]]:
         """Return the starts and stops, in tokens of the stream, of the spans in the part that begins at this place."""
-        part: StreamPart = self._stream.part_at(first)
-        place, starts, stops = self._spans.find_spans(part.ids)
-        begins = part.before + part.ends[place]
+        stream_part: StreamPart = self._stream.part_at(first)
+        place, starts, stops = self._spans.find_spans(stream_part.ids)
+        begins = stream_part.before + stream_part.ends[place]
         return (begins + starts).tolist(), (begins + stops).tolist()

@@ -46,7 +46,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case as tables and messages write it; what is as usual is left out."""
+        """Return the case as tables and messages write it; what is as usual is left out."""
         degrees = [f"{key} {getattr(self, key)}" for key in ("tp", "pp", "ep") if getattr(self, key) > 1]
         cp = {"one": f"cp {self.cp}", "several": f"several micro-batches, cp 1 to {self.cp}", "dynamic": "dynamic plan"}
         kind = self.cp_comm_type + (f" {self.sizes}" if self.sizes else "")
@@ -232,12 +232,12 @@ def _plan_several(case: Case, home: Layout, of: PackedDocuments) -> Plan:
     """
     everyone, remaining = tuple(range(home.slots)), list(range(6, len(of.lengths)))
     first = MicroBatch((_make_group(case, (0,), [0, 1], of),))
-    shared_group, single, last = (
+    shared_group, own_group, last_slot = (
         _make_group(case, everyone[: case.cp], [2, 3], of),
         _make_group(case, (0,), [4], of),
         (home.slots - 1,),
     )
-    second = MicroBatch((shared_group, single, _make_group(case, last, [5], of)))
+    second = MicroBatch((shared_group, own_group, _make_group(case, last_slot, [5], of)))
     third = MicroBatch((_make_group(case, everyone, remaining, of),))
     return _check_plan(case, home, of, first, second, third, MicroBatch())
 

@@ -98,8 +98,8 @@ def outcome_text(outcome: Outcome) -> str:
         return " ".join(outcome.message.split())
     text = f"loss {outcome.loss_error:.1e}"
     if outcome.gradient_error is not None:
-        worst = f" ({outcome.parameter})" if outcome.status == "wrong" else ""
-        text += f", gradients {outcome.gradient_error:.1e}{worst}"
+        worst_parameter = f" ({outcome.parameter})" if outcome.status == "wrong" else ""
+        text += f", gradients {outcome.gradient_error:.1e}{worst_parameter}"
     return f"{text} from the stock model, allowed {outcome.tolerance:.1e}"
 
 

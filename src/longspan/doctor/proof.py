@@ -87,12 +87,17 @@ class Stock:
             answer = self._stock_answer(dtype, dtype, with_routers)
             return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
         stock = self._every_expert_stock  # the error of half precision is measured on the stock model itself
-        answer, half = (stock._stock_answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
-        return Expected(answer, ROUNDING * _worst_error(half, answer), whole=False, every_expert=stock is not self)
+        answer, half_answer = (stock._stock_answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
+        return Expected(
+            answer, ROUNDING * _worst_error(half_answer, answer), whole=False, every_expert=stock is not self
+        )
 
     @cached_property
     def _every_expert_stock(self) -> "Stock":
-        """The stock model whose rows get every expert; this one if it has no experts to choose, or cannot run so."""
+        """Return the stock model whose rows get every expert.
+
+        It is this one if it has no experts to choose, or cannot run so.
+        """
         config_of_every = choose_every_expert(self.config)
         if config_of_every is self.config:
             return self
@@ -104,8 +109,12 @@ class Stock:
         return stock
 
     def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
-        """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left."""
-        least = EXACT[torch.float32]
+        """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
+
+        That is the error of the stock model's own float32 pass against float64, times ROUNDING, unless it is so large
+        that something else must be wrong.
+        """
+        exact_bound = EXACT[torch.float32]
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
             try:
                 with precision_mode(torch.float64, whole=whole):
@@ -114,8 +123,12 @@ class Stock:
                 continue
             between = ROUNDING * _worst_error(answer, exact)
             routed = read_experts(self.config.get_text_config()).of_layer > 1
-            return max(least, between) if between <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING) else least
-        return least
+            return (
+                max(exact_bound, between)
+                if between <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING)
+                else exact_bound
+            )
+        return exact_bound
 
     def _float64_expectation(self, with_routers: bool) -> Expected:
         """Return the answer in float64 throughout, if the model's code allows it."""
@@ -130,6 +143,7 @@ class Stock:
     def _stock_answer(
         self, weights: torch.dtype, compute: torch.dtype, with_routers: bool, attention: str = "eager"
     ) -> Answer:
+        """Return the stock model's answer with weights in one dtype and arithmetic in another."""
         router = ROUTER if with_routers else NO_ROUTER
         return compute_stock_answer(self.config, self.documents, weights, compute, router=router, attention=attention)
 

@@ -225,8 +225,11 @@ def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[
 def collect_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Collect every gradient, unsharded, in float64 on the CPU. All ranks that hold a parameter call it together."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    unsharded = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-    return {name: g.detach().to("cpu", torch.float64, copy=True) for name, g in unsharded.items()}
+    unsharded = {
+        name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        for name, gradient in gradients.items()
+    }
+    return {name: gradient.detach().to("cpu", torch.float64, copy=True) for name, gradient in unsharded.items()}
 
 
 SMALL_SHARE = 1e-3

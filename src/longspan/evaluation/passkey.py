@@ -195,7 +195,7 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
 
     @property
     def metrics(self) -> Mapping[str, DocumentMetric]:
-        """What `evaluate` measures of each document: wrong tokens of its answer, and their losses."""
+        """Return what `evaluate` measures of each document: wrong tokens of its answer, and their losses."""
         starts = torch.tensor([document.answer_start for document in self.documents])
 
         def is_in_answer(rows: TargetRows) -> Tensor:

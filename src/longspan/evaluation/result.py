@@ -71,7 +71,7 @@ class PasskeyGrid:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "PasskeyGrid":
-        """Read a grid; KeyError, TypeError or ValueError where it is not one."""
+        """Read a grid. Raises KeyError, TypeError or ValueError where it is none."""
         rows: Sequence[Sequence[int]] = value["retrieved"]
         grid = cls(
             lengths=tuple(map(int, value["lengths"])),
@@ -118,7 +118,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is too large for a float."""
+        """Return exp(loss); infinite where that is too large for a float."""
         try:
             return math.exp(self.loss)
         except OverflowError:

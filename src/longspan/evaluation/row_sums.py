@@ -74,7 +74,7 @@ class RowSums:
         on_host: tuple[Integers, Integers, Integers, Integers],
         row_weights: Floats | None,
     ) -> Iterator[TargetRows]:
-        """Yield some rows at a time."""
+        """Yield the rows that have a target with logits and losses, some at a time, so that logits fit in memory."""
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
         weights = None if row_weights is None else to_device(row_weights, hidden.device)
         size = self._options.loss_chunk_rows or rows_per_chunk(
@@ -184,6 +184,9 @@ def bucket_edges(longest: int) -> Integers:
 
 
 def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
+    """Make the buckets that begin at these edges, without those that hold no document; the last one's end is twice its
+    start.
+    """
     starts = edges.tolist()
     lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
     columns = zip(starts, lasts, losses, documents, strict=True)

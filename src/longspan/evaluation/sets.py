@@ -51,7 +51,7 @@ class EvaluationSet:
 
     @property
     def longest(self) -> tuple[int, str]:
-        """Tokens of its longest document, and where that comes from."""
+        """Return the tokens of its longest document, and where that comes from."""
         lengths = self.documents.lengths
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         return int(lengths[longest]), self.documents.origin(longest)
@@ -73,6 +73,7 @@ class EvaluationSet:
 
 
 def _make_passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
+    """Make the set of passkey retrieval that an entry of the configuration asks for."""
     passkey = entry.passkey(config.train.seed)
     tokenizer = load_tokenizer(Path(config.run.dir))
     documents = passkey_documents(tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
@@ -130,6 +131,7 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
     directory, settings = Path(config.run.dir), _corpus_settings(config, entry)
 
     def build_corpus() -> None:
+        """Build the documents of the set in its folder, with the run's tokenizer, or find them there."""
         folder = directory / settings.folder
         folder.parent.mkdir(exist_ok=True)
         log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731

@@ -19,7 +19,7 @@ _load, __dir__, __all__ = lazy_exports(__name__)
 
 
 def __getattr__(name: str) -> object:
-    """A name of this room. Raises ImportError with what to install where a package of the extra is missing."""
+    """Return a name of this room. Raises ImportError with what to install where a package of the extra is missing."""
     try:
         return _load(name)
     except ImportError as error:

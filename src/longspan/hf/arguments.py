@@ -71,7 +71,7 @@ class LongspanArguments:
         self.config()
 
     def config(self) -> RunConfig:
-        """The configuration that these keys make, with the defaults of a run on a model folder."""
+        """Return the configuration that these keys make, with the defaults of a run on a model folder."""
         keys: dict[str, object] = {"model.config": "the Trainer's model"}
         for name in (key.name for key in fields(self)):
             value = getattr(self, name)
@@ -81,7 +81,7 @@ class LongspanArguments:
         return load_config(None, keys)
 
     def home(self, ranks: int) -> Layout:
-        """The layout of so many ranks. Raises ConfigError for keys that do not fit it, or each other."""
+        """Return the layout of so many ranks. Raises ConfigError for keys that do not fit it, or each other."""
         home, config = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate), self.config()
         check_numbers(replace(config, train=replace(config.train, lr=1.0)), training=True)  # the Trainer has the rate
         check_parallel(config, home)

@@ -19,15 +19,16 @@ class GivenArguments:
     """
 
     def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
+        """Bind the arguments to the constructor's names, and what it passes on to the stock trainer's."""
         self._bound = inspect.signature(init).bind_partial(*args, **keywords)
-        self._names, positional, rest = _parameters(self._bound.signature)
-        self._positional, self._rest = positional, rest
+        self._names, positional_name, rest_name = _parameters(self._bound.signature)
+        self._positional, self._rest = positional_name, rest_name
         self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameters(_signature(base))[0])
         stock = _signature(self._stock)
         self.takes: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
         with suppress(TypeError):  # positions of another constructor: names alone are known
-            stock_call = stock.bind_partial(None, *self._rest_of(positional, ()), **self._rest_of(rest, {}))
+            stock_call = stock.bind_partial(None, *self._rest_of(positional_name, ()), **self._rest_of(rest_name, {}))
             self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
 
     @property
@@ -37,10 +38,7 @@ class GivenArguments:
         return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the call, with these TrainingArguments.
-
-        Raises ConfigError for a constructor that takes none.
-        """
+        """Return the positional and keyword arguments of the call, with these TrainingArguments."""
         positional, bound = self._rest_of(self._positional, ()), self._bound.arguments
         if "args" in self._names:
             bound["args"] = arguments
@@ -64,7 +62,12 @@ class GivenArguments:
         """Return the arguments that the stock trainer makes for itself where none are given."""
         hints = _signature(self._stock).parameters["args"].annotation
         config = next(
-            (c for c in _argument_classes(hints, self._stock) if c is not TrainingArguments), TrainingArguments
+            (
+                argument_class
+                for argument_class in _argument_classes(hints, self._stock)
+                if argument_class is not TrainingArguments
+            ),
+            TrainingArguments,
         )
         if config is TrainingArguments:
             return TrainingArguments(output_dir="tmp_trainer")
@@ -78,19 +81,22 @@ def _signature(kind: type[Any]) -> inspect.Signature:
 
 
 def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
-    """The named parameters, and the names of those that take what is left by position and by keyword ("": none)."""
+    """Return the parameters with names, and the names of the two that take all other arguments.
+
+    These take what is left by position and by keyword; "" stands for one that is not there.
+    """
     parameters = signature.parameters.values()
-    left = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
+    variadic_names = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
     names = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
-    return names, left.get(_VARIADIC[0], ""), left.get(_VARIADIC[1], "")
+    return names, variadic_names.get(_VARIADIC[0], ""), variadic_names.get(_VARIADIC[1], "")
 
 
 def _argument_classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
-    """The argument classes that an annotation names, by the module of the class that has it."""
+    """Return the argument classes that an annotation names, by the module of the class that has it."""
     if isinstance(annotation, str):
         annotation = eval(annotation, vars(inspect.getmodule(owner)))
     return [
-        c
-        for c in getattr(annotation, "__args__", (annotation,))
-        if isinstance(c, type) and issubclass(c, TrainingArguments)
+        argument_class
+        for argument_class in getattr(annotation, "__args__", (annotation,))
+        if isinstance(argument_class, type) and issubclass(argument_class, TrainingArguments)
     ]

@@ -43,6 +43,7 @@ class EvaluationPart(StockTrainer):
 
     @contextmanager
     def _answer_with_logits(self, wanted: bool) -> Iterator[None]:
+        """Have the model answer with logits of whole batches inside, where they are wanted."""
         self._facade.logits_of = self._document_logits if wanted else None
         try:
             yield
@@ -50,7 +51,7 @@ class EvaluationPart(StockTrainer):
             self._facade.logits_of = None
 
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
-        """Logits (length, V) of every row of documents, whole on every rank; one forward pass."""
+        """Return logits (length, V) of every row of documents, whole on every rank; one forward pass."""
         self._agree_on_rows(documents)
         plan = self._plan(documents, training=False)
         limit = self._limits.around_evaluation("logits", plan.predicted_seconds)
@@ -59,7 +60,10 @@ class EvaluationPart(StockTrainer):
 
 
 def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: Any) -> list[Tensor]:
-    """Logits (length, V) of all rows of a plan's documents, in the model's dtype, on every rank; all ranks enter."""
+    """Return logits (length, V) of all rows of a plan's documents, in the model's dtype, on every rank.
+
+    All ranks enter.
+    """
     inputs = check_step(model, plan, documents, world, backward=False)
     terms = input_terms(inputs)
     batches = read_batches(inputs, terms)

@@ -71,7 +71,7 @@ class CalledBatch(NamedTuple):
     leaf: Tensor
 
     def is_finite(self) -> bool:
-        """Whether what the loss left to documents with targets are finite numbers."""
+        """Return whether what the loss left to documents with targets are finite numbers."""
         if self.leaf.grad is None or bool(self.leaf.grad.isfinite().all()):
             return True
         slopes = zip(self.rows.documents, self.coefficients(), strict=True)
@@ -87,6 +87,7 @@ class TokenOutput(dict[str, Any]):
     """What the model answers: `loss`, and the values of tokens as attributes; of (B, L - 1), as labels are shifted."""
 
     def __getattr__(self, name: str) -> Any:
+        """Return an output by name. Raises ModelError for one that no rank has whole."""
         if name in self:
             return self[name]
         raise ModelError(
@@ -149,7 +150,7 @@ class Facade:
         return getattr(self._model(), name)
 
     def _values_ahead(self, input_ids: Any, labels: Any) -> Offset | None:
-        """What a step that ran ahead says of the batch of a call with gradients."""
+        """Return what a step that ran ahead says of the batch of a call with gradients."""
         if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].answers(input_ids, labels)):
             return None
         return self.ahead.pop(0).values
@@ -168,7 +169,12 @@ class Facade:
         num_items_in_batch: Any = None,
         **batch: Any,
     ) -> TokenOutput:
-        """Answer a batch (B, L) of all ranks; raises what `documents_of` does for a batch that is none of documents."""
+        """Answer a batch (B, L) of all ranks with its loss, or with log-probabilities for a loss that the trainer
+        makes.
+
+        These are values of the whole batch on every rank, and a leaf that takes their gradient. Raises what
+        `documents_of` does for a batch that is none of documents.
+        """
         if batch.pop("output_router_logits", False):
             raise ConfigError(
                 "output_router_logits asks for the balance loss as transformers computes it, a batch at a time; under "
@@ -196,13 +202,15 @@ class Facade:
         out = self._answer_loss(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
-        more: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
+        value_tables: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
         top1 = table_of("top1", torch.bool) if "top1" in self.head.values else None
-        absent = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
-        return TokenOutput({**out, **absent, **more, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1})
+        no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
+        return TokenOutput(
+            {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1}
+        )
 
     def _answer_loss(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
-        """The loss over log-probabilities (B, L - 1), which the step or the evaluation keeps."""
+        """Return the loss over log-probabilities (B, L - 1), which the step or the evaluation keeps."""
         total, targets = -leaf.sum(), _mask(labels).sum()
         if torch.is_grad_enabled():
             self.called.append(CalledBatch(rows, leaf))
@@ -211,7 +219,7 @@ class Facade:
         return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
 
     def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
-        """Logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels."""
+        """Return logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels."""
         width = self.inner_model.config.get_text_config().vocab_size
         table = self._empty_table(rows, width)
         log_probs = torch.zeros(rows.shape, dtype=torch.float64, device=table.device)
@@ -240,7 +248,7 @@ def _mask(labels: Any) -> Tensor:
 
 
 def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
-    """The documents of a batch as trainers pass it.
+    """Return the documents of a batch as trainers pass it.
 
     Raises DataError for labels that nothing can predict, and for packed rows without positions.
     """
@@ -264,7 +272,7 @@ def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
 
 
 def with_coefficients(batches: list[CalledBatch]) -> list[Document]:
-    """The documents of an optimizer step, each with the derivative of the loss by its log-probabilities.
+    """Return the documents of an optimizer step, each with the derivative of the loss by its log-probabilities.
 
     Those without a target are left out.
     """

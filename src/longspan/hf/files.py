@@ -70,9 +70,9 @@ class FilesPart(StockTrainer):
 
     def _note_best_checkpoint(self, root: Path) -> None:
         """Name the folder of the best checkpoint as it will be: what the Trainer saw was the unfinished one."""
-        best, step = self.state.best_global_step, self.state.global_step
-        folder = root / f"checkpoint-{best}"
-        if best and self.args.save_strategy != SaveStrategy.NO and (best == step or folder.exists()):
+        best_step, step = self.state.best_global_step, self.state.global_step
+        folder = root / f"checkpoint-{best_step}"
+        if best_step and self.args.save_strategy != SaveStrategy.NO and (best_step == step or folder.exists()):
             self.state.best_model_checkpoint = str(folder)
 
     def _publish_checkpoint(self, root: Path) -> None:
@@ -85,14 +85,15 @@ class FilesPart(StockTrainer):
         (unfinished / folder.name).rename(folder)
         _sync_folder(root)
         shutil.rmtree(unfinished)
-        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-        rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+        best_checkpoint, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the optimizer's moments and groups as a checkpoint of all ranks, and on the first the scheduler."""
         optimizer, root = self._torch_optimizer(), Path(output_dir)
         groups = [
-            {key: _as_plain_values(value) for key, value in g.items() if key != "params"}
-            for g in optimizer.param_groups
+            {key: _as_plain_values(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
         ]
         state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
         step, prepared = self.state.global_step, self._facade.inner_model
@@ -116,6 +117,7 @@ class FilesPart(StockTrainer):
         return super().train(resume_from_checkpoint, *args, **keywords)
 
     def _newest_checkpoint(self) -> str | None:
+        """Return the newest whole checkpoint of the output folder, with a warning of a save that was interrupted."""
         root = Path(self.args.output_dir)
         if (root / UNFINISHED).is_dir():
             _log.warning(f"{root / UNFINISHED} is left of a save that was interrupted; it is not resumed from")
@@ -145,8 +147,8 @@ class FilesPart(StockTrainer):
         if checkpoint is None:
             return
         root, ranks = Path(checkpoint) / RANDOM, len(self.world.home.ranks)
-        same = len(list(root.iterdir())) == ranks
-        folder = root / str(self.world.rank if same else self.world.home.ranks[0])
+        is_same_number = len(list(root.iterdir())) == ranks
+        folder = root / str(self.world.rank if is_same_number else self.world.home.ranks[0])
         run_on_every_rank(self.world, lambda: self._load_random_states(folder), CheckpointError)
 
     def _load_random_states(self, folder: Path) -> None:
@@ -159,12 +161,15 @@ class FilesPart(StockTrainer):
             raise CheckpointError(not_data(folder, error)) from error
 
     def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
-        if not run_on_first_rank(self.world, best.is_dir, CheckpointError):
-            _log.warning(f"{best}, the best checkpoint, is not there any more: the model stays that of the last step")
+        """Load the weights of the best checkpoint, if its folder is still there."""
+        best_folder = Path(self.state.best_model_checkpoint)
+        if not run_on_first_rank(self.world, best_folder.is_dir, CheckpointError):
+            _log.warning(
+                f"{best_folder}, the best checkpoint, is not there any more: the model stays that of the last step"
+            )
             return
-        _log.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
-        load_weights(self._facade.inner_model, best, self.world)
+        _log.info(f"Loading best model from {best_folder} (score: {self.state.best_metric}).")
+        load_weights(self._facade.inner_model, best_folder, self.world)
 
     # ---- what a checkpoint says of the run
 
@@ -259,6 +264,7 @@ def _sync_folder_tree(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    """Make the entries of a folder durable on its disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

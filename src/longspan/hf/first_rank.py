@@ -30,16 +30,16 @@ class FirstRank:
 
     def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
         self._world, self._calls = world, calls
-        self._others: ExitStack | None = None  # keeps the other ranks waiting
+        self._waiting_ranks: ExitStack | None = None  # keeps the other ranks waiting
         self._lock = threading.Lock()  # a rollout may call from threads of its own
 
     @property
     def works(self) -> bool:
         """Whether this is the first rank in the middle of its work, when the others only wait."""
-        return self._others is not None
+        return self._waiting_ranks is not None
 
     def run(self, work: Callable[[], Result], what: str) -> Result:
-        """The result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
+        """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
 
         Where the work raises, the first rank raises its error, and the others CommError (or that LongspanError) with
         its text and `what` was worked at.
@@ -55,17 +55,14 @@ class FirstRank:
         except BaseException as error:
             with suppress(CommError):  # another rank is gone, which is what failed here
                 self._send(pickle.dumps((_ERROR, _make_shared_error(error, what))))
-            self._others = None
+            self._waiting_ranks = None
             raise
         self._send(message)
         return result
 
     @contextmanager
     def calling(self, name: str, *arguments: Any) -> Iterator[None]:
-        """A context in which the work communicates: the others meanwhile run `calls[name](*arguments)`.
-
-        Outside of work, when every rank enters it, it does nothing.
-        """
+        """Let the work communicate inside: the others meanwhile run `calls[name](*arguments)`."""
         if not self.works:
             yield
             return
@@ -77,17 +74,18 @@ class FirstRank:
                 self._let_wait()
 
     def _let_wait(self) -> None:
-        self._others = ExitStack()
-        self._others.enter_context(leave_together(self._world))
+        self._waiting_ranks = ExitStack()
+        self._waiting_ranks.enter_context(leave_together(self._world))
 
     def _send(self, message: bytes) -> None:
         """End the waiting, and send all ranks what comes next."""
-        others, self._others = self._others, None
-        assert others is not None
-        others.close()
+        waiting_others, self._waiting_ranks = self._waiting_ranks, None
+        assert waiting_others is not None
+        waiting_others.close()
         self._world.control.broadcast_object(message, what=_MESSAGE)
 
     def _answer_calls_of_first(self) -> Any:
+        """Take part in what the first rank calls, until it sends its result or its error; return or raise that."""
         while True:
             with leave_together(self._world):
                 pass
@@ -100,7 +98,7 @@ class FirstRank:
 
 
 def _make_shared_error(error: BaseException, what: str) -> LongspanError:
-    """The error that the other ranks raise for one of the first."""
+    """Return the error that the other ranks raise for one of the first."""
     if isinstance(error, LongspanError):
         with suppress(Exception):
             return pickle.loads(pickle.dumps(error))

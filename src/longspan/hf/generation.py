@@ -79,7 +79,7 @@ class GenerationPart(StockTrainer):
         getattr(self.vllm_generation, method)(*arguments)
 
     def weights_by_name(self, *, merge_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights by the names of transformers, one at a time, for an inference engine of your own.
+        """Yield whole weights by the names of transformers, one at a time, for an inference engine of your own.
 
         >>> engine.load_weights(trainer.weights_by_name())
 
@@ -89,8 +89,8 @@ class GenerationPart(StockTrainer):
         with self._first.calling("weights", merge_adapter):
             weights = iter(longspan.weights_by_name(self.model, self.world, merge_adapter=merge_adapter))
             try:
-                for named in weights:  # noqa: UP028 (a consumer that stops early must not close it)
-                    yield named
+                for name_and_weight in weights:  # noqa: UP028 (a consumer that stops early must not close it)
+                    yield name_and_weight
             finally:
                 deque(weights, maxlen=0)  # the other ranks gather to the end
 
@@ -104,9 +104,15 @@ class GenerationPart(StockTrainer):
         return self._result_of_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 
     def _result_of_first_rank(self, work: Callable[[], Any], what: str) -> Any:
-        """What `work` gives on the first rank, on every rank, with what it logged and the random state after it."""
+        """Return on every rank what `work` gives on the first.
+
+        Ranks also take over what it logged there, and the random state after it.
+        """
 
         def run() -> Any:
+            """Run the work on the first rank; return its result on the CPU, what it logged, and the random states after
+            it.
+            """
             result = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, work())
             logged = {name: getattr(self, name) for name in LOGGED if hasattr(self, name)}
             numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -122,6 +128,7 @@ class GenerationPart(StockTrainer):
         return result
 
     def _token_values(self, facade: Any, documents: list[Document]) -> Any:
+        """Compute values of tokens as all ranks do. Raises ModelError in work of the first rank, when others wait."""
         if self._first.works:
             raise ModelError(
                 "the model is called inside a reward, a rollout or _generate_single_turn, which longspan runs on the "

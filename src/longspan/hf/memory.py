@@ -35,7 +35,7 @@ def computes_in_bfloat16(args: Any) -> bool:
 
 
 def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
-    """The configuration of a trainer's plans, with rows of a slot, and the plan of memory where one is made.
+    """Return the configuration of a trainer's plans, with rows of a slot, and the plan of memory where one is made.
 
     It is made on GPUs, on CPUs within `memory_bytes`, unless `memory` is "none" or recomputation was asked for: where
     the arguments differ from the default of their class (TRL's recompute by default). Entered by all ranks.
@@ -57,7 +57,7 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
 
 
 def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
-    """The options of `prepare` for a trainer's model, or, not in `training`, for a reference."""
+    """Return the options of `prepare` for a trainer's model, or, not in `training`, for a reference."""
     args, config = trainer._stock_arguments, trainer.longspan.config()
     options = PrepareOptions(
         reshard_after_forward=config.parallel.reshard_after_forward,
@@ -90,7 +90,7 @@ def _is_default(args: Any) -> bool:
 
 
 def _run_config(trainer: Any) -> RunConfig:
-    """The configuration that a run with a trainer's model, precision and optimizer would have."""
+    """Return the configuration that a run with a trainer's model, precision and optimizer would have."""
     config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
     model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if computes_in_bfloat16(args) else dtype)
@@ -104,7 +104,10 @@ def _run_config(trainer: Any) -> RunConfig:
 
 
 def _document_lengths(trainer: Any) -> list[int]:
-    """Lengths of documents as the trainer's data has them, or the longest that its arguments allow; [] if unknown."""
+    """Return the lengths of documents as the trainer's data has them, or the longest that its arguments allow.
+
+    It is [] where neither is known. Of data that must be read row by row, a few rows stand for all.
+    """
     data, args = trainer.train_dataset, trainer.args
     if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
         packed = "seq_lengths" if "seq_lengths" in data.column_names else None
@@ -117,14 +120,14 @@ def _document_lengths(trainer: Any) -> list[int]:
         rows = [data[number] for number in numbers]
         if all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
             return [len(row["input_ids"]) for row in rows]
-    longest = getattr(args, "max_length", None)
+    longest_allowed = getattr(args, "max_length", None)
     if (answer := getattr(args, "max_completion_length", None)) is not None:
-        longest = answer + (getattr(args, "max_prompt_length", None) or answer)
-    return [int(longest)] if longest else []
+        longest_allowed = answer + (getattr(args, "max_prompt_length", None) or answer)
+    return [int(longest_allowed)] if longest_allowed else []
 
 
 def _step_lengths(trainer: Any, lengths: Sequence[int], step: int) -> list[int]:
-    """Lengths of the documents of a step, drawn from those that there are."""
+    """Return lengths of the documents of a step, drawn from those that there are."""
     args = trainer.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return np.random.default_rng(step).choice(np.asarray(lengths), rows).tolist()

@@ -104,6 +104,7 @@ class OneProcess:
             self._close()
 
     def _close(self) -> None:
+        """Undo what was patched, the last first, give accelerate its own state back, and close the world."""
         for owner, name, value in reversed(self._patched):
             setattr(owner, name, value)
         PartialState._shared_state.clear()
@@ -113,7 +114,7 @@ class OneProcess:
         self.world.close()
 
     def arguments(self, args: TrainingArguments) -> TrainingArguments:
-        """A copy of arguments whose batches are those of all ranks."""
+        """Return a copy of arguments whose batches are those of all ranks."""
         copied = copy.copy(args)
         setattr(copied, OURS, self.ranks)
         copied.per_device_train_batch_size *= self.ranks
@@ -123,6 +124,7 @@ class OneProcess:
     # ---- accelerate
 
     def _tell_accelerate(self) -> None:
+        """Patch transformers and accelerate so that they see one process, and refuse a stock trainer meanwhile."""
         PartialState._shared_state.update(self._one())
         make_stock, save_stock = Trainer.__init__, Trainer.save_model
         set_up = TrainingArguments.__dict__["_setup_devices"]
@@ -130,6 +132,7 @@ class OneProcess:
 
         @wraps(make_stock)  # constructors are asked for their signature
         def refuse_stock(trainer: Any, *args: Any, **keywords: Any) -> None:
+            """Raise ConfigError for a trainer that is not longspan's; make it otherwise."""
             if not hasattr(trainer, "longspan"):
                 raise ConfigError(
                     f"{type(trainer).__name__} is made while a longspan trainer is open, and would train on "
@@ -140,6 +143,7 @@ class OneProcess:
 
         @wraps(save_stock)
         def save_on_all_ranks(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            """Save a longspan trainer's model on all ranks, another's as transformers does."""
             if hasattr(trainer, "longspan"):  # transformers 5.17 to 5.22 would have only the first rank save
                 trainer._save(output_dir)
             else:

@@ -17,7 +17,7 @@ from longspan.model.weights.local_tensors import local_tensor
 REFERENCE = "ref"  # TRL's name of the copy of a trained adapter that it keeps for the reference
 
 
-def load_on_one_device(args: Any) -> None:
+def clear_device_map(args: Any) -> None:
     """Let TRL load models without a device_map: to it one process has all GPUs, over which it would spread them.
 
     Raises ConfigError for a device_map of the user's.
@@ -37,7 +37,7 @@ class PreferencesPart(StockTrainer):
     """Precomputing of a reference's log-probabilities, under the plan of evaluation."""
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """A dataset with the columns that TRL computes, on every rank.
+        """Return a dataset with the columns that TRL computes, on every rank.
 
         The first rank reads and writes TRL's cache of them; other ranks, which may see another disk, take its content.
         """
@@ -77,7 +77,7 @@ class PreferencesPart(StockTrainer):
             )
 
     def _cache_of_first_rank(self, path: str) -> str:
-        """The file of a cache on this rank: it is there on all ranks, with the same content, or on none."""
+        """Return the file of a cache on this rank: it is there on all ranks, with the same content, or on none."""
         first, cache = self.world.rank == 0, Path(path)
         content = cache.read_bytes() if first and cache.exists() else None
         content = self.world.control.broadcast_object(content)
@@ -110,9 +110,9 @@ class ReferenceAdapter:
 
     def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
         (self._trained,) = peft_model.peft_config
-        self._now, self._refuse = self._trained, peft_model.set_adapter
+        self._active_adapter, self._refuse = self._trained, peft_model.set_adapter
         self._parameters = [parameter for _, parameter in adapter_parameters(prepared)]
-        self._others = [local_tensor(parameter).clone() for parameter in self._parameters]
+        self._other_values = [local_tensor(parameter).clone() for parameter in self._parameters]
         peft_model.base_model.peft_config = {**peft_model.peft_config, REFERENCE: config}
         peft_model.set_adapter = self.set_adapter
 
@@ -121,11 +121,11 @@ class ReferenceAdapter:
         """Let the model compute with the trained adapter or with the reference's; refuse others as `prepare` does."""
         if name not in (self._trained, REFERENCE):
             self._refuse(name, *args, **keywords)
-        if name == self._now:
+        if name == self._active_adapter:
             return
-        self._now = name
-        for parameter, other in zip(self._parameters, self._others, strict=True):
+        self._active_adapter = name
+        for parameter, other_values in zip(self._parameters, self._other_values, strict=True):
             values = local_tensor(parameter)
-            before = values.clone()
-            values.copy_(other)
-            other.copy_(before)
+            earlier_values = values.clone()
+            values.copy_(other_values)
+            other_values.copy_(earlier_values)

@@ -51,6 +51,7 @@ def refuse_arguments(args: Any, arguments: LongspanArguments, given: Mapping[str
 
 
 def _argument_reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a longspan trainer does not run with these arguments, setting by setting."""
     for name, why in _SETTINGS.items():
         if value := getattr(args, name, None):
             yield f"args.{name} is {value!r}, which a longspan trainer does not run: {why}"
@@ -65,7 +66,7 @@ def _argument_reasons(args: Any, arguments: LongspanArguments, given: Mapping[st
                 f"{name} is {value!r} in the environment, from the configuration of accelerate launch, which "
                 f"a longspan trainer does not run: {why}"
             )
-    if any(part is not None for part in given.get("optimizers") or ()):
+    if any(optimizer_or_scheduler is not None for optimizer_or_scheduler in given.get("optimizers") or ()):
         yield (
             "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "
             "class and arguments: optimizer_cls_and_kwargs=(torch.optim.AdamW, {…}), or args.optim"
@@ -136,7 +137,7 @@ def refuse_model(trainer: Any) -> None:
 
 
 def is_cross_entropy(trainer: Any) -> bool:
-    """Whether the loss of a trainer is known to be the cross entropy, which takes one pass."""
+    """Return whether the loss of a trainer is known to be the cross entropy, which takes one pass."""
     if callable(trainer.compute_loss_func):  # before transformers 5.19 TRL puts a text there
         return False
     owners = (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
@@ -161,7 +162,7 @@ def _has_head(model: Any) -> bool:
 
 
 def _dropout_text(model: nn.Module) -> str:
-    """What drops values at random in training, as words; "" if nothing does."""
+    """Return what drops values at random in training, as words; "" if nothing does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name or type(module).__name__} drops {module.p:g} of its inputs"

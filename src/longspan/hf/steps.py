@@ -80,7 +80,7 @@ class StepsPart(StockTrainer):
         return self._last_plan[1]
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
-        """Values of documents' tokens from one forward pass, without gradients."""
+        """Return values of documents' tokens from one forward pass, without gradients."""
         self._agree_on_rows(documents)
         prepared = facade.inner_model
         training = prepared.training
@@ -118,7 +118,7 @@ class StepsPart(StockTrainer):
         return super()._prepare_for_training(*args)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
+        """Return the batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._coming = batches
         if self._facade.ahead:
@@ -144,7 +144,11 @@ class StepsPart(StockTrainer):
         return loss
 
     def _run_ahead(self, batches: Sequence[Any], items: Any) -> None:
-        """Run a step as that of the cross entropy, whose coefficients are known before the Trainer's loss."""
+        """Run a step as that of the cross entropy, whose coefficients are known before the Trainer's loss.
+
+        Each target's coefficient is −1 over the targets of all batches, as the Trainer divides. If its loss then asks
+        for others, the step is run again.
+        """
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return
         batches = [self._prepare_inputs(dict(batch)) for batch in batches]
@@ -230,13 +234,13 @@ class CollectedTokens:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, log_probs: Tensor, at: LossRows) -> Tensor:
-        """Log-probabilities (t,) times their coefficients."""
+        """Return log-probabilities (t,) times their coefficients."""
         values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
         self._parts.append((at.document, at.position, torch.stack(values)))
         return at["coefficient"] * log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """The values of all tokens, on every rank; entered by all."""
+        """Return the values of all tokens, on every rank; entered by all."""
         starts = np.cumsum((0, *self._lengths))
         sums = np.zeros((1 + len(self._names), starts[-1]))
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
@@ -254,7 +258,7 @@ def _document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same_coefficients(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
-    """Whether what a loss left are the coefficients of a guess, up to the rounding of the loss's dtype."""
+    """Return whether what a loss left are the coefficients of a guess, up to the rounding of the loss's dtype."""
     if len(documents) != len(guessed):
         return False
     bound = 4 * torch.finfo(dtype).eps

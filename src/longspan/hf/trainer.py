@@ -18,7 +18,7 @@ from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.memory import CHECKPOINTING, choose_memory, prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
-from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, load_on_one_device, take_reference_adapter
+from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
 from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
 from longspan.model.adapters import unwrap_model
@@ -42,13 +42,13 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         if isinstance(model, nn.Module):
             refuse_kind(model)
         refuse_generation(type(self), arguments, construction.values, construction.takes)
-        self._one = OneProcess.enter(self.longspan.home)
-        self._open = True
+        self._one_process = OneProcess.enter(self.longspan.home)
+        self._is_open = True
         try:
             self._stock_arguments = arguments
-            arguments_here = _turn_off_checkpointing(self._one.arguments(arguments))
+            arguments_here = _turn_off_checkpointing(self._one_process.arguments(arguments))
             if isinstance(model, str):
-                load_on_one_device(arguments_here)
+                clear_device_map(arguments_here)
             positional, keyword_arguments = construction.call_with(arguments_here)
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
@@ -63,14 +63,14 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     @property
     def world(self) -> World:
         """The open World of all ranks."""
-        return self._one.world
+        return self._one_process.world
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator that takes the rows of all ranks."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
         self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads a stream, not the first only
-        load_on_one_device(self.args)  # from here on TRL loads references
+        clear_device_map(self.args)  # from here on TRL loads references
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: `prepare` moves what a rank keeps."""
@@ -98,6 +98,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
+        """Bring the trainer's model under its world, and have calls of it answered by the facade."""
         prepared = longspan.prepare(
             model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
         )
@@ -153,13 +154,13 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._leave()
 
     def _leave(self) -> None:
-        if self._open:
-            self._open = False
-            self._one.leave()
+        if self._is_open:
+            self._is_open = False
+            self._one_process.leave()
 
 
 def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:
-    """The arguments with what transformers would checkpoint turned off: `prepare` does it."""
+    """Return the arguments with what transformers would checkpoint turned off: `prepare` does it."""
     for name in CHECKPOINTING:
         if getattr(args, name, None):
             setattr(args, name, False)
@@ -181,7 +182,7 @@ class LongspanTrainer(LongspanMixin, Trainer):  # pyright: ignore[reportIncompat
 
 
 def with_longspan(kind: type[Any]) -> type[Any]:
-    """A Trainer class whose ranks share documents by longspan's plans.
+    """Return a Trainer class whose ranks share documents by longspan's plans.
 
     >>> trainer = with_longspan(SFTTrainer)(model=model, args=args, longspan=LongspanArguments(context_parallel_size=4))
 

@@ -38,7 +38,7 @@ class LongspanVLLM(VLLMGeneration):
             super().sync_weights()
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> Any:
-        """Answers to all prompts, as VLLMGeneration.generate gives them."""
+        """Return answers to all prompts, as VLLMGeneration.generate gives them."""
         first, make = self._trainer._first, super().generate
         if self.mode == "server":
             return first.run(lambda: make(prompts, images, num_generations, profiler), "answers")
@@ -47,23 +47,28 @@ class LongspanVLLM(VLLMGeneration):
             return self.make_shares(prompts, num_generations, asleep)
 
     def make_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
-        """All answers, of which each rank's engine makes an equal share; entered by all ranks."""
+        """Return all answers, of which each rank's engine makes an equal share; entered by all ranks.
+
+        The last prompt is repeated until shares are equal, and answers beyond the prompts are dropped.
+        """
         if asleep:
             self.sync_weights()
         ranks = len(self._world.home.ranks)
-        size = -(-len(prompts) // ranks)  # equal, as engines that share a model slice their common answers by it
-        padded = [*prompts, *prompts[-1:] * (size * ranks - len(prompts))]
-        prompts_here = padded[self._world.rank * size :][:size]
+        share_size = -(-len(prompts) // ranks)  # equal, as engines that share a model slice their common answers by it
+        padded = [*prompts, *prompts[-1:] * (share_size * ranks - len(prompts))]
+        prompts_here = padded[self._world.rank * share_size :][:share_size]
         make = super().generate
         answers = result_or_first_error(
             self._world,
             lambda: make(prompts_here, None, num_generations),
             lambda error: CommError(f"vLLM failed to make answers: {one_line(error)}"),
         )
-        parts = zip(*self._world.control.gather_objects(answers, "answers of vLLM"), strict=True)
+        fields_of_ranks = zip(*self._world.control.gather_objects(answers, "answers of vLLM"), strict=True)
         return tuple(
-            None if part[0] is None else [answer for share in part for answer in share][: len(prompts)]
-            for part in parts
+            None
+            if field_of_ranks[0] is None
+            else [answer for share in field_of_ranks for answer in share][: len(prompts)]
+            for field_of_ranks in fields_of_ranks
         )
 
 

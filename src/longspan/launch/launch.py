@@ -77,7 +77,7 @@ def _kill_server_on_interrupt() -> Iterator[None]:
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """What a rank unpickles and calls. Raises CommError for what cannot be sent."""
+    """Return what a rank unpickles and calls. Raises CommError for what cannot be sent."""
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

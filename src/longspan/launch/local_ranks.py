@@ -88,7 +88,7 @@ def kill_fork_server() -> None:
 
 
 def start_store_server() -> Any:
-    """A store in this process on a free port, which all ranks share and only processes of this host reach.
+    """Return a store in this process on a free port, which all ranks share and only processes of this host reach.
 
     Its messages may be Python objects, and torch's own server would listen on every network of the host.
     """
@@ -100,7 +100,7 @@ def start_store_server() -> Any:
 
 
 def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
-    """The environment of n ranks on this machine, except RANK and LOCAL_RANK."""
+    """Return the environment of n ranks on this machine, except RANK and LOCAL_RANK."""
     variables = {
         "WORLD_SIZE": n,
         "LOCAL_WORLD_SIZE": n,
@@ -219,7 +219,10 @@ class LocalRanks:
         return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
 
     def collect_answers(self, timeout: float | None, grace: float) -> None:
-        """Wait for every answer; after a first failure only `grace` seconds more."""
+        """Wait for every answer; after a first failure only `grace` seconds more.
+
+        The failure to raise is chosen once all ranks have answered, or the time is over.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_at: float | None = None
         while waiting := {rank.pipe: rank for rank in self.ranks if rank.waiting}:
@@ -242,7 +245,10 @@ class LocalRanks:
             self.failed.append(rank)
 
     def _first_failure(self, timeout: float | None) -> BaseException | None:
-        """The error to raise for the ranks that failed or are late, with notes on the others; None if all answered."""
+        """Return the error to raise for the ranks that failed or are late, with notes on the others.
+
+        It is None if all answered.
+        """
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
             return self._timeout_error(running, timeout) if running else None
@@ -259,20 +265,23 @@ class LocalRanks:
         return error
 
     def _rank_to_blame(self) -> LocalRank:
-        """The rank whose failure counts: a killed one, before an error of its own, before what others saw of it."""
+        """Return the rank whose failure counts: the likeliest to have caused those of the others.
+
+        A killed rank comes before one with an error of its own, that before one that saw another's failure.
+        """
         return min(
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
         )
 
     def was_ended_by(self, signals: Sequence[int]) -> bool:
-        """Whether these signals, which were sent to the ranks, are why they failed."""
+        """Return whether these signals, which were sent to the ranks, are why they failed."""
         if not signals or not self.failed:
             return False
         first = self._rank_to_blame()
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
-        """The error of ranks that are still running, with their stacks, which they are asked to dump."""
+        """Return the error of ranks that are still running, with their stacks, which they are asked to dump."""
         for rank in running:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:
@@ -319,7 +328,10 @@ def _describe_death(code: int | None) -> str:
 
 
 def _stack_text(folder: Path, index: int) -> str:
-    """Where a rank was, as its faulthandler has written it: the thread that got the signal, where that is known."""
+    """Return where a rank was, as its faulthandler has written it.
+
+    Where the thread that got the signal is known, that thread's stack alone.
+    """
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""
     head, current, thread = text.partition("Current thread")

@@ -18,8 +18,8 @@ _OPTIONS = "RES_OPTIONS"  # of the resolver: resolv.conf(5)
 
 @contextmanager
 def _no_questions() -> Iterator[None]:
-    """Threads that begin inside ask name servers nothing; what torch warns of it is not printed."""
-    before, stderr = os.environ.get(_OPTIONS), os.dup(2)
+    """Let threads that begin inside ask name servers nothing; what torch warns of it is not printed."""
+    earlier_options, stderr = os.environ.get(_OPTIONS), os.dup(2)
     os.environ[_OPTIONS] = "attempts:0"
     with Path(os.devnull).open("w") as null:
         os.dup2(null.fileno(), 2)
@@ -29,8 +29,8 @@ def _no_questions() -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.environ.pop(_OPTIONS)
-        if before is not None:
-            os.environ[_OPTIONS] = before
+        if earlier_options is not None:
+            os.environ[_OPTIONS] = earlier_options
 
 
 def _open_store() -> None:

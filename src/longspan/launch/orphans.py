@@ -26,6 +26,7 @@ def stop_without_launcher(wait: Callable[[], object], *, says: bool) -> None:
     """
 
     def stop() -> None:
+        """Wait until the launcher is gone; then stop this process by SIGTERM, and kill it after PATIENCE seconds."""
         wait()
         _gone.set()
         if says:

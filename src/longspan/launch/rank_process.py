@@ -94,7 +94,7 @@ class Answer:
         return pickle.loads(self.pickled)
 
     def error(self, rank: int) -> BaseException:
-        """The rank's error, of its own type if that pickles, with its traceback as the cause."""
+        """Return the rank's error, of its own type if that pickles, with its traceback as the cause."""
         try:
             error = pickle.loads(self.pickled or b"")
         except Exception:
@@ -158,9 +158,9 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
     parent = multiprocessing.parent_process()
     launcher = parent.sentinel if parent is not None else -1
     file = spec.folder / f"rank-{spec.rank}.pickle"
-    with file.open("wb") as opened:  # the second may name what the first makes importable
-        pickle.dump(_main_module(), opened)
-        pickle.dump(spec, opened)
+    with file.open("wb") as stream:  # the second may name what the first makes importable
+        pickle.dump(_main_module(), stream)
+        pickle.dump(spec, stream)
     numbers = (pipe.fileno(), out.number, err.number, launcher)
     for number in numbers:
         if number >= 0:
@@ -185,9 +185,9 @@ def continue_restarted() -> NoReturn:
     file, *numbers = sys.argv[1:]
     pipe, out, err, launcher = map(int, numbers)
     sys.argv[1:] = []
-    with Path(file).open("rb") as opened:
-        spawn.prepare(pickle.load(opened))
-        spec: Spec = pickle.load(opened)
+    with Path(file).open("rb") as stream:
+        spawn.prepare(pickle.load(stream))
+        spec: Spec = pickle.load(stream)
     for number in (pipe, out, err, launcher):
         if number >= 0:
             os.set_inheritable(number, False)
@@ -254,6 +254,7 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
 
 
 def _error_answer(error: BaseException) -> Answer:
+    """Return an error as an answer: pickled, as text, and whether it only shows another rank's failure."""
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def processes_of_torchrun() -> dict[int, int]:
-    """The process of each rank of this process's torchrun, once all have started; empty under other launchers.
+    """Return the process of each rank of this process's torchrun, once all have started; empty under other launchers.
 
     >>> processes_of_torchrun()
     {0: 4711, 1: 4712}
@@ -26,7 +26,7 @@ def processes_of_torchrun() -> dict[int, int]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or has nothing left but its exit status."""
+    """Return whether a process is gone, or has nothing left but its exit status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

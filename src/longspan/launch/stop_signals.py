@@ -35,7 +35,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While open, a first signal that stops raises Interrupted; so does one that comes more than a second later.
+    """Let a first signal that stops raise Interrupted inside; so does one that comes more than a second later.
 
     In another thread than the main one, which does not receive signals, nothing is done; a signal that is ignored stays
     so.
@@ -121,15 +121,15 @@ class Forwarding:
 
     def __init__(self, ranks: Ranks) -> None:
         self.sent: list[int] = []
-        self._ranks, self._since = ranks, -1.0  # when the first of KILLS came
-        self._before: dict[int, Any] = {}
+        self._ranks, self._first_signal_at = ranks, -1.0  # when the first of KILLS came
+        self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Forwarding":
-        self._before = _set_handler(self._forward_signal, signals_that_stop())
+        self._old_handlers = _set_handler(self._forward_signal, signals_that_stop())
         return self
 
     def __exit__(self, *_: object) -> None:
-        _restore(self._before)
+        _restore(self._old_handlers)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
         """Send a notice or a first request to end on to the ranks; kill them at a second request."""
@@ -137,10 +137,10 @@ class Forwarding:
         leave_closed_output()
         if number in NOTICES:
             self._send(number, number)
-        elif self._since < 0:
-            self._since = now
+        elif self._first_signal_at < 0:
+            self._first_signal_at = now
             self._send(number, number)
-        elif now - self._since > SAME_PRESS:
+        elif now - self._first_signal_at > SAME_PRESS:
             name = signal.Signals(number).name
             text = f"longspan: {name} again: the processes are killed, and what they have not saved is lost\n"
             os.write(2, text.encode())  # the handler may have interrupted a print

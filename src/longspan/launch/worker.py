@@ -82,7 +82,10 @@ def next_request(connection: "Connection[Any, Any]", parent: int) -> Any:
 
 
 def describe_main(payload: bytes) -> dict[str, Any]:
-    """Where a worker can import what this program defines in its script; empty if the payload refers to none of it."""
+    """Return where a worker can import what this program defines in its script.
+
+    It is empty if the payload refers to none of it.
+    """
     if b"_main__" not in payload:
         return {}
     main = sys.modules["__main__"]
@@ -100,7 +103,7 @@ def import_main(main: dict[str, Any]) -> None:
 
 
 def pickle_error(error: BaseException) -> bytes | None:
-    """The pickled error; None if it does not pickle, or does not come back."""
+    """Return the pickled error; None if it does not pickle, or does not come back."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
@@ -110,7 +113,7 @@ def pickle_error(error: BaseException) -> bytes | None:
 
 
 def describe_end(code: int | None) -> str:
-    """How a process ended, from its exit code, for messages.
+    """Return how a process ended, from its exit code, for messages.
 
     >>> describe_end(-9), describe_end(1)
     ('was killed by signal 9 (SIGKILL)', 'left with exit code 1')

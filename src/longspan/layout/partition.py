@@ -124,7 +124,7 @@ class Partition(ABC):
 
         Raises LayoutError where a part has not the member's number of rows, or where ids leave gaps.
         """
-        counts = tuple(len(part) for part in parts)
+        counts = tuple(len(member_part) for member_part in parts)
         if counts != self.counts:
             raise LayoutError(f"parts have {excerpt(counts)} rows; the members hold {excerpt(self.counts)}")
         rows = np.concatenate([self.rows(member) for member in range(self.degree)])
@@ -177,6 +177,7 @@ class _LengthPartition(Partition):
         """Make the member's runs inside their documents."""
 
     def runs(self, member: int) -> Integers:
+        """Return the runs of a member's rows among all documents laid end to end; those that touch are joined."""
         segments = self.segments(member)
         shift = self._starts[segments.document]
         concatenated = segments_from_runs(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
@@ -213,7 +214,12 @@ class _Zigzag(_LengthPartition):
         return _DocumentShares(length, base, extra, first, turn)
 
     def _count_rows_before(self, member: int) -> tuple[Integers, Integers]:
-        """Count the rows of each document in the early and the late chunks of all members before this one."""
+        """Count the rows of each document in the early and the late chunks of all members before this one.
+
+        A member has `base` rows of a document, and one more if it is one of the `extra` members from `first` on,
+        around. An early chunk has half of its member's rows; where these are odd, the odd row goes to early and late
+        chunks in turn.
+        """
         length, base, extra, first, turn = self._document_shares
         extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
         rows = member * base + extras
@@ -275,6 +281,7 @@ class _ListedPartition(Partition):
 
     @cached_property
     def _rows_digest(self) -> bytes:
+        """Return a digest of all members' runs."""
         digest = hashlib.blake2b(digest_size=16)
         for runs in self.member_runs:
             digest.update(len(runs).to_bytes(8, "little") + runs.tobytes())
@@ -294,6 +301,7 @@ class _ListedPartition(Partition):
 
 
 def _find_runs(member: int, rows: Iterable[int]) -> Integers:
+    """Find the runs of consecutive ids in a member's list of rows."""
     ids = _row_ids(member, rows)
     opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
     closes = np.append(opens, len(ids))[1:] - 1

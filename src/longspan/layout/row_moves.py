@@ -84,38 +84,41 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
 def _arriving_blocks(target: Blocks, once: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
     """Return for each member the blocks that it brings here, in the order in which they are first needed.
 
-    Of each group one member brings a block: this one itself where it can, else members in turn.
+    Of each group one member brings a block: this one itself where it can, else one of those that have it, by turns.
     """
     needed = target.members[me][_first_occurrences(target.members[me], target)]
     order = np.full(len(target.size), -1, dtype=np.int64)
     order[needed] = np.arange(len(needed))
     arriving = [blocks[order[blocks] >= 0] for blocks in once]
     for group in groups:
-        several, rank_of_holder = _count_holders([arriving[member] for member in group], target)
+        holder_counts, rank_of_holder = _count_holders([arriving[member] for member in group], target)
         is_here = np.zeros(len(target.size), dtype=np.bool_)
         is_here[arriving[me] if me in group else needed[:0]] = True
-        for member, turn in zip(group, rank_of_holder, strict=True):
+        for member, holder_rank in zip(group, rank_of_holder, strict=True):
             blocks = arriving[member]
             if member != me:
-                blocks = blocks[(_choose_holder(blocks, several, me) == turn) & ~is_here[blocks]]
+                blocks = blocks[(_choose_holder(blocks, holder_counts, me) == holder_rank) & ~is_here[blocks]]
             arriving[member] = blocks[np.argsort(order[blocks])]
     return arriving
 
 
 def _leaving_blocks(target: Blocks, once: Sequence[Integers], me: int, group: Sequence[int]) -> list[Integers]:
-    """Return for each member the blocks that this one brings it, in the order in which that member first needs them."""
-    several, rank_of_holder = _count_holders([once[member] for member in group], target)
-    turn = np.full(len(target.size), -1, dtype=np.int64)
-    turn[once[me]] = rank_of_holder[group.index(me)]
+    """Return for each member the blocks that this one brings it, in the order in which that member first needs them.
+
+    It is the counterpart of `_arriving_blocks`: a member of the group that has a block itself is brought none.
+    """
+    holder_counts, rank_of_holder = _count_holders([once[member] for member in group], target)
+    own_rank = np.full(len(target.size), -1, dtype=np.int64)
+    own_rank[once[me]] = rank_of_holder[group.index(me)]
     holder = np.full(len(target.size), -1, dtype=np.int64)
     leaving = list[Integers]()
     for member, blocks in enumerate(target.members):
-        blocks = blocks[turn[blocks] >= 0]
+        blocks = blocks[own_rank[blocks] >= 0]
         if member in group:
             holder[once[member]] = member
             blocks = blocks[holder[blocks] != member]
         blocks = blocks[_first_occurrences(blocks, target)]
-        leaving.append(blocks[_choose_holder(blocks, several, member) == turn[blocks]])
+        leaving.append(blocks[_choose_holder(blocks, holder_counts, member) == own_rank[blocks]])
     return leaving
 
 
@@ -140,17 +143,18 @@ def _find_addends(
 ) -> tuple[Integers, Integers, tuple[Placement, ...]]:
     """Return which row of the pool each target row is copied from, and which target rows sum several.
 
-    These are the fields `places`, `several` and `more` of RowMoves.
+    These are the fields `places`, `several` and `more` of RowMoves: the first addend of a block is copied, further ones
+    are added, in the order of groups.
     """
     first, count = np.full(len(target.size), -1, dtype=np.int64), np.zeros(len(target.size), dtype=np.int64)
-    later = [np.empty((3, 0), dtype=np.int64)]
+    further_addends = [np.empty((3, 0), dtype=np.int64)]
     begin = _pool_begins([int(target.size[blocks].sum()) for blocks in arriving], me)
     for member in (member for group in groups for member in group):
         blocks = arriving[member]
         sizes = target.size[blocks]
         begins, addend = begin[member] + np.cumsum(sizes) - sizes, count[blocks]
         first[blocks[addend == 0]] = begins[addend == 0]
-        later.append(np.stack([blocks, begins, addend])[:, addend > 0])
+        further_addends.append(np.stack([blocks, begins, addend])[:, addend > 0])
         count[blocks] += 1
     needed = target.members[me]
     places = _block_rows(first, needed, target.size)
@@ -159,7 +163,7 @@ def _find_addends(
     several = expand_runs(
         target.block_begins(me)[summed], target.block_begins(me)[summed] + target.size[needed[summed]]
     )
-    return places, several, _list_further_addends(np.concatenate(later, axis=1), needed[summed], target.size)
+    return places, several, _list_further_addends(np.concatenate(further_addends, axis=1), needed[summed], target.size)
 
 
 def _pool_begins(counts: Sequence[int], me: int) -> Integers:
@@ -229,9 +233,9 @@ def _check_copies(source: Blocks, groups: Groups) -> None:
     for group in groups:
         counts = np.stack([np.bincount(source.members[member], minlength=len(source.size)) for member in group])
         most = counts.max(axis=0)
-        differ = (counts != most) & (counts > 0)
-        if differ.any():
-            fewer, block = (int(axis[0]) for axis in np.nonzero(differ))
+        are_fewer = (counts != most) & (counts > 0)
+        if are_fewer.any():
+            fewer, block = (int(axis[0]) for axis in np.nonzero(are_fewer))
             raise LayoutError(
                 f"ranks {group[fewer]} and {group[int(counts[:, block].argmax())]} are of one slot, whose ranks carry "
                 f"the same gradient, but need row {source.start[block]} {counts[fewer, block]} and {most[block]} "

@@ -94,7 +94,10 @@ class Segments:
 
 
 def segments_from_runs(document: Integers, start: Integers, stop: Integers) -> Segments:
-    """Make segments of runs in held order: empty runs are left out, touching runs of one document joined."""
+    """Make segments of runs in held order: empty runs are left out, touching runs of one document joined.
+
+    A segment's offset is the number of rows that the segments before it have.
+    """
     keep = stop > start
     document, start, stop = document[keep], start[keep], stop[keep]
     opens = np.ones(len(start), dtype=bool)
@@ -111,8 +114,8 @@ def expand_runs(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
     total = int(sizes.sum())
     if total == len(sizes) and (sizes == 1).all():
         return start.astype(np.int64)
-    before = np.cumsum(sizes) - sizes
-    return np.repeat(start - before, sizes) + np.arange(total, dtype=np.int64)
+    integers_before = np.cumsum(sizes) - sizes
+    return np.repeat(start - integers_before, sizes) + np.arange(total, dtype=np.int64)
 
 
 def make_read_only(array: NDArray[Any]) -> Integers:

@@ -52,13 +52,17 @@ class Spans:
         return int((rows * (rows - 1) // 2).sum())
 
     def find_rows(self, segments: Segments) -> Segments:
-        """Find the rows of these segments that lie in runs, each run as a document of its own, numbered as here."""
+        """Find the rows of these segments that lie in runs, each run as a document of its own, numbered as here.
+
+        Positions of all documents are put on one line, `document · stride + position`, so that two sorted searches give
+        the runs that each segment meets.
+        """
         stride = int(max(segments.stop.max(initial=0), self.stop.max(initial=0))) + 1
         start, stop = (segments.document * stride + at for at in (segments.start, segments.stop))
         starts, stops = (self.document * stride + at for at in (self.start, self.stop))
-        first = np.searchsorted(stops, start, side="right")
-        last = np.maximum(np.searchsorted(starts, stop, side="left"), first)
-        segment, number = np.repeat(np.arange(len(segments)), last - first), expand_runs(first, last)
+        first_run = np.searchsorted(stops, start, side="right")
+        end_run = np.maximum(np.searchsorted(starts, stop, side="left"), first_run)
+        segment, number = np.repeat(np.arange(len(segments)), end_run - first_run), expand_runs(first_run, end_run)
         begin = np.maximum(segments.start[segment], self.start[number])
         end = np.minimum(segments.stop[segment], self.stop[number])
         return Segments(number, begin, end, segments.offset[segment] + begin - segments.start[segment])

@@ -72,8 +72,8 @@ class _DrawnWeights:
         for path, depth in self._depths.items():
             drawn = draw_copy(path, depth, device, seed=self._seed, initialise=self._initialise)
             for name, tensor in drawn.named_parameters():
-                if part := parts.get(f"{path}.{name}"):
-                    yield f"{path}.{name}", tensor.detach()[part.block or ...].to(part.dtype)
+                if local_part := parts.get(f"{path}.{name}"):
+                    yield f"{path}.{name}", tensor.detach()[local_part.block or ...].to(local_part.dtype)
 
 
 class _Both:
@@ -101,8 +101,8 @@ def _fill_depths(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -
         return
     tensors: dict[str, Tensor] = {f"{PREFIX}.{name}": x for name, x in mtp.state_dict(keep_vars=True).items()}
     device = next(mtp.parameters()).device
-    for name, part in source.read({name: LocalPart.of(x) for name, x in tensors.items()}, device):
-        tensors[name].copy_(part)
+    for name, values in source.read({name: LocalPart.of(x) for name, x in tensors.items()}, device):
+        tensors[name].copy_(values)
 
 
 def add_mtp(

@@ -58,9 +58,9 @@ def read_compiled(word: bool | str, model: nn.Module, device: torch.device, tp: 
     if word not in get_args(Compiled):
         raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}, True or False")
     if word == "auto":
-        chosen = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)  # others are refused
+        can_compile = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)  # others are refused
         config: Any = getattr(model, "config", None)
-        return "layers" if chosen and config.get_text_config().hidden_size >= COMPILED_WIDTH else "none"
+        return "layers" if can_compile and config.get_text_config().hidden_size >= COMPILED_WIDTH else "none"
     return cast(Compiled, word)
 
 
@@ -73,7 +73,7 @@ class CompiledParts:
     reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Say it in one line; "" where nothing is compiled."""
+        """Say in one line what is compiled; "" where nothing is."""
         words = [f"{plural(self.layers, 'layer')} around attention"] if self.layers else []
         if self.in_modules:
             because = f" ({'; '.join(self.reasons)})" if self.reasons else ""
@@ -89,17 +89,17 @@ def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> Compile
     """
     if word == "none":
         return CompiledParts()
-    whole, in_modules, reasons = 0, 0, dict[str, None]()
+    whole_layers, layers_in_modules, reasons = 0, 0, dict[str, None]()
     for layer in _all_layers(models):
         reason = "" if word == "modules" else _reason_against(layer)
         if word == "layers" and not reason:
             _compile_layer(layer)
-            whole += 1
+            whole_layers += 1
         else:
             _compile_modules(layer)
-            in_modules += 1
+            layers_in_modules += 1
             reasons |= {reason: None} if reason else {}
-    return CompiledParts(whole, in_modules, tuple(reasons))
+    return CompiledParts(whole_layers, layers_in_modules, tuple(reasons))
 
 
 def graphs_text() -> str:
@@ -115,6 +115,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _all_layers(models: Iterable[PreTrainedModel]) -> Iterator[nn.Module]:
+    """Yield the decoder layers of these models, and those of their depths of multi-token prediction."""
     for model in models:
         yield from decoder_layers(model).values()
         for depth in model_depths(model):
@@ -160,11 +161,11 @@ def _compile_layer(layer: nn.Module) -> None:
 
 
 def _set_up_compiler() -> None:
-    """Set what dynamo does in this process, for what else is compiled in it too.
+    """Set how dynamo compiles in this process, also what else is compiled in it.
 
-    Of the seconds that the graphs of a dense layer with adapters take on a CPU (35), the cache of shapes took 9, for it
-    compares formulas with all that it holds; and a number such as a norm's epsilon, taken for one that may change, had
-    each graph traced anew once the compiler had found that it does not (5).
+    The cache of shapes is off, and numbers such as a norm's epsilon are constants. Of the 35 s that the graphs of a
+    dense layer with adapters took on a CPU, that cache took 9, as it compares formulas with all that it holds; and each
+    graph was traced anew once the compiler had found that a number does not change (5 s).
     """
     config: Any = torch._dynamo.config
     config.nested_graph_breaks = True  # a call of attention ends one graph, not one for each function around it
@@ -216,7 +217,7 @@ class _LayerRun:
         self.layer, self.run, self.has_experts = layer, run, has_experts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graphs, or for a single row, which would be a graph of its own, the class's code."""
+        """Run the graphs; for a single row, which would take a graph of its own, run the class's code."""
         if self.has_experts:
             note_layer_arguments(kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]

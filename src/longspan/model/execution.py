@@ -40,7 +40,7 @@ class Execution:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The kernels that run, in words: one for all layers, or one for each kind of layer that takes another."""
+        """Return the kernels that run, in words: one for all layers, or one for each kind of layer with its own."""
         by_words: dict[str, list[AttendCall]] = {}
         for call in self.calls:
             by_words.setdefault(self._kernel_words(call), []).append(call)
@@ -81,7 +81,9 @@ def check_same_kernels(execution: Execution, world: World) -> None:
     """
     ranks = world.control.reduce_object({execution.kernels: [world.rank]}, _join_ranks, "kernels of attention")
     if ranks is not None and len(ranks) > 1:
-        words = "; ".join(f"{' and '.join(kernels)} on {_ranks_text(some)}" for kernels, some in ranks.items())
+        words = "; ".join(
+            f"{' and '.join(kernels)} on {_ranks_text(ranks_of_kernels)}" for kernels, ranks_of_kernels in ranks.items()
+        )
         raise on_all_ranks(
             ModelError(
                 "selective layers need the same kernel of attention on every rank, for under a2a and a2a+p2p its "

@@ -46,15 +46,15 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     routers = tuple(f"{name}." for name in router_modules(model))
     linears = dict[str, nn.Linear]()
     for name, module in model.named_modules():
-        left = f"{name}.".startswith(routers) or belongs_to_adapter(f"{name}.")
-        if isinstance(module, nn.Linear) and name.startswith(inside) and not left and _is_plain(name, module):
+        is_left_out = f"{name}.".startswith(routers) or belongs_to_adapter(f"{name}.")
+        if isinstance(module, nn.Linear) and name.startswith(inside) and not is_left_out and _is_plain(name, module):
             linears[name] = module
     return linears
 
 
 def _is_plain(name: str, module: nn.Linear) -> bool:
     """Return whether a module is a wide linear of torch's, no gate, that nobody has patched."""
-    kind = [part for part in name.split(".") if part != "base_layer"][-1]
+    kind = [word for word in name.split(".") if word != "base_layer"][-1]
     if type(module) is not nn.Linear or kind in _GATES or is_set_on_instance(module):
         return False
     return min(module.in_features, module.out_features) >= _LEAST_WIDTH
@@ -86,6 +86,7 @@ def refuse_float8(model: PreTrainedModel, float8: str, placement: Placement, wor
 
 
 def _reasons(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
+    """Yield why a model cannot compute in float8 here: the device, the dtype, or layers of widths that do not fit."""
     if lack := device_lack(device):
         yield lack
     if lack := dtype_lack(dtype):

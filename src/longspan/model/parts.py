@@ -111,7 +111,10 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
 
 
 def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
-    """Trace calls of parts; returns them, the last hidden states, and the hidden states given and returned by each."""
+    """Trace calls of parts; returns them, the last hidden states, and the hidden states given and returned by each.
+
+    All parts are stand-ins, which return what they get; two rows go through the model's own forward.
+    """
     bare = decoder_model(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
@@ -119,6 +122,9 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     returned, calls = [x], list[PartCall]()
 
     def note_call(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """Note a part's call: which hidden states it read. What it returned is replaced by a leaf, which later calls
+        show.
+        """
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _find_first_states(args, kwargs, returned)
         calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
@@ -190,7 +196,11 @@ def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
 def shallow_copy(
     model: PreTrainedModel, parts: ModelParts, layers: range, *, first: bool, last: bool
 ) -> PreTrainedModel:
-    """Copy the model with stand-ins for what this stage does not hold; modules without parameters are copied."""
+    """Copy the model with stand-ins for what this stage does not hold; modules without parameters are copied.
+
+    The first stage has the parts before the layers, the last one those after them and the head, with the embedding
+    where the model reads it at its end; a tied head is on the first stage too.
+    """
     tied, embeds = is_tied(model), embeds_at_the_end(model)
     stage = base = shallow_module(model)
     for name in filter(None, text_name(model).split(".")):  # a wrapper's text model is inside its base model

@@ -95,6 +95,10 @@ class PrepareOptions:
         return replace(self._read_measures(), segment_layers=self.segment_layers)
 
     def _read_measures(self) -> Recomputation:
+        """Return what each layer keeps, by `measures` or else by the three options for all layers.
+
+        Raises ModelError where both are given.
+        """
         if self.measures is None:
             return Recomputation.of(
                 self.activation_checkpointing,
@@ -128,6 +132,7 @@ def prepare_language_model(
         start_compile_workers(min(len(world.home.ranks), world.node_size * world.home.tp))
 
     def connect_layers(model: PreTrainedModel) -> None:
+        """Make the model's attention, mixers, experts and norms call longspan, once its kernels are there."""
         check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)
         _choose_norms(model, options.fused_norms, world.device)
         if compiled == "layers":

@@ -39,7 +39,7 @@ class Preset:
 
     @property
     def model_type(self) -> str:
-        """The model type of its configuration class, without transformers.
+        """Return the model type of its configuration class, without transformers.
 
         >>> PRESETS["qwen3-30b-a3b"].model_type
         'qwen3_moe'
@@ -47,7 +47,7 @@ class Preset:
         name = self.config_class.removesuffix("Config")
         if name.startswith("Granite"):
             return name.lower()
-        return "".join("_" * (i > 0 and c.isupper()) + c.lower() for i, c in enumerate(name))
+        return "".join("_" * (i > 0 and letter.isupper()) + letter.lower() for i, letter in enumerate(name))
 
 
 def _qwen3_values(

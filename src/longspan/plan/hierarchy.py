@@ -23,6 +23,7 @@ class Levels:
     p2p: tuple[Slots, ...]
 
     def __str__(self) -> str:
+        """Name the slots that exchange heads, and those that stand in a ring: "level one, a2a: (0, 1) (2, 3); …"."""
         inner, outer = (
             " ".join(f"({', '.join(map(str, slots))})" for slots in level) for level in (self.a2a, self.p2p)
         )

@@ -95,7 +95,7 @@ class MicroBatch:
 
     @property
     def most_rows(self) -> int:
-        """The most rows that one slot holds, over all its groups: the same on every rank.
+        """Return the most rows that one slot holds, over all its groups: the same on every rank.
 
         >>> MicroBatch((Group((0, 1), (0,), (9,)), Group((1,), (1,), (4,)))).most_rows
         9

@@ -63,7 +63,7 @@ class Plan:
 
     @cached_property
     def efficiency(self) -> float:
-        """Rows used: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
+        """Return rows used: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
 
         A plan that is balanced by time need not fill its slots.
         """
@@ -71,7 +71,7 @@ class Plan:
         return self.tokens / (rows.size * int(rows.max())) if rows.any() else 0.0
 
     def timeline(self, cost: Cost | None = None) -> Timeline:
-        """When each slot works in each micro-batch, under the plan's own cost or another."""
+        """Return when each slot works in each micro-batch, under the plan's own cost or another."""
         cost = self.cost if cost is None else cost
         batches, slots = self.micro_batches, self.slots
         return timeline(batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple)
@@ -110,8 +110,8 @@ class Plan:
         """
         _check_plan_numbers(self)
         for m, batch in enumerate(self.micro_batches):
-            for g, group in enumerate(batch.groups):
-                _check_group(f"micro-batch {m}, group {g}", group, self)
+            for index, group in enumerate(batch.groups):
+                _check_group(f"micro-batch {m}, group {index}", group, self)
         _check_documents(self)
         pads = [group.pad_to or 0 for batch in self.micro_batches for group in batch.groups]
         check_size(len(self.lengths), max((*pads, *self.lengths), default=0))
@@ -207,7 +207,7 @@ def _check_cap(plan: Plan) -> None:
     over = np.argwhere(rows > cap)
     if len(over):
         m, slot = (int(i) for i in over[0])
-        groups = [g for g, _ in plan.micro_batches[m].groups_of(slot)]
+        groups = [index for index, _ in plan.micro_batches[m].groups_of(slot)]
         rounded = f" in multiples of {plan.row_multiple}" if plan.row_multiple > 1 else ""
         raise PlanError(
             f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {_excerpt(groups)}), above "
@@ -234,19 +234,20 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
         f"  predicted   {_seconds_text(times.step_seconds):>14}   {_ratio_to_bound(plan, times)}",
         f"  priced for  {cost.source or NO_MACHINE}",
-        *_closing_line(plan, cost, times),
+        *_closing_lines(plan, cost, times),
         f"  rows used   {plan.efficiency:>14.1%}   of slots x micro-batches x the fullest slot's {fullest:,} rows",
     ]
 
 
 def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
+    """Return in words how many times the lower bound a step takes."""
     bound = plan.lower_bound_seconds
     return (
         f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds_text(bound)}" if bound else "no lower bound"
     )
 
 
-def _closing_line(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
+def _closing_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
     """Return a line on what of the predicted seconds, in free mode, is neither a document's nor a wait for one."""
     if plan.mode == "lockstep" or not cost.closing_seconds:
         return []
@@ -255,7 +256,10 @@ def _closing_line(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
 
 
 def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
-    """Return a line for each micro-batch, in the middle fewer if there are more than `limit`."""
+    """Return a line for each micro-batch; of more than `limit`, those in the middle are left out.
+
+    A third of the lines that are shown are the last ones.
+    """
     count = len(plan.micro_batches)
     shown = (
         list(range(count)) if count <= limit + 1 else [*range(limit - limit // 3), *range(count - limit // 3, count)]
@@ -263,13 +267,13 @@ def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
     groups = {m: _degrees_text(plan.micro_batches[m]) for m in shown}
     width = max(len("groups"), *map(len, groups.values()))
     lines = [f"  micro-batch   {'groups':<{width}}   {'tokens':>11}   fullest slot      seconds    idle"]
-    for before, m in zip([-1, *shown], shown, strict=False):
-        if m - before > 1:
-            lines.append(f"            …   {plural(m - before - 1, 'more micro-batch', 'es')}")
-        batch, longest = plan.micro_batches[m], _seconds_text(float(np.max(times.busy[m], initial=0.0)))
+    for previous, m in zip([-1, *shown], shown, strict=False):
+        if m - previous > 1:
+            lines.append(f"            …   {plural(m - previous - 1, 'more micro-batch', 'es')}")
+        batch, longest_text = plan.micro_batches[m], _seconds_text(float(np.max(times.busy[m], initial=0.0)))
         lines.append(
             f"  {m:>11}   {groups[m]:<{width}}   {batch.tokens:>11,}   {int(times.rows[m].max()):>12,}"
-            f"   {longest:>10}   {times.idle[m]:>5.1%}"
+            f"   {longest_text:>10}   {times.idle[m]:>5.1%}"
         )
     return lines
 
@@ -278,11 +282,12 @@ def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
     """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'."""
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
     texts = [f"{count} x cp {degree}" for degree, count in counts]
-    others = sum(count for _, count in counts[most:])
-    return ", ".join(texts[:most]) + (f", {others} more" if others else "") or "dummy"
+    other_groups = sum(count for _, count in counts[most:])
+    return ", ".join(texts[:most]) + (f", {other_groups} more" if other_groups else "") or "dummy"
 
 
 def _seconds_text(value: float) -> str:
+    """Return seconds in the unit in which they are at least 0.1: s, ms or us."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if value * scale >= 0.1:
             return f"{value * scale:,.3f} {unit}"

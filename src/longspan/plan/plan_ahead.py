@@ -109,6 +109,9 @@ class PlanAhead:
         return StepRequest(self._generation, step, () if self._argument_of is None else (self._argument_of(step),))
 
     def _open_planning(self) -> "Planning":
+        """Return the process that plans. Raises PlanError outside a with block, and in another process than its
+        owner's.
+        """
         if self._planning is None:
             raise PlanError("plans are made ahead inside a with block: with PlanAhead(planner) as plans: …")
         self._planning.check_owner()

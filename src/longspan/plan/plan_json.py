@@ -36,9 +36,10 @@ def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
 
 
 def _read_micro_batch(m: int, groups: Any, lengths: tuple[Any, ...]) -> MicroBatch:
+    """Read a micro-batch from the list of its groups."""
     items = _read_tuple(f"micro-batch {m}", groups)
     return MicroBatch(
-        tuple(_read_group(f"micro-batch {m}, group {g}", group, lengths) for g, group in enumerate(items))
+        tuple(_read_group(f"micro-batch {m}, group {index}", group, lengths) for index, group in enumerate(items))
     )
 
 

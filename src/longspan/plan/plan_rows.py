@@ -87,8 +87,8 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
     if not row:
         return None
     where = f"{path}, step {step}"
-    before = read_plan_row(cost_of_row, where=where)[1].cost if cost_of_row else DEFAULT_COST
-    return read_plan_row(row, before, where)[1]
+    cost_before = read_plan_row(cost_of_row, where=where)[1].cost if cost_of_row else DEFAULT_COST
+    return read_plan_row(row, cost_before, where)[1]
 
 
 def has_cost(line: bytes) -> bool:
@@ -131,7 +131,9 @@ def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
 
 
 def _read_plan(row: Mapping[str, Any]) -> Plan:
-    """Read the plan in a line of plans.jsonl, unchecked."""
+    """Read the plan in a line of plans.jsonl, unchecked. Raises ValueError for more slots than a file may ask memory
+    for.
+    """
     lengths: tuple[int, ...] = tuple(row["lengths"])
     kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]
     degrees = (group[2] for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list))
@@ -148,10 +150,14 @@ def _list_as_tuple(value: Any) -> Any:
 
 
 def _read_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
-    """Yield the groups of a micro-batch from their lists, as `_group_row` writes them."""
-    for number, first, *rest in rows:
+    """Yield the groups of a micro-batch from their lists, as `_group_row` writes them.
+
+    A list is the number of its kind, then its slots as a list, or the first slot and how many there are, then
+    documents.
+    """
+    for number, first, *numbers in rows:
         is_list = isinstance(first, list)
-        slots: tuple[int, ...] = _list_as_tuple(first) if is_list else tuple(range(first, first + rest[0]))
-        documents: tuple[int, ...] = tuple(rest if is_list else rest[1:])
+        slots: tuple[int, ...] = _list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))
+        documents: tuple[int, ...] = tuple(numbers if is_list else numbers[1:])
         kind, sizes, partition, pad_to = kinds[number]
         yield Group(slots, documents, tuple(lengths[d] for d in documents), kind, sizes, partition, pad_to)

@@ -85,16 +85,16 @@ class Refinement:
         return [step.parts for step in self._steps], [step.seconds for step in self._steps]
 
     def ratios(self) -> dict[Part | str, float]:
-        """Return measured over predicted seconds: of the "whole", and of each part that the last steps have.
+        """Return measured over predicted seconds: of the "whole" step, and of each part that the last steps have.
 
-        {} before.
+        It is {} before LEAST_STEPS steps.
         """
         if len(self._steps) < LEAST_STEPS:
             return {}
         parts, seconds = self._step_columns()
         shares, factors = mean_shares(parts), fit_correction(parts, seconds).factors()
-        whole: dict[Part | str, float] = {"whole": float(f"{median_ratio(parts, seconds):.4g}")}
-        return whole | {name: factors[name] for name in PARTS if shares[name] >= SHOWN}
+        ratio_of_all: dict[Part | str, float] = {"whole": float(f"{median_ratio(parts, seconds):.4g}")}
+        return ratio_of_all | {name: factors[name] for name in PARTS if shares[name] >= SHOWN}
 
     def to_json(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; `from_json` gives an equal refinement back."""
@@ -112,7 +112,9 @@ class Refinement:
             if values["cost"] != refinement.cost:
                 return None
             corrections = cast(Mapping[str, Any], values["corrections"])
-            refinement._corrections = {int(block): Correction.from_json(c) for block, c in corrections.items()}
+            refinement._corrections = {
+                int(block): Correction.from_json(correction) for block, correction in corrections.items()
+            }
             steps = [(int(step), float(seconds), tuple(map(float, parts))) for step, seconds, parts in values["steps"]]
             if any(len(parts) != len(PARTS) for *_, parts in steps):
                 raise ValueError(f"a step has other parts than {', '.join(PARTS)}")

@@ -37,7 +37,11 @@ class GroupTable:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
-        """Make the table of the groups of these micro-batches."""
+        """Make the table of the groups of these micro-batches.
+
+        Rows and squares are of documents as they are laid out, `unpadded` of documents as they are. `group` and `slot`
+        have one entry for each slot of each group.
+        """
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _int_array([len(group.slots) for _, group in groups])
         counts = _int_array([len(group.lengths) for _, group in groups])
@@ -69,11 +73,17 @@ class GroupTable:
         together = self.together(node_size)
         seconds = np.zeros(len(self.degree))
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
-            here = self.way == index
+            of_this_way = self.way == index
             priced = cost.under(kind, a2a_size).for_partition(partition)
-            tokens, squares, degree = self.tokens[here], self.attention_squares(cost)[here], self.degree[here]
-            inside, documents = together[here] == degree, self.documents[here]
-            seconds[here] = priced.group_seconds(tokens, squares, degree, inside, documents, together=together[here])
+            tokens, squares, degree = (
+                self.tokens[of_this_way],
+                self.attention_squares(cost)[of_this_way],
+                self.degree[of_this_way],
+            )
+            inside, documents = together[of_this_way] == degree, self.documents[of_this_way]
+            seconds[of_this_way] = priced.group_seconds(
+                tokens, squares, degree, inside, documents, together=together[of_this_way]
+            )
         return seconds
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
@@ -190,21 +200,20 @@ def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
     """Return when each slot starts and ends each micro-batch, and the last end.
 
-    Only slots that share documents wait for each other.
-
-    Slots that groups join start when the last of them is ready, and end with the slowest; the others pass by.
+    Slots that groups join (`component`: their root) start when the last of them is ready, and end with the slowest;
+    slots without documents pass by. Only slots that share documents wait for each other.
     """
     count, slots = busy.shape
     start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)
     for m in range(count):
         active_slots = np.flatnonzero(active[m])
         root = component[m, active_slots]
-        ready, longest = np.zeros(slots), np.zeros(slots)
+        ready, longest_seconds = np.zeros(slots), np.zeros(slots)
         np.maximum.at(ready, root, clock[active_slots])
-        np.maximum.at(longest, root, busy[m, active_slots])
+        np.maximum.at(longest_seconds, root, busy[m, active_slots])
         start[m] = clock
         start[m, active_slots] = ready[root]
-        clock[active_slots] = ready[root] + longest[root]
+        clock[active_slots] = ready[root] + longest_seconds[root]
         end[m] = clock
     return start, end, float(clock.max(initial=0.0))
 

@@ -82,7 +82,7 @@ class _Frame:
 
 
 def chart_figure(chart: Chart, *, css_class: str = "") -> str:
-    """An HTML figure: title, legend, SVG, and the crosshair's data. It says so if there is nothing to draw."""
+    """Return an HTML figure: title, legend, SVG, and the crosshair's data. It says so if there is nothing to draw."""
     drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
     title = tag("b", text(chart.title)) + tag("span", text(chart.y_label), class_="unit")
     empty_note = tag("p", "nothing recorded", class_="none")
@@ -97,6 +97,7 @@ def chart_svg(chart: Chart) -> str:
 
 
 def _chart_elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
+    """Yield the elements of a chart from back to front: axes, events, curves, references, notes."""
     yield _draw_axes(chart, frame)
     yield from _draw_events(chart, frame)
     yield from _draw_curves(drawn, frame)
@@ -105,6 +106,7 @@ def _chart_elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Ite
 
 
 def _chart_drawing(chart: Chart, drawn: Sequence[Series]) -> str:
+    """Return the SVG of a chart, with the numbers that its crosshair shows."""
     frame = _fit_frame(chart, drawn)
     return tag(
         "svg",
@@ -118,6 +120,7 @@ def _chart_drawing(chart: Chart, drawn: Sequence[Series]) -> str:
 
 
 def _thin_series(series: Series, log: bool) -> Series:
+    """Return a series with at most MAX_POINTS points, without values that a logarithmic axis cannot show."""
     x, y = np.asarray(series.x, float), np.asarray(series.y, float)
     if log:
         y = np.where(y > 0, y, math.nan)
@@ -125,7 +128,11 @@ def _thin_series(series: Series, log: bool) -> Series:
 
 
 def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
-    """The frame in which all series and references lie, with some room above and below."""
+    """Return the frame in which all series and references lie, with some room above and below.
+
+    Logarithmic axes get room as a factor, more where notes need it. Curves that vary by less than FLAT of their height
+    are drawn flat, in the middle. `zero` begins the axis at 0, without room below it.
+    """
     x = np.concatenate([s.x for s in drawn])
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
     low, high = float(y.min()), float(y.max())
@@ -145,7 +152,7 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
 
 
 def _draw_axes(chart: Chart, frame: _Frame) -> str:
-    """Grid lines, ticks and names of both axes."""
+    """Draw grid lines, ticks and names of both axes."""
     parts, marks = list[str](), _y_ticks(chart, frame)
     digits = _tick_digits(marks)
     for value in marks:
@@ -167,6 +174,7 @@ def _y_ticks(chart: Chart, frame: _Frame) -> list[float]:
 
 
 def _x_tick_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
+    """Return the places and words of ticks on the x axis: the chart's own names, else whole numbers that have room."""
     if chart.x_names:
         return list(enumerate(chart.x_names))
     values = [value for value in ticks(*frame.x, max(3, chart.width // 110)) if value == int(value)]
@@ -180,7 +188,7 @@ def _tick(value: float, y_format: Format, digits: int) -> str:
 
 
 def _tick_digits(marks: Sequence[float]) -> int:
-    """Digits by which every tick is written as it is, three at least."""
+    """Return digits by which every tick is written as it is, three at least."""
     if len(marks) < 2:
         return 4
     tolerance = 1e-3 * (marks[1] - marks[0])
@@ -189,7 +197,10 @@ def _tick_digits(marks: Sequence[float]) -> int:
 
 
 def _draw_references(chart: Chart, frame: _Frame) -> str:
-    """Lines over the whole width, and their words above or below, where no grid line goes through them."""
+    """Return lines over the whole width, with their words above, or below where there is no room above.
+
+    Words also go below where a grid line would go through them above, and none does below.
+    """
     parts, grid = list[str](), [float(frame.to_y(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:
         y = float(frame.to_y(value))
@@ -201,8 +212,9 @@ def _draw_references(chart: Chart, frame: _Frame) -> str:
 
 
 def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """Lines over the whole height; their words at the foot, to the side that has room, the longest first, none over
-    another.
+    """Draw a line over the whole height for each event, with its words at the foot.
+
+    Words stand on the side that has room, the longest first, and are left out where they would cover others.
     """
     places = list[tuple[float, float]]()
     for x, words in sorted(chart.events, key=lambda event: (-len(event[1]), event[0])):
@@ -217,7 +229,7 @@ def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
 
 
 def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """Words below points, that stay inside the drawing."""
+    """Draw words below points, inside the drawing."""
     for x, y, words in chart.notes:
         width = CHARACTER * len(words)
         start = max(frame.left + 4, min(float(frame.to_x(x)) - width / 2, frame.right - width))
@@ -238,7 +250,7 @@ def _draw_curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
 
 
 def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
-    """The mark of a colour: its shape tells it apart without the colour."""
+    """Return the mark of a colour: its shape tells it apart without the colour."""
     css, step = f"mark c{color}", 1.25 * size
     match color % 4:
         case 0:
@@ -253,6 +265,7 @@ def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
 
 
 def _series_legend(series: Sequence[Series]) -> str:
+    """Return the legend of several series; a single one has none."""
     if len(series) < 2:
         return ""
     items = []

@@ -27,7 +27,7 @@ text{font:12px system-ui,sans-serif;fill:var(--soft)}.title,.strong{font-weight:
 
 
 def chart_document(chart: Chart) -> str:
-    """The chart as the text of an .svg file.
+    """Return the chart as the text of an .svg file.
 
     >>> Path("degrees.svg").write_text(chart_document(chart))
     """
@@ -56,7 +56,7 @@ def chart_document(chart: Chart) -> str:
 
 
 def _legend_mark(series: Series, x: float, y: float) -> str:
-    """The line or mark of a curve, which stands before its name in the legend."""
+    """Return the line or mark of a curve, which stands before its name in the legend."""
     if series.kind == "marks":
         return mark(series.color, x + 4, y, 4.0)
     return tag("path", class_=f"curve {series.kind} c{series.color}", d=f"M{x - 4:.1f} {y:.1f}h14")
@@ -77,9 +77,11 @@ class NamedBar:
 
 
 def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tuple[float, str] | None = None) -> str:
-    """Bars from 0 as the text of an .svg file; the reference is a line at a value, with its words.
+    """Return bars from 0 as the text of an .svg file; the reference is a line at a value, with its words.
 
     >>> Path("planners.svg").write_text(bar_document("Planners", [NamedBar("dynamic", 7.0, "7.0 s")], "seconds"))
+
+    A bar that is longer than CUT times the median is cut, so that the others stay readable.
     """
     titles = title.splitlines()
     top = 34.0 + LINE * len(titles)
@@ -93,8 +95,8 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
         tag("style", STYLE),
         tag("rect", class_="paper", width=WIDTH, height=round(bottom + 34)),
         *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
-        *(part for i, bar in enumerate(bars) for part in _bar_row(bar, top + ROW * i, scale, cut)),
-        *_reference_line(reference, scale, top, bottom),
+        *(element for i, bar in enumerate(bars) for element in _bar_row(bar, top + ROW * i, scale, cut)),
+        *_reference_elements(reference, scale, top, bottom),
         label(unit, LEFT, bottom + 20, "start"),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {WIDTH} {bottom + 34:.0f}",
@@ -103,6 +105,7 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
 
 
 def _bar_row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]:
+    """Yield a bar with its name and words; one longer than `cut` ends early, with a white stroke through it."""
     width = min(bar.value * scale, WIDTH - LEFT - RIGHT + 30.0)
     yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
     yield tag("rect", class_=f"mark c{bar.color}", x=LEFT, y=y, width=width, height=BAR)
@@ -111,7 +114,8 @@ def _bar_row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]
     yield label(bar.words, LEFT + width + 8, y + BAR / 2 + 4, "start")
 
 
-def _reference_line(reference: tuple[float, str] | None, scale: float, top: float, bottom: float) -> Iterator[str]:
+def _reference_elements(reference: tuple[float, str] | None, scale: float, top: float, bottom: float) -> Iterator[str]:
+    """Yield the reference's line at its value, with its words below; nothing without a reference."""
     if reference:
         x = LEFT + reference[0] * scale
         yield tag("path", class_="reference", d=f"M{x:.1f} {top - 6}V{bottom}")
@@ -130,7 +134,9 @@ class StackedBar:
 def stack_document(
     title: str, bars: Sequence[StackedBar], unit: str, reference: tuple[float, str] | None = None
 ) -> str:
-    """Bars of parts as the text of an .svg file, with a legend; the reference is a line at a value, with its words.
+    """Return bars of parts as the text of an .svg file, with a legend.
+
+    The reference is a line at a value, with its words.
 
     >>> Path("memory.svg").write_text(stack_document("Memory", [StackedBar("none", {"kept": 3.0}, "3 GiB")], "GiB"))
     """
@@ -138,8 +144,8 @@ def stack_document(
     names = [name for name in dict.fromkeys(n for bar in bars for n in bar.parts) if any(b.parts[name] for b in bars)]
     top = 34.0 + LINE * (len(titles) + 1)
     bottom = top + ROW * len(bars)
-    most = max([sum(bar.parts.values()) for bar in bars] + [reference[0] if reference else 0.0]) or 1.0
-    scale = (WIDTH - LEFT - RIGHT) / most
+    largest_value = max([sum(bar.parts.values()) for bar in bars] + [reference[0] if reference else 0.0]) or 1.0
+    scale = (WIDTH - LEFT - RIGHT) / largest_value
     return tag(
         "svg",
         tag("title", text("; ".join(titles))),
@@ -147,8 +153,8 @@ def stack_document(
         tag("rect", class_="paper", width=WIDTH, height=round(bottom + 34)),
         *(label(line, 12, 20 + LINE * i, "start", "" if i else "title") for i, line in enumerate(titles)),
         *_stack_legend(names, top - 20),
-        *_reference_line(reference, scale, top, bottom),
-        *(part for i, bar in enumerate(bars) for part in _stack_row(bar, names, top + ROW * i, scale)),
+        *_reference_elements(reference, scale, top, bottom),
+        *(element for i, bar in enumerate(bars) for element in _stack_row(bar, names, top + ROW * i, scale)),
         label(unit, 12, bottom + 20, "start"),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {WIDTH} {bottom + 34:.0f}",
@@ -157,6 +163,7 @@ def stack_document(
 
 
 def _stack_legend(names: Sequence[str], y: float) -> Iterator[str]:
+    """Yield a coloured square and a name for each part, in one row."""
     x = 12.0
     for place, name in enumerate(names):
         yield tag("rect", x=x, y=y - 9, width=10, height=10, fill=FILLS[place])
@@ -165,6 +172,7 @@ def _stack_legend(names: Sequence[str], y: float) -> Iterator[str]:
 
 
 def _stack_row(bar: StackedBar, names: Sequence[str], y: float, scale: float) -> Iterator[str]:
+    """Yield the parts of a bar end to end, with its name before and its words behind."""
     yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
     x = LEFT
     for place, name in enumerate(names):

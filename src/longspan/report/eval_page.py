@@ -17,7 +17,7 @@ _COUNTS = ("eval_documents", "eval_tokens", "eval_targets")
 
 
 def eval_page(record: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
-    """The page of one call of `longspan eval`, from the record that --json prints.
+    """Return the page of one call of `longspan eval`, from the record that --json prints.
 
     >>> Path("report.html").write_text(eval_page(json.loads(Path("results.json").read_text())))
     """
@@ -25,6 +25,7 @@ def eval_page(record: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
 
 
 def _eval_sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
+    """Yield the sections of the page: header, evaluations, differences from another model, curves, pictures."""
     models = [record, *([record["compare"]] if "compare" in record else [])]
     yield _eval_header(record)
     yield section("Evaluations", _table(*_evaluations_table(models)))
@@ -38,6 +39,7 @@ def _eval_sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterat
 
 
 def _eval_header(record: Mapping[str, Any]) -> str:
+    """Return the header: the checkpoint, its model, the ranks and their degrees, and which settings were changed."""
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
     lines = [" · ".join([*_model_lines(record), plural(record["world"], "rank"), *degrees])]
     lines += [
@@ -54,7 +56,7 @@ def _model_lines(model: Mapping[str, Any]) -> list[str]:
 
 
 def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Names and rows of the table: one for each set and degree of each model."""
+    """Return names and rows of the table: one for each set and degree of each model."""
     rows = [(model, row) for model in models for row in model["evaluations"]]
     columns = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
     metrics = list(
@@ -78,11 +80,11 @@ def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], 
 
 
 def _difference_tables(difference: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Both models on one set, in all and by document length."""
+    """Compare both models on one set, over all documents and by document length, as a sentence and a table."""
     unit, error = difference["unit"].replace("_", " "), difference["standard_error"]
-    first, other = names
+    first_name, other_name = names
     words = (
-        f"{unit} of {other} minus that of {first}: {difference['difference']:+.6f}"
+        f"{unit} of {other_name} minus that of {first_name}: {difference['difference']:+.6f}"
         f"{'' if error is None else f' ± {error:.6f} (standard error over documents)'}; {difference['lower']:,} of "
         f"{plural(difference['documents'], 'document')} have a lower value."
     )
@@ -91,12 +93,12 @@ def _difference_tables(difference: Mapping[str, Any], names: Sequence[str]) -> s
     cells = [
         [name, _number_cell(a), _number_cell(b), f"{b - a:+.6f}", f"{documents:,}"] for name, a, b, documents in rows
     ]
-    table = _table(["tokens of the document", first, other, "difference", "documents"], cells)
+    table = _table(["tokens of the document", first_name, other_name, "difference", "documents"], cells)
     return section(f"Difference, {difference['name'] or HELD_OUT}", tag("p", text(words), class_="note"), table)
 
 
 def _loss_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The loss by position and by document length: a curve for each model and set."""
+    """Yield the loss by position and by document length: a curve for each model and set."""
     by_position, by_length = dict[str, Any](), dict[str, Any]()
     for model in models:
         for row in model["evaluations"]:

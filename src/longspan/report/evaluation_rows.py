@@ -45,7 +45,9 @@ class EvalRow:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "EvalRow | None":
-        """The evaluation of a row of metrics.jsonl; None for a row of training, and for a loss that is not finite.
+        """Return the evaluation of a row of metrics.jsonl.
+
+        None for a row of training, and for a loss that is not finite.
 
         Raises ConfigError for a row that lacks keys or has no number in their place.
         """
@@ -104,14 +106,14 @@ def last_evaluations(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
 
 
 def number(value: object) -> float:
-    """A number of a record that a figure can show; NaN for anything else."""
+    """Return a number of a record that a figure can show; NaN for anything else."""
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST:
         return float(value)
     return math.nan
 
 
 def _read_buckets(rows: object) -> tuple[BucketRow, ...]:
-    """The buckets that can be read, of those that have targets."""
+    """Return the buckets that can be read, of those that have targets."""
     buckets = list[BucketRow]()
     for row in rows if isinstance(rows, list) else []:
         if isinstance(row, list) and len(row) == 5 and not any(math.isnan(value) for value in map(number, row)):

@@ -20,7 +20,7 @@ _CHARTS = (
 
 
 def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets]) -> Iterator[Chart]:
-    """A chart of each, with a curve for every name; none if all documents are in one bucket."""
+    """Yield a chart of each, with a curve for every name; none if all documents are in one bucket."""
     for (title, x_label), curves in zip(_CHARTS, (by_position, by_length), strict=True):
         firsts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
         if len(firsts) > 1:
@@ -39,7 +39,7 @@ def _series(name: str, buckets: Buckets, firsts: Sequence[int], color: int) -> S
 
 
 def _start_text(first: int) -> str:
-    """Where a bucket begins: powers of two in thousands of 1,024."""
+    """Return where a bucket begins: powers of two in thousands of 1,024."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if first >= size and first % size == 0:
             return f"{first // size}{unit}"
@@ -53,7 +53,7 @@ _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 
 def evaluation_sections(run: RunFolder) -> Iterator[str]:
-    """The sections in order; none of a run without evaluations."""
+    """Yield the sections in order; none of a run without evaluations."""
     degrees = run.final or last_evaluations(run.held_out)
     if degrees:
         yield degrees_table(degrees)
@@ -73,7 +73,7 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
 
 
 def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
-    """The evaluations of every set by its name, one for each step: of several degrees the last one."""
+    """Return the evaluations of every set by its name, one for each step: of several degrees the last one."""
     sets = dict[str, dict[int, EvalRow]]()
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
         sets.setdefault(row.name, {})[row.step] = row
@@ -91,6 +91,7 @@ def chart_at_both_widths(chart: Callable[[int], Chart]) -> Iterator[str]:
 
 
 def _sets_chart(sets: dict[str, list[EvalRow]], width: int) -> Chart:
+    """Return the chart of the loss of each evaluation set over steps."""
     series = [
         Series(
             name or HELD_OUT, np.array([r.step for r in rows]), np.array([r.loss for r in rows]), i % COLORS, "marks"
@@ -103,7 +104,7 @@ def _sets_chart(sets: dict[str, list[EvalRow]], width: int) -> Chart:
 
 
 def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
-    """The last evaluation of every set, one below the other."""
+    """Return the last evaluation of every set, one below the other."""
     rows = [of_set[-1] for of_set in sets.values()]
     metrics = list(dict.fromkeys(name for row in rows for name, _ in row.metrics))
     names = ["set", "step", "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
@@ -124,7 +125,10 @@ def _metric_text(name: str, value: float) -> str:
 
 
 def _latest_bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
-    """Chart loss by position and length in the last evaluation of every set; a single set shows its first one too."""
+    """Chart loss by position and by length in the last evaluation of every set.
+
+    A single set shows its first evaluation too.
+    """
     rows = {name or HELD_OUT: of_set[-1] for name, of_set in sets.items()}
     if len(sets) == 1 and (of_set := next(iter(sets.values())))[0].step < of_set[-1].step:
         rows = {f"after step {row.step:,}": row for row in (of_set[-1], of_set[0])}
@@ -135,7 +139,7 @@ def _latest_bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
 
 
 def degrees_table(rows: Sequence[EvalRow]) -> str:
-    """The same weights on the same documents at several degrees, as a table."""
+    """Return the same weights on the same documents at several degrees, as a table."""
     base, memory = rows[0], any(row.activation_bytes for row in rows)
     names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
     head = tag("thead", tag("tr", *(tag("th", name, class_=_column_class(name)) for name in names)))
@@ -148,7 +152,10 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
 
 
 def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
-    """The row of a degree: its loss, and whether that equals the first degree's."""
+    """Return the row of a degree: its loss, and whether that equals the first degree's.
+
+    Losses are equal if they differ by SAME at most, relative to the first, over as many tokens.
+    """
     relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
     good = abs(relative) <= SAME and row.tokens == base.tokens
     verdict = ("reference", None) if row is base else ("✓ equal", "good") if good else ("✗ differs", "bad")
@@ -165,7 +172,7 @@ def _column_class(name: str) -> str | None:
 
 
 def samples_section(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The section of samples with images: for each set a table of what was shown, expected and predicted."""
+    """Return the section of samples with images: for each set a table of what was shown, expected and predicted."""
     names = dict.fromkeys(str(row["name"]) for row in rows)
     tables = (_samples_table(name, [row for row in rows if row["name"] == name]) for name in names)
     note = "Each token of an answer is predicted with the true ones before it."
@@ -173,8 +180,11 @@ def samples_section(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _samples_table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    right = sum(row["answer"] == row["predicted"] for row in rows)
-    caption = tag("p", text(f"{name or 'held-out documents'}: {right} of {len(rows)} answers are right"), class_="note")
+    """Return a table of samples with images: what the model answered, and how many answers are right."""
+    right_answers = sum(row["answer"] == row["predicted"] for row in rows)
+    caption = tag(
+        "p", text(f"{name or 'held-out documents'}: {right_answers} of {len(rows)} answers are right"), class_="note"
+    )
     head = tag("tr", *(tag("th", text(word)) for word in ("images", "text", "answer", "predicted")))
     return caption + tag("div", tag("table", head, *map(_sample_row, rows), class_="samples"), class_="scroll")
 

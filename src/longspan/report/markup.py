@@ -6,7 +6,7 @@ from importlib.resources import files
 
 
 def tag(element: str, *content: str, **attributes: object) -> str:
-    """One element; `content` is markup, put through `text` where it is not; attribute values are escaped here.
+    """Return one element; `content` is markup, put through `text` where it is not; attribute values are escaped here.
 
     >>> tag("rect", class_="bar", x=1.25, data_d=3, hidden=None)
     '<rect class="bar" x="1.2" data-d="3"></rect>'
@@ -18,6 +18,7 @@ def tag(element: str, *content: str, **attributes: object) -> str:
 
 
 def _attribute_text(name: str, value: object) -> str:
+    """Return an attribute of an element: "" for None and False, the name alone for True."""
     name = name.rstrip("_").replace("_", "-") if name != "viewBox" else name
     if value is None or value is False:
         return ""
@@ -72,14 +73,19 @@ _TIP = tag("div", id="tip", role="status", aria_live="polite", hidden=True)
 
 
 def page(title: str, body: Sequence[str], *, style: str = "", script: str = "", nonce: str = "") -> str:
-    """The page of these parts, with its style and script.
+    """Return the page of these parts, with its style and script.
 
     A page that a server sends adds to both, and has a `nonce` that its script carries: its policy is the server's.
     """
     policy = "" if nonce else f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     head = _META + policy + tag("title", text(title)) + tag("style", f"\n{style_sheet()}{style}")
     program = f"\n{room_text('page.js')}{script}"
-    body = [PATTERNS, tag("main", *(f"\n{part}" for part in body)), _TIP, tag("script", program, nonce=nonce or None)]
+    body = [
+        PATTERNS,
+        tag("main", *(f"\n{element}" for element in body)),
+        _TIP,
+        tag("script", program, nonce=nonce or None),
+    ]
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{"".join(body)}</body></html>\n'
 
 

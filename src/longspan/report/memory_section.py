@@ -35,7 +35,7 @@ WIDTH, HEIGHT, LEFT = 720.0, 26.0, 70.0
 
 
 def memory_section(run: RunFolder) -> str:
-    """The section; empty for a run that had no plan of memory."""
+    """Return the section; empty for a run that had no plan of memory."""
     plan = run.facts.memory if run.facts is not None else {}
     device, host = _plan_bytes(plan, "device"), _plan_bytes(plan, "host")
     if not device.get("total"):
@@ -55,7 +55,7 @@ def memory_section(run: RunFolder) -> str:
 
 
 def peak_of_steps(run: RunFolder) -> float:
-    """The most bytes of any step; 0 where none were recorded."""
+    """Return the most bytes of any step; 0 where none were recorded."""
     values = run.train["memory_bytes"]
     values = values[np.isfinite(values)]
     return float(values.max()) if len(values) else 0.0
@@ -68,7 +68,7 @@ def peak_of_plan(run: RunFolder) -> float:
 
 
 def measures_text(measures: object) -> str:
-    """What the layers keep, in words: "12 of 36 layers keep all, 24 keep their input"."""
+    """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input"."""
     words = [str(word) for word in measures] if isinstance(measures, list | tuple) else []
     counts = Counter(words)
     parts = [f"{counts[word]} {MEASURES.get(word, word)}" for word in sorted(counts, key=words.index)]
@@ -76,6 +76,7 @@ def measures_text(measures: object) -> str:
 
 
 def _plan_bytes(plan: Mapping[str, Any], place: str) -> dict[str, float]:
+    """Return the bytes by kind that a plan of memory has for a place; what is missing or no number is left out."""
     values = plan.get(place)
     names = (*KINDS, "total")
     known = values if isinstance(values, Mapping) else {}
@@ -88,11 +89,11 @@ def _kinds_in_use(device: Mapping[str, float], host: Mapping[str, float]) -> lis
 
 
 def _bytes_picture(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
-    """A bar for the device, one for the host where anything waits there, and a line at the measured peak."""
+    """Return a bar for the device, one for the host where anything waits there, and a line at the measured peak."""
     bars = [("device", device), *([("host", host)] if host.get("total") else [])]
-    most = max(peak, *(values["total"] for _, values in bars))
-    scale, bottom = (WIDTH - LEFT - 110) / most, 24 + (HEIGHT + 12) * len(bars)
-    drawing = [part for row, (name, values) in enumerate(bars) for part in _bar_parts(name, values, row, scale)]
+    largest_total = max(peak, *(values["total"] for _, values in bars))
+    scale, bottom = (WIDTH - LEFT - 110) / largest_total, 24 + (HEIGHT + 12) * len(bars)
+    drawing = [element for row, (name, values) in enumerate(bars) for element in _bar_parts(name, values, row, scale)]
     if peak:
         x = LEFT + peak * scale
         drawing.append(tag("path", class_="reference", d=f"M{x:.1f} 14V{bottom:.1f}"))
@@ -103,6 +104,7 @@ def _bytes_picture(device: Mapping[str, float], host: Mapping[str, float], peak:
 
 
 def _bar_parts(name: str, values: Mapping[str, float], row: int, scale: float) -> Iterator[str]:
+    """Yield one bar: a rectangle for each kind of bytes, end to end, its name before and its total behind."""
     y, x = 20 + (HEIGHT + 12) * row, LEFT
     yield label(name, LEFT - 10, y + HEIGHT / 2 + 4, "end")
     for color, kind in enumerate(KINDS):
@@ -115,6 +117,7 @@ def _bar_parts(name: str, values: Mapping[str, float], row: int, scale: float) -
 
 
 def _bytes_legend(device: Mapping[str, float], host: Mapping[str, float]) -> str:
+    """Return the legend of the kinds of bytes that the bars show."""
     colors = {kind: color for color, kind in enumerate(KINDS)}
     entries = (
         tag("li", key(tag("rect", class_=f"b k{colors[kind]}", width=22, height=12)), text(f"{kind}: {KINDS[kind]}"))
@@ -124,7 +127,7 @@ def _bytes_legend(device: Mapping[str, float], host: Mapping[str, float]) -> str
 
 
 def _bytes_table(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
-    """Bytes by kind; the measured peak stands under what torch allocates of the plan."""
+    """Return bytes by kind; the measured peak stands under what torch allocates of the plan."""
     rows = [(kind, _cell(device, kind), _cell(host, kind)) for kind in (*_kinds_in_use(device, host), "total")]
     if device.get("communicators"):
         allocated = device["total"] - device["communicators"]

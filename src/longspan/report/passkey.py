@@ -36,7 +36,7 @@ STYLE = """
 
 
 def passkey_picture(grid: PasskeyGrid, *, name: str = "") -> str:
-    """The picture of a grid, of the evaluation set or weights `name`; lengths go to the right, depths down.
+    """Return the picture of a grid, of the evaluation set or weights `name`; lengths go to the right, depths down.
 
     >>> Path("passkey.svg").write_text(passkey_picture(evaluate(model, documents, choice, world).passkey))
     """
@@ -44,7 +44,7 @@ def passkey_picture(grid: PasskeyGrid, *, name: str = "") -> str:
 
 
 def passkey_pictures(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
-    """One picture of several grids with their names, one below the other."""
+    """Return one picture of several grids with their names, one below the other."""
     heights = [TOP + ROW * len(grid.depths) + BOTTOM for _, grid in grids]
     width = max([LEAST_WIDTH, *(LEFT + CELL * len(grid.lengths) + 20 for _, grid in grids)])
     starts = itertools.accumulate(heights, initial=0.0)
@@ -67,7 +67,7 @@ def passkey_pictures(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
 
 
 def _grid_drawing(grid: PasskeyGrid, name: str) -> Iterator[str]:
-    """Titles, cells and axes of a grid."""
+    """Yield the titles, cells and axes of a grid."""
     bottom = TOP + ROW * len(grid.depths)
     yield label(_heading(grid, name), 16, 26, "start", "heading")
     yield label(f"After step {grid.step:,}, at cp {grid.cp}. {GOOD}", 16, 46, "start", "soft")
@@ -87,7 +87,7 @@ def _heading(grid: PasskeyGrid, name: str) -> str:
 
 
 def _draw_cell(grid: PasskeyGrid, i: int, j: int) -> str:
-    """The cell of a length and a depth; a pointer over it shows its numbers."""
+    """Return the cell of a length and a depth; a pointer over it shows its numbers."""
     share = grid.retrieved[i][j] / grid.samples
     color, dark = _share_color(share)
     x, y = LEFT + CELL * i, TOP + ROW * j
@@ -101,16 +101,23 @@ def _draw_cell(grid: PasskeyGrid, i: int, j: int) -> str:
 
 
 def _share_color(share: float) -> tuple[str, bool]:
-    """The colour of a share, and whether it is dark."""
-    red, green, blue = (round(np.interp(share, np.linspace(0, 1, len(RAMP)), part)) for part in zip(*RAMP, strict=True))
-    light = sum(w * (part / 255) ** 2.2 for w, part in zip((0.2126, 0.7152, 0.0722), (red, green, blue), strict=True))
+    """Return the colour of a share, between those of RAMP, and whether it is dark enough for white digits.
+
+    Light is the relative luminance of sRGB, with a gamma of 2.2.
+    """
+    red, green, blue = (
+        round(np.interp(share, np.linspace(0, 1, len(RAMP)), primary)) for primary in zip(*RAMP, strict=True)
+    )
+    light = sum(
+        w * (primary / 255) ** 2.2 for w, primary in zip((0.2126, 0.7152, 0.0722), (red, green, blue), strict=True)
+    )
     return f"#{red:02x}{green:02x}{blue:02x}", light < EVEN
 
 
 def passkey_grids(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, PasskeyGrid], ...]:
-    """The set and the grid of every row of metrics.jsonl that has one, by step; a step that was repeated counts once.
+    """Return the set and the grid of every row of metrics.jsonl that has one, by step.
 
-    A row whose grid cannot be read is left out.
+    A step that was repeated counts once.
     """
     grids = dict[tuple[str, int, int], PasskeyGrid]()
     for row in rows:
@@ -126,17 +133,18 @@ def passkey_section(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
 
 
 def _set_figures(grids: Sequence[tuple[str, PasskeyGrid]]) -> Iterator[str]:
+    """Yield for each set the picture of its newest grid, and a chart over steps where several are comparable."""
     for name in dict.fromkeys(name for name, _ in grids):
-        of_set = [grid for grid_name, grid in grids if grid_name == name]
-        newest = of_set[-1]
+        grids_of_set = [grid for grid_name, grid in grids if grid_name == name]
+        newest = grids_of_set[-1]
         yield tag("figure", tag("div", passkey_picture(newest, name=name), class_="scroll"), class_="chart")
-        comparable = [grid for grid in of_set if (grid.lengths, grid.cp) == (newest.lengths, newest.cp)]
+        comparable = [grid for grid in grids_of_set if (grid.lengths, grid.cp) == (newest.lengths, newest.cp)]
         if len(comparable) > 1:
             yield chart_figure(_chart_over_steps(comparable, name))
 
 
 def _chart_over_steps(grids: Sequence[PasskeyGrid], name: str) -> Chart:
-    """The share of keys over steps, a curve for each length."""
+    """Return the share of keys over steps, a curve for each length."""
     steps = np.array([grid.step for grid in grids])
     series = (
         Series(f"{length:,} tokens", steps, np.array([grid.share_of_length(i) for grid in grids]), i % COLORS, "marks")

@@ -22,7 +22,7 @@ def plan_section(
     median: str = "",
     title: str = "Plan of a step",
 ) -> str:
-    """Pictures of plans with a selector between them, in time and in rows; `took` is what a plan by name took.
+    """Return pictures of plans with a selector between them, in time and in rows; `took` is what a plan by name took.
 
     The step that shows first is the one whose time is the `median`, or else a usual one.
     """
@@ -42,7 +42,7 @@ def plan_section(
 
 
 def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
-    """The picture of one plan in time as the text of an .svg file, with its title and its legend.
+    """Return the picture of one plan in time as the text of an .svg file, with its title and its legend.
 
     >>> Path("plan.svg").write_text(plan_document(plan))
     """
@@ -78,6 +78,7 @@ def _legend_places(top: float) -> Iterator[tuple[int, int]]:
 
 
 def _plan_legend() -> str:
+    """Return the legend of a plan's picture, and a note on what its times are."""
     note = (
         "Times are predicted by the plan's cost model, not measured. Within a micro-batch the documents of the widest "
         "groups come first here, whatever a slot's own order."
@@ -87,7 +88,7 @@ def _plan_legend() -> str:
 
 
 def _legend_drawings() -> tuple[tuple[str, str], ...]:
-    """The drawing and the words of each entry of the legend."""
+    """Return the drawing and the words of each entry of the legend."""
     box = {"width": 22, "height": 12}
     return (
         (
@@ -101,13 +102,17 @@ def _legend_drawings() -> tuple[tuple[str, str], ...]:
 
 
 def _median_plan(plans: Sequence[tuple[str, Plan]]) -> int:
-    """The place of the plan whose step is the median by ratio to the bound, the better of two; steps before others."""
+    """Return the index of the plan whose step is the median by its ratio to the bound, the better of two.
+
+    Plans of steps come before others.
+    """
     steps = [place for place, (name, _) in enumerate(plans) if not name.startswith("evaluation")] or range(len(plans))
     by_ratio = sorted(steps, key=lambda place: (math.isnan(ratio := plans[place][1].ratio), ratio))
     return by_ratio[(len(by_ratio) - 1) // 2]
 
 
 def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None, first: bool) -> str:
+    """Return one plan of the section: its facts and its pictures, in time and in rows, for wide and narrow pages."""
     facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan, took))
     # Each picture is there twice, and the style sheet shows the one that suits the page's width.
     wide, narrow = (
@@ -122,6 +127,7 @@ def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None, fi
 
 
 def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a plan as names and values: what it holds, how it is cut, and what it is predicted to take."""
     degrees = sorted({group.degree for m in plan.micro_batches for group in m.groups})
     yield "planner", f"{plan.planner}, {plan.mode}"
     yield "documents", f"{len(plan.lengths):,}, longest {max(plan.lengths, default=0):,}"

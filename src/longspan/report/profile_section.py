@@ -15,7 +15,7 @@ SHOWN = 8  # profiled steps, the last ones
 
 
 def profile_section(run: Path) -> str:
-    """The section; empty for a run without profiled steps. A file that cannot be read is named there."""
+    """Return the section; empty for a run without profiled steps. A file that cannot be read is named there."""
     notes = list[str]()
     rows = list(_profile_rows(run / FOLDER, notes))
     if not rows and not notes:
@@ -34,7 +34,7 @@ def profile_section(run: Path) -> str:
 
 
 def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The folder and the figures of each profiled step, in order."""
+    """Yield the folder and the figures of each profiled step, in order."""
     for file in sorted(folder.glob(f"step-*/{PARTS_FILE}"))[-SHOWN:]:
         try:
             row = json.loads(file.read_text(encoding="utf-8", errors="replace"))
@@ -47,17 +47,19 @@ def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[st
 
 
 def _is_profile(row: Any) -> bool:
+    """Return whether a row has what a profile needs: seconds of every part, and its kernels."""
     if not isinstance(row, Mapping) or not isinstance(row.get("parts"), Mapping):
         return False
     kernels = row.get("kernels")
     return (
-        all(isinstance(row["parts"].get(part), int | float) for part in PARTS)
+        all(isinstance(row["parts"].get(part_name), int | float) for part_name in PARTS)
         and isinstance(kernels, list)
         and all(_is_kernel(kernel) for kernel in kernels)
     )
 
 
 def _is_kernel(kernel: Any) -> bool:
+    """Return whether a value describes a kernel: its name, part, calls and seconds."""
     return (
         isinstance(kernel, Mapping)
         and all(isinstance(kernel.get(name), str) for name in ("name", "part"))

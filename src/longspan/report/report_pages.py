@@ -29,21 +29,21 @@ def plans_at_run_speed(run: RunFolder) -> tuple[tuple[str, Plan], ...]:
 
 
 def step_seconds(run: RunFolder, name: str) -> float | None:
-    """The seconds of a saved plan's step; None for an evaluation, and for a step without a record."""
+    """Return the seconds of a saved plan's step; None for an evaluation, and for a step without a record."""
     number = re.fullmatch(r"step ([\d,]+)", name)
     took = run.train["seconds"][run.step == int(number.group(1).replace(",", ""))] if number else np.zeros(0)
     return float(took[0]) if len(took) and took[0] > 0 else None
 
 
 def _time_factor(run: RunFolder) -> float | None:
-    """How many times as long as predicted a step took, by the median step and the median of the saved plans."""
+    """Return how many times as long as predicted a step took, by the median step and the median of the saved plans."""
     predicted = [plan.predicted_seconds for name, plan in run.plans if name.startswith("step ")]
     took = run.train["seconds"][run.train["seconds"] > 0]
     return float(np.median(took) / np.median(predicted)) if len(took) and any(predicted) else None
 
 
 def _scale_plan(plan: Plan, factor: float | None) -> Plan:
-    """The plan with times multiplied by a factor; as it is if its cost is a machine's, or without a factor."""
+    """Return the plan with times multiplied by a factor; as it is if its cost is a machine's, or without a factor."""
     if plan.cost.source or factor is None:
         return plan
     source = f"{OWN_STEPS}; {FORWARD_ALONE}" if plan.cost.passes == "forward" else OWN_STEPS
@@ -74,7 +74,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def _run_body(run: RunFolder) -> list[str]:
-    """The parts of the page of a run. Raises ConfigError for values of its records that no run writes."""
+    """Return the parts of the page of a run. Raises ConfigError for values of its records that no run writes."""
     try:
         with np.errstate(all="ignore"):
             body = [*run_sections(run)]
@@ -91,7 +91,7 @@ def _run_body(run: RunFolder) -> list[str]:
 
 
 def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
-    """A page with the picture of one plan.
+    """Return a page with the picture of one plan.
 
     >>> Path("plan.html").write_text(plan_page(plan))
     """

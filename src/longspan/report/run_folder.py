@@ -85,6 +85,8 @@ class RunFolder:
         """Read a run's folder. Raises ConfigError where there is no `metrics.jsonl` with at least one row.
 
         >>> RunFolder.read("runs/first").train["loss"][-1]
+
+        Of a step or an evaluation that a resumed run repeated the last record counts; what cannot be read is noted.
         """
         path = Path(path)
         rows, notes = _metric_rows(path)
@@ -124,7 +126,7 @@ class RunFolder:
 
 
 def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of metrics.jsonl, and notes on damaged lines. Raises ConfigError if there is no row."""
+    """Return the rows of metrics.jsonl, and notes on damaged lines. Raises ConfigError if there is no row."""
     metrics = path / "metrics.jsonl"
     if not metrics.is_file():
         lack = "no such folder" if not path.is_dir() else "there is no metrics.jsonl in it"
@@ -140,7 +142,7 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
-    """The rows of samples.jsonl; none if there is no such file."""
+    """Return the rows of samples.jsonl; none if there is no such file."""
     rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
     if damaged:
         notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
@@ -148,7 +150,7 @@ def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
 
 
 def read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The object in a file; empty if the file is missing or, with a note, damaged."""
+    """Return the object in a file; empty if the file is missing or, with a note, damaged."""
     if not path.is_file():
         return {}
     try:
@@ -166,7 +168,7 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
-    """The evaluations among rows of a record. A row that cannot be read is noted once."""
+    """Yield the evaluations among rows of a record. A row that cannot be read is noted once."""
     for row in rows if isinstance(rows, list) else []:
         try:
             evaluation = EvalRow.from_row(row) if isinstance(row, dict) else None
@@ -177,7 +179,7 @@ def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
 
 
 def read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
-    """The configuration as it was written, and its values if it can be read."""
+    """Return the configuration as it was written, and its values if it can be read."""
     file = path / "config.toml"
     if not file.is_file():
         return "", {}
@@ -196,9 +198,9 @@ def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
 
 
 def _read_plans(folder: Path, median: int) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
-    """The saved plans by name, at most MAX_PLANS at even distances, that of the median step, and notes on damaged ones.
+    """Read the saved plans by name, and notes on damaged ones.
 
-    That of the median step is in plans.jsonl, which has all.
+    At most MAX_PLANS are read, at even distances, with that of the median step.
     """
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     if len(files) > MAX_PLANS:

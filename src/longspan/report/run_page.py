@@ -37,7 +37,7 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 
 def loss_chart(run: RunFolder, width: int) -> Chart:
-    """The loss of every step, averaged where there are many, and of the held-out documents at each degree."""
+    """Return the loss of every step, averaged where there are many, and of the held-out documents at each degree."""
     loss, vocab = run.train["loss"], run.vocab_size()
     window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
     series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
@@ -53,19 +53,24 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
 
 
 def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
-    """Where the run was resumed: the step that was done, and words that name the ranks where their number changed."""
+    """Return where the run was resumed.
+
+    Each event is the step that was done, and words that name the ranks where their number changed.
+    """
     sessions = run.facts.sessions if run.facts is not None else ()
     pairs = zip(((0, 0), *sessions), sessions, strict=False)
     return tuple(
-        (step, f"resumed on {plural(ranks, 'rank')}" if ranks != before else "resumed")
-        for (_, before), (step, ranks) in pairs
+        (step, f"resumed on {plural(ranks, 'rank')}" if ranks != ranks_before else "resumed")
+        for (_, ranks_before), (step, ranks) in pairs
         if step
     )
 
 
 def _evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
-    """Evaluations of the held-out documents by degree, with names: the degree that was evaluated most often first, and
-    those whose every loss equals its loss at that step named with it, for their marks would lie on its own.
+    """Yield evaluations of the held-out documents by degree, with names.
+
+    The degree that was evaluated most often comes first. Degrees whose every loss equals its loss at that step are
+    named with it, as their marks would lie on its own.
     """
     by_degree = dict[str, list[EvalRow]]()
     for row in run.held_out:
@@ -92,7 +97,7 @@ def _degree_name(degree: str) -> str:
 
 
 def small_charts(run: RunFolder) -> Iterator[Chart]:
-    """A chart for each figure that the run measured of its steps."""
+    """Yield a chart for each figure that the run measured of its steps."""
     curves = partial(_column_curves, run)
     norm = finite(run.train["grad_norm"])
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
@@ -112,7 +117,10 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
 
 
 def _share_charts(run: RunFolder) -> Iterator[Chart]:
-    """How near steps come to the devices' peak and to the bound of their plans, and the encoder's part of them."""
+    """Yield the charts of how near steps come to the devices' peak and to the bound of their plans.
+
+    They also show the corrections of plans' prices, and the encoder's share of a step.
+    """
     if len(finite(run.train["mfu"])):
         share = _column_curves(run, "mfu", 3)
         yield Chart("Model FLOPs utilisation", share, "of the device's peak", y_format="percent", zero=True)
@@ -131,7 +139,7 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
 
 
 def _column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
-    """A column's values, and their averages over as many steps (None: by the number of steps; 1: none)."""
+    """Return a column's values, and their averages over as many steps (None: by the number of steps; 1: none)."""
     values, window = run.train[name], window or _averaging_window(run)
     if window == 1:
         return (Series("each step", run.step, values, color),)
@@ -156,7 +164,7 @@ HALF = 460  # width of a chart, two in a row
 
 
 def run_sections(run: RunFolder) -> Iterator[str]:
-    """The parts of the page in order; the configuration comes last."""
+    """Yield the parts of the page in order; the configuration comes last."""
     yield _run_header(run)
     if run.facts is not None:
         yield section("The run", _fact_list(run.facts))
@@ -177,7 +185,7 @@ def run_sections(run: RunFolder) -> Iterator[str]:
 
 
 def _profile_part(run: RunFolder) -> str:
-    """The section of profiled steps, whose module imports torch; "" where there is no such folder."""
+    """Return the section of profiled steps, whose module imports torch; "" where there is no such folder."""
     if not (run.path / "profiles").is_dir():
         return ""
     from longspan.report.profile_section import profile_section
@@ -186,18 +194,19 @@ def _profile_part(run: RunFolder) -> str:
 
 
 def _run_header(run: RunFolder) -> str:
+    """Return the header of the page: the run's name, what it trained on what, its versions, and how it ended."""
     steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
     title = tag("p", "longspan", class_="brand") + tag("h1", text(run.name))
     parts = [*configuration_parts(run), steps + _ending_text(run)]
     versions = run.summary.get("versions")
     version_texts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
     lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (parts, version_texts) if line)
-    story = "; ".join(_outcome_text(run))
+    story = "; ".join(_outcome_words(run))
     sentence = tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else ""
     return tag("header", title, sentence, *lines)
 
 
-def _outcome_text(run: RunFolder) -> Iterator[str]:
+def _outcome_words(run: RunFolder) -> Iterator[str]:
     """Yield the outcome of the run in words: how the loss went, and whether degrees agree."""
     loss, seconds = finite(run.train["loss"]), finite(run.train["seconds"])
     if len(loss) > 1:
@@ -213,6 +222,7 @@ def _outcome_text(run: RunFolder) -> Iterator[str]:
 
 
 def _ending_text(run: RunFolder) -> str:
+    """Return how the run ended where it did not reach its last step; "" where it did."""
     if not run.summary:
         return ", has not finished or was interrupted"
     stopped = run.summary.get("stopped")
@@ -222,7 +232,7 @@ def _ending_text(run: RunFolder) -> str:
 
 
 def configuration_parts(run: RunFolder) -> Iterator[str]:
-    """What was trained on what, from the configuration."""
+    """Yield what was trained on what, from the configuration."""
 
     def value(section: str, key: str) -> object:
         values = run.config.get(section)
@@ -249,6 +259,7 @@ def _fact_list(facts: RunFacts) -> str:
 
 
 def _figure_cards(run: RunFolder) -> str:
+    """Return the key figures as cards, in rows of nearly equal length."""
     cards = [
         tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
         for name, value, detail in _key_figures(run)
@@ -259,7 +270,7 @@ def _figure_cards(run: RunFolder) -> str:
 
 
 def _small_figures(run: RunFolder) -> Iterator[str]:
-    """Three charts a row, and at the end two, so that no row has one."""
+    """Yield charts three a row, and at the end two, so that no row has one."""
     events = tuple((step, "") for step, _ in resume_events(run))
     charts = [replace(chart, events=events) for chart in small_charts(run)]
     halves = {0: 0, 1: 4, 2: 2}[len(charts) % 3] if len(charts) > 1 else 0
@@ -298,7 +309,10 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 
 
 def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    """How near the steps come to the devices' peak, and to the bound of their plans, where these are known."""
+    """Yield how near the steps come to the devices' peak, and to the bound of their plans, where these are known.
+
+    Each is a name, a median over steps and words about it; the encoder's share of a step is the last.
+    """
     mfu, tflops, bound = (finite(run.train[name]) for name in ("mfu", "tflops", "bound_share"))
     median = float(np.median(tflops)) if len(tflops) else 0.0
     if len(mfu):
@@ -320,7 +334,7 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 
 
 def _price_ratios(run: RunFolder) -> dict[str, float]:
-    """Measured over predicted seconds at the end of a run whose prices were refined: of steps, and by part."""
+    """Return measured over predicted seconds at the end of a run whose prices were refined: of steps, and by part."""
     ratios = run.summary.get("measured_over_predicted")
     numbers = {str(name): number(value) for name, value in ratios.items()} if isinstance(ratios, dict) else {}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -9,7 +9,10 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the `window` values around each one, fewer at the ends; those that are not finite are left out."""
+    """Return the mean of the `window` values around each one, fewer at the ends.
+
+    Values that are not finite are left out.
+    """
     finite = np.isfinite(values)
     total = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     count = np.concatenate(([0], np.cumsum(finite)))
@@ -20,7 +23,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
-    """At most `limit` points of a curve: first, last, and the least and greatest value of each stretch between.
+    """Return at most `limit` points of a curve: first, last, and the least and greatest value of each stretch between.
 
     Spikes survive, which an average would hide. Values that are not finite are dropped.
     """
@@ -38,14 +41,14 @@ def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, about `count` of them."""
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, about `count` of them."""
     if not high > low:
         return [low]
-    rough = (high - low) / max(1, count)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+    least_step = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= least_step * (1 - 1e-9))
+    first_multiple = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first_multiple, math.floor(high / step + 1e-9) + 1)]
 
 
 def byte_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -55,9 +58,9 @@ def byte_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten inside [low, high], with 2 and 5 between them where there is room."""
+    """Return the powers of ten inside [low, high], with 2 and 5 between them where there is room."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = max(1, round(len(powers) / 6))
+    power_step = max(1, round(len(powers) / 6))
     inner = (1, 2, 5) if high / low <= 300 else (1,)
-    values = [m * 10.0**p for p in powers if p % every == 0 for m in inner]
+    values = [m * 10.0**p for p in powers if p % power_step == 0 for m in inner]
     return [t for t in values if low * (1 - 1e-9) <= t <= high * (1 + 1e-9)]

@@ -42,27 +42,30 @@ class BestCheckpoint:
         self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
 
     def is_new(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
-        """Whether evaluations after a step have a better figure than all before; then it is noted."""
+        """Return whether evaluations after a step have a better figure than all before; then it is noted."""
         try:
             value = self._world.control.broadcast_object(self.figure.value_in(rows))
         except ConfigError as error:
             raise on_all_ranks(error) from None
         if value is None or not self._is_better(value):
             return False
-        before = f" (before: {self._bests[-1][1]:.6g} at step {self.step})" if self._bests else ""
-        self._log(f"step {step} has the best {self.figure.column} so far, {value:.6g}{before}; its checkpoint is kept")
+        best_before = f" (before: {self._bests[-1][1]:.6g} at step {self.step})" if self._bests else ""
+        self._log(
+            f"step {step} has the best {self.figure.column} so far, {value:.6g}{best_before}; its checkpoint is kept"
+        )
         self._bests = [*self._bests[-1:], (step, value)]
         run_on_first_rank(self._world, self._write_figures, RunFolderError)
         return True
 
     def _is_better(self, value: float) -> bool:
+        """Return whether a value is better than the best so far, which is the first there is."""
         if not self._bests:
             return True
-        best = self._bests[-1][1]
-        return value > best if self.figure.higher else value < best
+        best_value = self._bests[-1][1]
+        return value > best_value if self.figure.higher else value < best_value
 
     def _read_figures(self) -> list[tuple[int, float]]:
-        """What the file has; nothing where it is of another figure or damaged."""
+        """Return what the file has; nothing where it is of another figure or damaged."""
         try:
             stored = json.loads(self._file.read_text(encoding="utf-8"))
             if [stored["set"], stored["column"], stored["higher"]] != list(vars(self.figure).values()):

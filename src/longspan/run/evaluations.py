@@ -46,6 +46,7 @@ class _Predictions:
         self.tokens = dict[tuple[int, int], int]()
 
     def __call__(self, rows: TargetRows) -> tuple[float, float]:
+        """Note the likeliest token of each target, by document and position; as a metric it counts nothing."""
         likeliest = rows.logits.argmax(-1).tolist()
         places = zip(rows.documents.tolist(), rows.positions.tolist(), strict=True)
         self.tokens |= dict(zip(places, likeliest, strict=True))
@@ -55,9 +56,9 @@ class _Predictions:
 def image_samples(
     model: Any, documents: Any, choice: PlanChoice, world: World, folder: Path, *, name: str, step: int
 ) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl for a set, decoded by the tokenizer of a folder; none if its documents have no images.
+    """Return rows of samples.jsonl for a set, decoded by the tokenizer of a folder.
 
-    All ranks call it together.
+    There are none if its documents have no images.
     """
     if not isinstance(documents, ImageDocuments) or not documents.items:
         return []
@@ -82,7 +83,7 @@ def image_samples(
 def _sample_row(
     documents: ImageDocuments, number: int, tokenizer: TextTokenizer, tokens_at: dict[tuple[int, int], int]
 ) -> Any:
-    """The row of one document: text, true answer, predicted answer, pictures."""
+    """Return the row of one document: text, true answer, predicted answer, pictures."""
     document = documents[number]
     positions = np.arange(len(document))
     ids = document[positions]
@@ -98,7 +99,10 @@ def _sample_row(
 
 
 def _text_before_answer(documents: ImageDocuments, number: int, tokenizer: TextTokenizer, ids: Any) -> str:
-    """The text before an answer, with `<image>` for the placeholders of each image."""
+    """Return the text before an answer, with `<image>` for the placeholders of each image.
+
+    `ids` are the tokens before the answer.
+    """
     pieces, at = list[str](), 0
     for item in documents.items:
         if item.document == number and item.spans[0][0] < len(ids):
@@ -113,6 +117,7 @@ def _decode(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
 
 
 def _encode_picture(documents: ImageDocuments, item: int) -> str:
+    """Return an image of a document as a small PNG in base64, as samples.jsonl holds it."""
     image = documents.picture(item)
     image.thumbnail((LARGEST, LARGEST))
     buffer = io.BytesIO()
@@ -148,7 +153,7 @@ class Evaluations:
     _recorded: list[dict[str, Any]] = field(default_factory=list)
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """The rows of evaluations since the last call, one of each set, at the degree that it is configured with."""
+        """Return the rows of evaluations since the last call, one of each set, at its configured degree."""
         rows = self._recorded.copy()
         self._recorded.clear()
         return rows
@@ -195,10 +200,10 @@ class Evaluations:
         choice = self.run.choice_of(entry.config)
         first = self._evaluate_set(entry, choice, done)
         yield first
-        others = () if entry.name else list_degree_choices(choice, entry.documents, self.run.world.home)
-        for other in others:
-            if first is None or other.degree != first.cp:
-                yield self._evaluate_set(entry, other, done)
+        other_choices = () if entry.name else list_degree_choices(choice, entry.documents, self.run.world.home)
+        for other_choice in other_choices:
+            if first is None or other_choice.degree != first.cp:
+                yield self._evaluate_set(entry, other_choice, done)
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
         """Evaluate a set under plans of `choice`; None if it was stopped."""

@@ -123,6 +123,7 @@ class RunFacts:
         yield from ["sequence-parallel"] * self.sequence_parallel
 
     def _device_text(self) -> str:
+        """Return in words which devices, hosts and backend the run has, and the peak that MFU refers to."""
         if self.device == "CPU":
             cores = f"{plural(self.ranks, 'process', 'es')} on {plural(self.cores, 'CPU core')}"
             return f"{cores}{_hosts_text(self.hosts)}, {self.backend}"
@@ -131,7 +132,7 @@ class RunFacts:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":
-        """The facts in a run.json; None if another release wrote it."""
+        """Return the facts in a run.json; None if another release wrote it."""
         try:
             sessions = tuple((step, ranks) for step, ranks in values.get("sessions", ()))
             facts = cls(**{**values, "kernels": tuple(values["kernels"]), "sessions": sessions})
@@ -140,7 +141,7 @@ class RunFacts:
         return facts if facts._has_types() else None
 
     def _has_types(self) -> bool:
-        """Whether every value is of its type, as files may come from elsewhere."""
+        """Return whether every value is of its type, as files may come from elsewhere."""
         kinds: dict[Any, Any] = {int: int, float: int | float, float | None: int | float | None, str: str, bool: bool}
         plain = all(isinstance(vars(self)[field.name], kinds.get(field.type, object)) for field in fields(self))
         counts = [count for session in self.sessions for count in session]
@@ -157,7 +158,7 @@ class RunFacts:
 
 
 def facts_text(facts: RunFacts) -> str:
-    """The facts as lines for a console, in two columns."""
+    """Return the facts as lines for a console, in two columns."""
     lines = list(facts.lines())
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
@@ -168,6 +169,7 @@ def _hosts_text(hosts: int) -> str:
 
 
 def _size_text(count: int) -> str:
+    """Return a number of parameters in words: 7.6 B, 120 M, or all digits."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

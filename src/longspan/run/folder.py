@@ -76,6 +76,7 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
 
 
 def _lock_holder_text(directory: Path, file: TextIO) -> str:
+    """Return the message that another run is at work in the folder, named as its lock file has it."""
     with file:
         file.seek(0)
         holder = file.read().strip() or "another process"
@@ -99,7 +100,7 @@ class Saves:
 
     def __init__(self, run: TrainingRun, log: LogLine) -> None:
         self.done: int = run.done
-        self._run, self._saved, self._since = run, run.done, time.monotonic()
+        self._run, self._saved, self._saved_at = run, run.done, time.monotonic()
         self.saver: CheckpointSaver = CheckpointSaver(
             run.checkpoints,
             run.world,
@@ -121,7 +122,7 @@ class Saves:
     def minutes_are_over(self) -> bool:
         """Whether the next checkpoint is due by the clock of the first rank, which the other ranks follow."""
         minutes = self._run.config.train.save_minutes
-        return is_first_rank(self._run.world) and 0 < minutes <= (time.monotonic() - self._since) / 60
+        return is_first_rank(self._run.world) and 0 < minutes <= (time.monotonic() - self._saved_at) / 60
 
     def due(self, *, minutes_over: bool) -> bool:
         """Whether a checkpoint is due after this step; the ranks have agreed on `minutes_over`."""
@@ -140,7 +141,7 @@ class Saves:
         state |= {STATE: run.refinement.to_json()} if run.refinement else {}
         self.saver.keep = 0 if keep_all else run.config.run.keep_checkpoints
         self.saver.save(run.model, run.optimizer, step=self.done, state=state)
-        self._saved, self._since = self.done, time.monotonic()
+        self._saved, self._saved_at = self.done, time.monotonic()
 
     def save_rest(self) -> None:
         """Begin a checkpoint unless the last one has these weights."""
@@ -167,7 +168,7 @@ class Saves:
         self.saver.wait()
 
     def columns(self) -> dict[str, Any]:
-        """What the last save took, for the first row of metrics after it is known."""
+        """Return what the last save took, for the first row of metrics after it is known."""
         figures = self.saver.take_figures()
         if figures is None:
             return {}
@@ -179,10 +180,8 @@ class Saves:
 
     @contextmanager
     def save_before_errors(self) -> Iterator[None]:
-        """Before an error that all ranks raise together, write what was trained since the last checkpoint.
-
-        Weights that are not finite are not written, and nothing is written after a checkpoint that failed. A checkpoint
-        that is being written is waited for, unless a rank is lost.
+        """Write what was trained since the last checkpoint, before an error that all ranks raise together leaves the
+        context.
         """
         try:
             yield
@@ -203,6 +202,7 @@ class Saves:
             raise
 
     def _try_to_save(self) -> str:
+        """Save after an error; return in a sentence what is saved, or what is lost and why."""
         saved = self._saved
         try:
             self.save(keep_all=True)
@@ -212,6 +212,7 @@ class Saves:
         return f"The weights after {plural(self.done, 'step')} are saved in {self._run.checkpoints}"
 
     def _try_to_wait(self, error: LongspanError) -> None:
+        """Wait for a save that is under way; add its failure as a note to the error that ends the run."""
         try:
             self.wait()
         except LongspanError as failure:

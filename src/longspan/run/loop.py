@@ -77,8 +77,8 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         run = set_up(config, world, display.log, starts)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
-            for opened in open_worlds():
-                opened.watch.folder = run.dir / HANG
+            for open_world in open_worlds():
+                open_world.watch.folder = run.dir / HANG
             is_automatic = config.run.timeout_seconds == AUTO and run.figures.priced_here
             limits = TimeLimits(world, is_automatic=is_automatic, has_loggers=bool(config.run.loggers))
             evaluations = Evaluations(run, display, records, stop, limits)
@@ -128,7 +128,11 @@ class _Loop:
         )
 
     def run_steps(self, plans: PlanAhead, stop: StopSignal, saves: Saves) -> str:
-        """Run the remaining steps; returns the signal that stopped them ("" for none)."""
+        """Run the remaining steps; return the signal that stopped them ("" for none).
+
+        After each step all ranks agree on what comes next: whether to stop, to save, or to name a slow slot. A
+        checkpoint comes before an evaluation, in which the step could be lost.
+        """
         run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots, limits, reader = SlowSlots(), self.evaluations.limits, StepReader(run, plans)
         record_history(run)
@@ -213,7 +217,11 @@ def _plans(run: TrainingRun) -> PlanAhead:
 def _take_step(
     run: TrainingRun, reader: "StepReader", step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
 ) -> tuple[dict[str, Any], Plan]:
-    """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan."""
+    """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan.
+
+    The images of the next step are read meanwhile. Seconds of a step that is profiled count neither for slow slots nor
+    for the refinement of prices.
+    """
     started, is_usual = time.perf_counter(), not profiles.has(step + 1)
     documents, plan = reader.read(step)
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:

@@ -26,11 +26,7 @@ NAMES = ("part", "planned", "measured")
 
 @contextmanager
 def explain_memory(run: TrainingRun, step: int) -> Iterator[None]:
-    """A context of a step, counted from 1: an error of short memory gets a note with what the plan says, and a file.
-
-    >>> with explain_memory(run, 7):
-    ...     run.take_step(plan, documents, 6)
-    """
+    """Add to an error of short memory inside a note with what the plan says, and write a file; steps count from 1."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -70,14 +66,17 @@ def _write_snapshot(run: TrainingRun, folder: Path) -> str:
 
 
 def memory_table(run: TrainingRun) -> str:
-    """The bytes of the plan of memory by part, and those of this rank: of tensors that are there, and of the peak."""
+    """Return the bytes of the plan of memory by part, next to this rank's.
+
+    The rank's are those of tensors that are there, and of the peak.
+    """
     planned = run.memory.to_json()["device"] if run.memory is not None else {}
     measured = _count_stored_bytes(run)
-    peak, rest = peak_memory_bytes(run.world.device), sum(measured.values())
-    parts = [part for part in planned if part != "total"] or list(STORED)
-    rows = [(part, _cell(planned, part), _cell(measured, part)) for part in parts if part in STORED or planned[part]]
-    planned_rest = sum(size for part, size in planned.items() if part not in (*STORED, "total", "communicators"))
-    rows.append(("the rest of them", bytes_text(planned_rest) if planned else "", bytes_text(peak - rest)))
+    peak, stored_bytes = peak_memory_bytes(run.world.device), sum(measured.values())
+    parts = [name for name in planned if name != "total"] or list(STORED)
+    rows = [(name, _cell(planned, name), _cell(measured, name)) for name in parts if name in STORED or planned[name]]
+    planned_rest = sum(size for name, size in planned.items() if name not in (*STORED, "total", "communicators"))
+    rows.append(("the rest of them", bytes_text(planned_rest) if planned else "", bytes_text(peak - stored_bytes)))
     rows.append(("most at one time", _cell(planned, "total"), bytes_text(peak)))
     note = "" if planned else "\nthis run has no plan of memory (train.memory, docs/memory.md)"
     on_cpu = "\non a CPU the most is the whole process's, with Python and its libraries"
@@ -89,7 +88,7 @@ def _cell(sizes: Mapping[str, int], part: str) -> str:
 
 
 def _count_stored_bytes(run: TrainingRun) -> dict[str, int]:
-    """Bytes of this rank's parameters, their gradients and the optimizer's states, those on its device."""
+    """Return bytes of this rank's parameters, their gradients and the optimizer's states, those on its device."""
     device = run.world.device.type
     sizes: dict[str, int] = dict.fromkeys(STORED, 0)
     for parameter in run.model.parameters():

@@ -56,7 +56,7 @@ class StepProfiles:
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """A context of a step, which is profiled if it is one of them; `write` then writes what was recorded."""
+        """Profile what runs inside if this step is to be profiled; `write` then writes what was recorded."""
         if not self.has(step):
             yield
             return
@@ -137,11 +137,14 @@ def kind_of(name: str) -> Kind:
 
 
 def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
-    """Seconds by part of events (name, start, end) of a step that took so long.
+    """Return seconds by part of events (name, start, end) of a step that took so long.
 
     >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
     >>> seconds_by_part(events, 2.5)["exposed communication"]
     0.25
+
+    A moment counts for one part only: kinds come in the order of ORDER, and each gets what it adds to the time that
+    those before it cover. What none covers is idle.
     """
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
     for name, start, end in events:
@@ -182,7 +185,9 @@ def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
-    """(name, start, end) in seconds of what ran: kernels and copies of the GPU, else operators without inner ones."""
+    """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, else operators without inner
+    ones.
+    """
     from torch.autograd import DeviceType
 
     events: list[tuple[str, float, float]] = []

@@ -38,18 +38,20 @@ class ProgressDisplay:
         self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._since: tuple[float, int] | None = None
+        self._shown_since: tuple[float, int] | None = None  # time and number of the first step that was shown
         self._figures_shown = 0  # of a step, that the terminal has room for
         self._evaluating: TaskID | None = None
         self._bar_only = False  # of an evaluation, with none of steps beside it
 
     def __enter__(self) -> "ProgressDisplay":
+        """Start the thread that writes a line now and then where there is no terminal."""
         if self._plain:
             self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End that thread and the progress bar."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -140,7 +142,7 @@ class ProgressDisplay:
         return time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
 
     def _log_while_quiet(self) -> None:
-        """Write a line if there has been none for long."""
+        """Write a line whenever there has been none for LINE_SECONDS, until the display ends."""
         while not self._ended.wait(min(1.0, LINE_SECONDS / 4)):
             now = time.monotonic()
             if now - self._written >= LINE_SECONDS:
@@ -162,20 +164,23 @@ class ProgressDisplay:
         self._progress.update(self._task, completed=row["step"], description=figures)
 
     def _remaining_time(self, step: int) -> str:
-        """The time that the remaining steps will take, by those shown so far; "" at the first and the last."""
+        """Return the time that the remaining steps will take, by those shown so far; "" at the first and the last."""
         now = time.monotonic()
-        if self._since is None:
-            self._since = (now, step)
+        if self._shown_since is None:
+            self._shown_since = (now, step)
             return ""
-        began, first = self._since
-        if step <= first or step >= self._steps:
+        began, first_step = self._shown_since
+        if step <= first_step or step >= self._steps:
             return ""
-        seconds = round((now - began) / (step - first) * (self._steps - step))
+        seconds = round((now - began) / (step - first_step) * (self._steps - step))
         return f"{_clock_text(seconds)} left"
 
 
 def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
-    """The number of figures of a row, and the columns, that fit a terminal; the step number always shows."""
+    """Return the number of figures of a row, and the columns, that fit a terminal; the step number always shows.
+
+    Figures come first, then the time that remains, then a bar.
+    """
     room, figures_shown = width - len(f"step {steps}/{steps}"), 0
     for figure in _step_figures(row):
         if room < len(figure) + 2:
@@ -191,7 +196,7 @@ def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, 
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
-    """The figures of a step, the most important first, in widths that hardly change from step to step."""
+    """Return the figures of a step, the most important first, in widths that hardly change from step to step."""
     figures = [f"loss {row['loss']:.4f}", f"lr {_short_number(row['lr'])}", f"norm {_norm_text(row['grad_norm'])}"]
     figures.append(f"{row['tokens_per_second']:>5.0f} tok/s")
     if "mfu" in row:
@@ -206,7 +211,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _metric_texts(row: Mapping[str, Any]) -> list[str]:
-    """The figures of an evaluation other than the loss, as far as it counted something."""
+    """Return the figures of an evaluation other than the loss, as far as it counted something."""
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",

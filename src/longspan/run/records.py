@@ -63,7 +63,11 @@ class GroupLog:
             path.write_text("", encoding="utf-8")
 
     def note(self, plan: Plan, use: Use = "training") -> None:
-        """Write and log the groups that this plan adds."""
+        """Write and log the groups that this plan adds.
+
+        They are communicators that were made since the last call, groups of this rank, and levels of hierarchical
+        groups, of which only the first few are logged.
+        """
         if self._path is None:
             return
         self._plan_count += 1
@@ -96,7 +100,7 @@ class GroupLog:
                 file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
 
     def _new_cp_groups(self, plan: Plan, use: Use) -> dict[tuple[object, ...], Group]:
-        """The plan's groups of several slots that contain this rank and are not yet recorded for this use, by key."""
+        """Return the plan's groups of several slots that contain this rank and are new for this use, by key."""
         groups = (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1)
         keyed = {
             (use, group.slots, group.cp_comm_type, group.hierarchical_context_parallel_sizes): group
@@ -106,7 +110,7 @@ class GroupLog:
         return {key: group for key, group in keyed.items() if key not in self._recorded_groups}
 
     def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
-        """A row for each level of a group."""
+        """Yield a row for each level of a group."""
         for level, slots in self._levels_of_rank(group):
             ranks = tuple(self._world.plane[slot] for slot in slots)
             carrier = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
@@ -170,7 +174,7 @@ def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:
-    """The loggers of this rank; none if a finished run is shown again, which has no row left to write."""
+    """Return the loggers of this rank; none if a finished run is shown again, which has no row left to write."""
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= find_evaluations(rows):

@@ -24,9 +24,9 @@ ROW = "correction_"  # and the name of a part: columns of metrics
 def refinement_of_run(
     config: RunConfig, cost: Cost, state: dict[str, Any], world: World, log: LogLine
 ) -> Refinement | None:
-    """The refinement of a run that begins, or goes on from the state of a checkpoint; None if `run.refine` is off.
+    """Return the refinement of a run that begins, or goes on from the state of a checkpoint.
 
-    Raises CheckpointError for a state that cannot be read.
+    It is None if `run.refine` is off.
     """
     refine, dynamic = config.run.refine, config.context.planner not in ONE_DEGREE
     if refine == "off" or (refine == "auto" and not (dynamic and world.device.type == "cuda")):
@@ -68,7 +68,7 @@ def _plan_seconds(plan: Plan, choice: PlanChoice, correction: Correction, home: 
 
 
 def correction_columns(run: TrainingRun, step: int) -> dict[str, float]:
-    """The correction that priced the plan of a step, for its row of metrics; none without refinement."""
+    """Return the correction that priced the plan of a step, for its row of metrics; none without refinement."""
     if run.refinement is None:
         return {}
     return {f"{ROW}{name}": factor for name, factor in run.refinement.correction_of(step).factors().items()}

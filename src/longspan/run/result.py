@@ -17,10 +17,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "flash-attn-4")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on, as far as they are installed.
-
-    >>> versions()["python"]
-    """
+    """Return the versions of Python and of the packages that results depend on, as far as they are installed."""
     installed = {"python": platform.python_version(), "longspan": __version__}
     for name in PACKAGES:
         try:
@@ -53,7 +50,7 @@ class TrainResult:
     ratios: Mapping[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """The content of summary.json."""
+        """Return the content of summary.json."""
         values = {
             "step": self.done,
             "steps": self.steps,
@@ -69,7 +66,7 @@ class TrainResult:
         return json_values(values | ({"measured_over_predicted": dict(self.ratios)} if self.ratios else {}))
 
     def text(self) -> str:
-        """The last lines that a run prints: its mean loss and, after the last step, the table of degrees."""
+        """Return the last lines that a run prints: its mean loss and, after the last step, the table of degrees."""
         uniform = math.log(self.vocab_size)
         share = 100 * self.last_loss / uniform
         steps = min(LAST_STEPS, self.done)

@@ -59,6 +59,7 @@ def check_paths_and_metrics(config: RunConfig, world: World, vocabulary: int) ->
     """Raise on every rank, before a corpus is built, for a missing path and for an object that is not a metric."""
 
     def check() -> None:
+        """Raise ConfigError for metrics of an evaluation set that cannot be loaded or do not fit the vocabulary."""
         for entry in (held_out_set(config), *config.eval):
             try:
                 check_metrics(load_metrics(entry.metrics, entry.metrics_key), {}, vocabulary, world.device)
@@ -141,7 +142,7 @@ class RunData:
         return len(self.corpus.images or ()) + sum(len(getattr(s.documents, "items", ())) for s in self.sets)
 
     def image_rows(self, tokens_per_step: int) -> float:
-        """Mean rows of images in a step, over all slots together."""
+        """Return mean rows of images in a step, over all slots together."""
         if self.corpus.images is None or not len(self.corpus.images):
             return 0.0
         share = float(self.corpus.images.column("rows").sum()) / float(self.corpus.lengths.sum())
@@ -170,11 +171,11 @@ def open_data(
 
 
 def _longest_of_run(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
-    """Tokens and origin of the longest document that a planner receives."""
+    """Return the tokens and the origin of the longest document that a planner receives: a document, or a pack."""
     lengths, data = corpus.lengths, config.data
     if not data.pack_to:
-        longest = int(np.argmax(lengths))
-        return int(lengths[longest]), corpus.origin(longest)
+        longest_document = int(np.argmax(lengths))
+        return int(lengths[longest_document]), corpus.origin(longest_document)
     packed = data.pack_to if data.pack_attention == "across" else min(data.pack_to, int(lengths.max()))
     held_out = max(order.evaluation, key=lambda document: int(lengths[document]), default=None)
     if held_out is None or lengths[held_out] <= packed:

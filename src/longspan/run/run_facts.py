@@ -24,7 +24,7 @@ from longspan.train.step_figures import device_name
 
 
 def facts_of(run: TrainingRun) -> RunFacts:
-    """The facts of a run; entered by all ranks.
+    """Return the facts of a run; entered by all ranks.
 
     >>> display.log(facts_text(facts_of(run)))
     """
@@ -58,6 +58,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
 
 
 def _model_facts(run: TrainingRun) -> dict[str, Any]:
+    """Return the facts of the model: its name, its parameters and experts."""
     model = run.config.model
     parameters, parameters_of_rank, trained = _count_parameters(run)
     experts = read_experts(run.model.config)
@@ -72,6 +73,7 @@ def _model_facts(run: TrainingRun) -> dict[str, Any]:
 
 
 def _data_facts(run: TrainingRun) -> dict[str, int]:
+    """Return the facts of the documents: how many, how many held out, their tokens, the longest."""
     lengths = run.corpus.lengths
     return {
         "documents": len(lengths),
@@ -88,7 +90,7 @@ def _step_facts(run: TrainingRun) -> dict[str, Any]:
 
 
 def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
-    """The sessions of the run: earlier ones, except those whose steps are all repeated, and this one."""
+    """Return the sessions of the run: earlier ones, except those whose steps are all repeated, and this one."""
     earlier = tuple[tuple[int, int], ...]()
     with suppress(OSError, ValueError):
         facts = RunFacts.from_json(read_json(run.dir / "run.json"))
@@ -97,14 +99,14 @@ def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
 
 
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
-    """Number of parameters: of the whole model, each once; on the rank that holds most; trained."""
-    plural = counted_parameters(run.model)  # of this rank's stages
-    whole, trained = sum(p.numel() for p in plural), sum(p.numel() for p in plural if p.requires_grad)
+    """Count parameters: of the whole model, each once; on the rank that holds most; those that are trained."""
+    parameters = counted_parameters(run.model)  # of this rank's stages
+    stage_count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     count_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
-    rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, whole, trained, count_here))
-    stage_counts = {pp: (whole, trained) for pp, whole, trained, _ in rank_counts}
-    wholes, all_trained = zip(*stage_counts.values(), strict=True)
-    return sum(wholes), max(count_here for *_, count_here in rank_counts), sum(all_trained)
+    rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, stage_count, trained, count_here))
+    stage_counts = {pp: (stage_count, trained) for pp, stage_count, trained, _ in rank_counts}
+    stage_counts_of_all, all_trained = zip(*stage_counts.values(), strict=True)
+    return sum(stage_counts_of_all), max(count_here for *_, count_here in rank_counts), sum(all_trained)
 
 
 def _dtype_names(execution: Execution) -> dict[str, str]:
@@ -113,7 +115,7 @@ def _dtype_names(execution: Execution) -> dict[str, str]:
 
 
 def _mixers_text(execution: Execution, device: torch.device, partition: str) -> str:
-    """How state-space layers run; "" if there are none."""
+    """Return how state-space layers run; "" if there are none."""
     if not execution.mixers:
         return ""
     kernels = describe_kernels(execution.compute_dtype, device, execution.mixer_kernels)
@@ -130,7 +132,10 @@ def _mtp_text(mtp: MtpSection) -> str:
 
 
 def _encoder_text(run: TrainingRun) -> str:
-    """The slots that encode images, and the parts of the encoder that are trained; "" for a model without one."""
+    """Return in words which slots encode images, and which parts of the encoder are trained.
+
+    It is "" for a model without an encoder.
+    """
     if not isinstance(run.model, MultimodalModel):
         return ""
     settings, count = run.config.encoder, run.corpus.manifest.images
@@ -143,6 +148,7 @@ def _encoder_text(run: TrainingRun) -> str:
 
 
 def _device_facts(world: World) -> dict[str, Any]:
+    """Return the facts of the ranks: their devices, hosts, cores and backend."""
     gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
     return {
         "device": device_name(world),
@@ -161,7 +167,7 @@ def _home_degrees(world: World, virtual_stages: int) -> dict[str, int]:
 
 
 def _planning_text(run: TrainingRun) -> str:
-    """How steps and evaluations are planned."""
+    """Return how steps and evaluations are planned."""
     free = ", free" if run.config.context.mode == "free" else ""
     cap = run.choice.options.max_tokens_per_slot
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"

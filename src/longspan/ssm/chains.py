@@ -54,7 +54,10 @@ class Chains:
 
     @cached_property
     def runs(self) -> Runs:
-        """Every run of every member, in the order of documents; only local runs for padding or for a single member."""
+        """Return every run of every member, in the order of documents.
+
+        They are local runs alone for padding, and for a group of a single member.
+        """
         segments = [self.part.segments(member) for member in range(self.degree)]
         columns = [
             (np.full(len(s), member), s.document, s.start, s.stop, s.offset) for member, s in enumerate(segments)
@@ -62,10 +65,10 @@ class Chains:
         member, document, start, stop, offset = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.lexsort((start, document))
         member, document, start, stop, offset = (x[order] for x in (member, document, start, stop, offset))
-        first = np.diff(document, prepend=-1) != 0
-        place = np.arange(len(order)) - np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
-        last = np.append(first[1:], np.ones(min(1, len(first)), dtype=bool))
-        return Runs(member, document, start, stop, offset, place, last)
+        is_first = np.diff(document, prepend=-1) != 0
+        place = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+        is_last = np.append(is_first[1:], np.ones(min(1, len(is_first)), dtype=bool))
+        return Runs(member, document, start, stop, offset, place, is_last)
 
     @cached_property
     def local_indices(self) -> Integers:
@@ -138,9 +141,10 @@ class Passing:
 
     @cached_property
     def local_chains(self) -> Integers:
-        """Return the chains of several runs in which this member has one: (chains, most runs) of runs, −1 past the end.
+        """Return the chains of several runs of which this member has one or more: (chains, most runs) of runs.
 
-        Longer chains come first, so that those with a run at some place are the first few.
+        A chain is all runs of a document, and −1 stands past its end. Longer chains come first, so that those with a
+        run at some place are the first few.
         """
         runs = self.chains.runs
         heads = np.flatnonzero(runs.place == 0)

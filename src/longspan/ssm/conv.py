@@ -39,6 +39,10 @@ class Halo:
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
+        """Find the rows before each run that other members hold: which of ours go to whom, and where arriving ones lie.
+
+        Every member works out the needs of all, in one order, so that nothing is asked for.
+        """
         self._runs, self._width, self._device = chains.runs, width, chains.device
         needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
         me, runs = chains.member, self._runs
@@ -55,14 +59,18 @@ class Halo:
         self.first: FirstRows = self._index_first_rows(chains.lengths, arrived)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
-        """Return the rows before a member's runs, in held order: which run has each, and at which position."""
+        """Return the rows before each run of a member, run after run: the index of the run that has each, and its
+        position.
+
+        One sorted search finds that run: `document · stride + position` is in the order of documents and of positions.
+        """
         runs, local = self._runs, self._runs.member_runs(member)
-        first = np.maximum(runs.start[local] - self._width, 0)
-        position = expand_runs(first, runs.start[local])
-        document = np.repeat(runs.document[local], runs.start[local] - first)
+        first_position = np.maximum(runs.start[local] - self._width, 0)
+        position = expand_runs(first_position, runs.start[local])
+        document = np.repeat(runs.document[local], runs.start[local] - first_position)
         stride = int(runs.stop.max(initial=0)) + 1
-        at = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
-        return at, position
+        owner_run = np.searchsorted(runs.document * stride + runs.start, document * stride + position, side="right") - 1
+        return owner_run, position
 
     def _arrival_table(self, chains: Chains, owners: Integers) -> Integers:
         """Make the table (runs, width) of which arriving rows, member by member, lie before each run; −1 for none."""
@@ -75,10 +83,15 @@ class Halo:
         return table
 
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> Before:
-        """Index runs of these lengths as one row, each behind the rows that arrive for it."""
+        """Index runs of these lengths as one row, each behind the rows that arrive for it.
+
+        Sources count the own rows, then the arriving ones, then one row of zeros for what no member has.
+        """
         rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
-        before = np.where(arrived >= 0, rows + arrived, rows + count)
-        pieces = [x for i, end in enumerate(ends.tolist()) for x in (before[i], np.arange(end - lengths[i], end))]
+        source_before = np.where(arrived >= 0, rows + arrived, rows + count)
+        pieces = [
+            x for i, end in enumerate(ends.tolist()) for x in (source_before[i], np.arange(end - lengths[i], end))
+        ]
         source = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
         runs_with_arrivals = np.flatnonzero(arrived >= 0)
         run, column = np.divmod(
@@ -157,14 +170,17 @@ class _Convolved(torch.autograd.Function):
     def forward(
         ctx: Any, chains: tuple[Chains, ...], kernel: ConvolutionKernel, silu: bool, x: Tensor, *parameters: Tensor
     ) -> Tensor:
+        """Convolve all parts: rows for other members leave first, and the first rows of runs are written when theirs
+        arrive.
+        """
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1
-        rows = [x[c.part.start : c.part.stop] for c in chains]
-        started = [_send_halo(x_part, c, width) for x_part, c in zip(rows, chains, strict=True)]
+        rows = [x[part_chains.part.start : part_chains.part.stop] for part_chains in chains]
+        started = [_send_halo(x_part, part_chains, width) for x_part, part_chains in zip(rows, chains, strict=True)]
         outs, arrived = list[Tensor](), list[Tensor]()
-        for x_part, c, handle in zip(rows, chains, started, strict=True):
-            halo = find_halo(c, width)
-            y = kernel.forward(x_part, convolution, c.local_runs, halo.isolated) if len(x_part) else x_part
+        for x_part, part_chains, handle in zip(rows, chains, started, strict=True):
+            halo = find_halo(part_chains, width)
+            y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated) if len(x_part) else x_part
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
             if len(arrived_rows):
                 kernel.write_first(y, x_part, arrived_rows, convolution, halo.first)
@@ -177,27 +193,39 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of rows and parameters; those of arrived rows leave first, and are added where they
+        belong.
+
+        Parts go in reverse, as in every backward pass, so that all members meet in one order.
+        """
         x, *saved = ctx.saved_tensors
         parameters, arrived = saved[: ctx.parameters], saved[ctx.parameters :]
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
         width = convolution.weight.shape[1] - 1
         parts = [
-            _Part(gradients[0][c.part.start : c.part.stop], x[c.part.start : c.part.stop], before, convolution, c)
-            for c, before in reversed(list(zip(ctx.chains, arrived, strict=True)))
+            _Part(
+                gradients[0][part_chains.part.start : part_chains.part.stop],
+                x[part_chains.part.start : part_chains.part.stop],
+                arrived_rows,
+                convolution,
+                part_chains,
+            )
+            for part_chains, arrived_rows in reversed(list(zip(ctx.chains, arrived, strict=True)))
         ]
         started = [_send_halo_gradients(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
         part_gradients = [part.gradients(ctx.kernel) for part in parts]
-        for part, of_part, handle in zip(parts, part_gradients, started, strict=True):
+        for part, gradients_of_part, handle in zip(parts, part_gradients, started, strict=True):
             if handle is not None:
-                of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())
+                gradients_of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())
         parameter_gradients = [
-            _sum_gradients([of_part[1 + i] for of_part in part_gradients]) for i in range(ctx.parameters)
+            _sum_gradients([gradients_of_part[1 + i] for gradients_of_part in part_gradients])
+            for i in range(ctx.parameters)
         ]
         return (
             None,
             None,
             None,
-            join_part_rows([of_part[0] for of_part in reversed(part_gradients)], x),
+            join_part_rows([gradients_of_part[0] for gradients_of_part in reversed(part_gradients)], x),
             *parameter_gradients,
         )
 

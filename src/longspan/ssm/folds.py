@@ -126,11 +126,11 @@ class _GatheredSummaries:
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:
         """Select the gathered states (`which` 0) or transitions (1) of these runs; a view if they are consecutive."""
-        first, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
-        if len(first) and (np.diff(first) == size).all():
-            return self._rows[int(first[0]) : int(first[-1]) + size].view(shape)
+        first_rows, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
+        if len(first_rows) and (np.diff(first_rows) == size).all():
+            return self._rows[int(first_rows[0]) : int(first_rows[-1]) + size].view(shape)
         windows = self._rows.view(-1).unfold(0, size * self._rows.shape[1], self._rows.shape[1])
-        return windows.index_select(0, index_on_device(first, self._rows.device)).view(shape)
+        return windows.index_select(0, index_on_device(first_rows, self._rows.device)).view(shape)
 
 
 def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> None:

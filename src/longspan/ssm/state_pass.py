@@ -28,7 +28,7 @@ from longspan.ssm.kernels.packages import fla_function, fla_lack
 def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
     """Compute x / √(Σ x² + epsilon) over the last dimension.
 
-    float32 of half precision, which kernels of GPUs round again.
+    Half precision becomes float32, which kernels of GPUs round again.
     """
     if not fla_lack(x.dtype, x.device):
         return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
@@ -117,12 +117,18 @@ def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor 
 class _StatePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chains: tuple[Chains, ...], kernel: ScanKernel, scale: float, *tensors: Tensor) -> Tensor:
+        """Scan all parts: each run's summary leaves first, then outputs are computed from the state that entered each
+        run.
+        """
         inputs = Inputs(*tensors)
-        parts = [inputs.rows(c.part.start, c.part.stop) for c in chains]
+        parts = [inputs.rows(part_chains.part.start, part_chains.part.stop) for part_chains in chains]
         scans = [
-            _member_kernel(kernel, c).forward(part, c.local_runs, scale) for part, c in zip(parts, chains, strict=True)
+            _member_kernel(kernel, part_chains).forward(part, part_chains.local_runs, scale)
+            for part, part_chains in zip(parts, chains, strict=True)
         ]
-        folds = [ForwardFold(c, part, scan) for c, part, scan in zip(chains, parts, scans, strict=True)]
+        folds = [
+            ForwardFold(part_chains, part, scan) for part_chains, part, scan in zip(chains, parts, scans, strict=True)
+        ]
         outs, activations = list[Tensor](), list[tuple[Tensor, ...]]()
         for part, scan in zip(folds, scans, strict=True):
             states = part.entering_states()
@@ -135,6 +141,9 @@ class _StatePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of the inputs, part by part, the last first: as the states went, their gradients come
+        back.
+        """
         tensors = ctx.saved_tensors  # once: recomputation gives them no second time
         inputs, activations_and_states, dout = Inputs(*tensors[:5]), list(tensors[5:]), gradients[0]
         parts = list[tuple[Tensor, ...]]()

@@ -107,13 +107,13 @@ class _Counted:
     """Whether this rank counts a gradient: the first of the ranks of its stage that hold the same elements."""
 
     def __init__(self, world: World) -> None:
-        self._first, self._rank = world.home.rank_at(0, pp=world.coordinates.pp), world.rank
+        self._first_rank, self._rank = world.home.rank_at(0, pp=world.coordinates.pp), world.rank
         self._by_mesh = dict[Any, bool]()
 
     def __call__(self, gradient: Tensor) -> bool:
         """Return whether this rank counts a gradient: of copies on several ranks one counts."""
         if not isinstance(gradient, DTensor):
-            return self._rank == self._first
+            return self._rank == self._first_rank
         key = gradient.device_mesh, gradient.placements
         if key not in self._by_mesh:
             self._by_mesh[key] = self._is_first_copy(*key)
@@ -123,7 +123,7 @@ class _Counted:
         """Return whether this rank's mesh counts: of meshes side by side that of the stage's first rank does."""
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
-        return bool((mesh.mesh == self._first).any()) and not any(copies)
+        return bool((mesh.mesh == self._first_rank).any()) and not any(copies)
 
 
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:

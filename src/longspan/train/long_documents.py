@@ -28,11 +28,11 @@ def scale_positions(
     the model cannot be scaled.
     """
     old_limit, scaled = position_limit(configuration), configuration
-    named = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
-    if longest > named and has_no_positions(configuration):
+    configured = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
+    if longest > configured and has_no_positions(configuration):
         log(
-            f"the longest document has {longest:,} tokens, more than max_position_embeddings, {named:,}, which limits "
-            f"nothing: attention of {configuration.model_type} has no positions"
+            f"the longest document has {longest:,} tokens, more than max_position_embeddings, {configured:,}, which "
+            f"limits nothing: attention of {configuration.model_type} has no positions"
         )
     factor = 1.0
     if model.rope_scaling:
@@ -52,7 +52,7 @@ def scale_positions(
     limit = position_limit(scaled)
     if limit is not None and longest > limit:
         cut_hint = f"cut documents with {cut_by} {limit}"
-        raise ConfigError(f"{_too_long_error(configuration, model, longest, origin, limit)}, or {cut_hint}")
+        raise ConfigError(f"{_too_long_text(configuration, model, longest, origin, limit)}, or {cut_hint}")
     return scaled
 
 
@@ -76,7 +76,7 @@ def check_set_length(
         )
 
 
-def _too_long_error(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
+def _too_long_text(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
     """Write the message for documents that are too long, with the factor that would make room for them."""
     need = smallest_factor(configuration, longest)
     scaling = (

@@ -234,9 +234,9 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
         return _ChunkedLoss.apply(hidden, targets, losses, head, rows, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for part in cut_into_chunks(len(targets.rows), rows):
-        logits = head(hidden.index_select(0, targets.rows[part]))
-        total += losses(row_log_probs(logits, targets.ids[part]), part, logits)[0]
+    for chunk in cut_into_chunks(len(targets.rows), rows):
+        logits = head(hidden.index_select(0, targets.rows[chunk]))
+        total += losses(row_log_probs(logits, targets.ids[chunk]), chunk, logits)[0]
     return total
 
 
@@ -251,11 +251,11 @@ def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head:
     count, rows = len(targets.rows), _chunk_rows(hidden, head, rows)
     if not count:
         targets = _padding_target(targets)
-    parts = [
-        values(head(hidden.index_select(0, targets.rows[part])), targets.ids[part])
-        for part in cut_into_chunks(len(targets.rows), rows)
+    chunk_values = [
+        values(head(hidden.index_select(0, targets.rows[chunk])), targets.ids[chunk])
+        for chunk in cut_into_chunks(len(targets.rows), rows)
     ]
-    return torch.cat(parts, -1)[..., :count]
+    return torch.cat(chunk_values, -1)[..., :count]
 
 
 def _padding_target(targets: Targets) -> Targets:
@@ -289,22 +289,23 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int, *parameters: Tensor
     ) -> Tensor:
+        """Sum the loss chunk by chunk, and make its gradients at once: logits of a chunk are made, used and freed."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor] = []
-        for part in cut_into_chunks(len(targets.rows), rows):
-            predicting = targets.rows[part]
+        for chunk in cut_into_chunks(len(targets.rows), rows):
+            predicting = targets.rows[chunk]
             with torch.enable_grad():
                 rows_in = hidden.detach().index_select(0, predicting).requires_grad_(gradient is not None)
                 logits = head(rows_in)
-            loss, by_logits = loss_and_gradient(logits, targets.ids[part], losses, part)
+            loss, logit_gradient = loss_and_gradient(logits, targets.ids[chunk], losses, chunk)
             total += loss
             leaves = (*([rows_in] if gradient is not None else []), *parameters)
-            gradients = list(torch.autograd.grad(logits, leaves, by_logits))
-            del logits, by_logits
+            gradients = list(torch.autograd.grad(logits, leaves, logit_gradient))
+            del logits, logit_gradient
             if gradient is not None:
                 gradient.index_copy_(0, predicting, gradients.pop(0))
-            sums = _add_to_sums(sums, gradients, last=part.stop == len(targets.rows))
+            sums = _add_to_sums(sums, gradients, last=chunk.stop == len(targets.rows))
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
         ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
         return total
@@ -312,10 +313,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Scale the gradients that forward made by that of the sum."""
         saved = list(ctx.saved_tensors)
-        by_hidden = saved.pop(0) * gradients[0] if ctx.through else None
-        by_parameters = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
-        return by_hidden, None, None, None, None, *by_parameters
+        hidden_gradient = saved.pop(0) * gradients[0] if ctx.through else None
+        parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
+        return hidden_gradient, None, None, None, None, *parameter_gradients
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:

@@ -196,11 +196,11 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Run all passes in the model's mode for the step, and sum gradients over the slots; returns the loss."""
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_stages if isinstance(model, PipelineModel) else _run_model
-    named = world.watch.naming("forward and backward passes", world.home.ranks)
+    naming = world.watch.naming("forward and backward passes", world.home.ranks)
     # Parameters that are whole for several passes are quantised once for all of them.
     stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or not fsdp_modules(model)
     quantised = quantise_once(model) if stay_whole and len(batches) > 1 else nullcontext()
-    with named, quantised, preserve_modes(model), torch.set_grad_enabled(backward):
+    with naming, quantised, preserve_modes(model), torch.set_grad_enabled(backward):
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
@@ -302,7 +302,10 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> Sta
     ids = to_device(batch.ids, passes.world.device)[None]
 
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-        """Run the last part of the last stage with the loss of its rows; returns its share of the step's loss."""
+        """Run the last part of the last stage with the loss of its rows; returns its share of the step's loss.
+
+        If `total` is None, the pass only counts the loads of routers, and its loss is zero.
+        """
         if total is None:
             return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
         loss = part(**arguments, **_future_ids(passes, batch), row_loss=passes.row_loss(batch))

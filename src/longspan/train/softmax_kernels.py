@@ -34,7 +34,10 @@ def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, 
 
 @triton.jit
 def logit_gradient_kernel(logits, ids, slopes, log_total, gradient, vocabulary, logits_row, COLUMNS: tl.constexpr):
-    """Compute slope · (onehot − softmax) of one row, COLUMNS columns in each program."""
+    """Compute slope · (onehot − softmax) of one row, COLUMNS columns in each program.
+
+    It is the gradient of slope · log p(target) at the logits; `log_total` is the row's log-sum-exp.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < vocabulary

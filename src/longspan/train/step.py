@@ -25,7 +25,7 @@ from longspan.train.loss import CrossEntropy
 from longspan.train.passes import Passes, default_divisor, launch_passes, read_batches, run_passes
 from longspan.train.step_check import check_step, check_update
 from longspan.train.step_end import StepEnd
-from longspan.train.terms.distribution import agree_on_names, check_names
+from longspan.train.terms.distribution import agree_on_names, check_value_names
 from longspan.train.terms.document_loss import DocumentLoss
 from longspan.train.terms.encoder_times import EncoderTimes
 from longspan.train.terms.log_probs import CollectedLogProbs, TokenLogProbs
@@ -185,7 +185,7 @@ def token_log_probs(
     call it together; it refuses what `run_step` refuses. Raises LossError for another name in `also`, CommError where
     ranks ask for different names.
     """
-    also = check_names(also)
+    also = check_value_names(also)
     _check_temperature(temperature)
     inputs = check_step(model, plan, documents, world, backward=False)
     agree_on_names(also, world)

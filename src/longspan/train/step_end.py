@@ -95,28 +95,31 @@ class StepEnd:
             self.meanwhile()
 
     def _scale(self, values: Tensor) -> Tensor:
-        """Return what gradients are multiplied with, on the device: not a number where the step must not be taken."""
+        """Return what gradients are multiplied with, on the device: not a number where the step must not be taken.
+
+        It is what brings their norm down to the limit, 1 at most. No rank waits for the device to learn it.
+        """
         norm, loss = values[0].sqrt(), values[1] / self.passes.divisor
         is_good = norm.isfinite() & loss.isfinite() & (values[2] == self.passes.plan.targets)
-        most = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return torch.where(is_good, (most / (norm + 1e-6)).clamp(max=1.0), math.nan)
+        norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
 
     def _own_sums(self, loss_sum: Tensor) -> list[Tensor | list[float]]:
         """Return this rank's sums: squares of gradients, the loss, targets, and the numbers of each term."""
-        part, passes = self.passes.model, self.passes
-        makes_loss = not isinstance(part, PipelineModel) or any(stage.last for stage in part.stages)
+        model, passes = self.passes.model, self.passes
+        makes_loss = not isinstance(model, PipelineModel) or any(stage.last for stage in model.stages)
         targets = sum((batch.labels != NO_TARGET).sum() for batch in self.batches) if makes_loss else 0
-        of_slot = [loss_sum, [float(targets)], *(term.sums() for term in passes.terms)]
+        slot_sums = [loss_sum, [float(targets)], *(term.sums() for term in passes.terms)]
         if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums
-            of_slot = [[0.0] * _length(piece) for piece in of_slot]
-        return [model_square_sum(self.model, self.world) if passes.backward else [0.0], *of_slot]
+            slot_sums = [[0.0] * _length(piece) for piece in slot_sums]
+        return [model_square_sum(self.model, self.world) if passes.backward else [0.0], *slot_sums]
 
     def _make_sums(self, values: Sequence[float], pieces: Sequence[Tensor | list[float]]) -> StepSums:
         """Sort the values over all ranks. Raises PlanError where targets are missing."""
-        squares, loss_sum, counted, *of_terms = values
-        if counted != self.passes.plan.targets:
+        squares, loss_sum, targets, *of_terms = values
+        if targets != self.passes.plan.targets:
             raise PlanError(
-                f"the slots counted {counted:.0f} targets, the plan has {self.passes.plan.targets}; is a document left "
+                f"the slots counted {targets:.0f} targets, the plan has {self.passes.plan.targets}; is a document left "
                 "out?"
             )
         numbers = iter(of_terms)

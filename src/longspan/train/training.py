@@ -124,7 +124,7 @@ def prepare_run_model(
     _check_layers(config, model)
     kind = compute_dtype(config.model, world.device.type)
     with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
-        whole = add_configured_adapter(config, model) if config.lora.rank else model
+        adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     dtypes = (
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
@@ -135,7 +135,7 @@ def prepare_run_model(
     computes_in = None if dtypes == {kind} else kind
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
     return prepare(
-        whole,
+        adapted_model,
         world,
         encoder=encoder,
         virtual_stages=config.parallel.vpp,
@@ -238,7 +238,7 @@ class Training:
 
     @property
     def choice(self) -> PlanChoice:
-        """How training steps are planned, priced for the model."""
+        """Return how training steps are planned, priced for the model."""
         parameters = list(self.model.parameters())
         return PlanChoice.training(
             self.config,

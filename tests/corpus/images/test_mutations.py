@@ -26,7 +26,7 @@ ROWS = "corpus.rows.placeholders"
 Change = tuple[str, str, str]
 MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "answers where they stood before placeholders": (
-        (ROWS, "int(a + grown[(starts < a).sum()])", "int(a)"),
+        (ROWS, "int(a + grown_before[(starts < a).sum()])", "int(a)"),
         tables.test_placeholders_are_no_targets_and_answers_are,
     ),
     "placeholders are targets": (
@@ -74,7 +74,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("llava_onevision"),
     ),
     "places in the row, not in its part": (
-        ("corpus.store.document_encoder", "_shift(image, -part.start)", "_shift(image, 0)"),
+        ("corpus.store.document_encoder", "_shift(image, -document_rows.start)", "_shift(image, 0)"),
         tables.test_long_documents_are_cut_before_an_image,
     ),
     "cut in an image": (

@@ -212,7 +212,7 @@ def test_what_is_not_known_is_refused_before_anything_is_split() -> None:
 # ---- what is dropped is noticed
 
 ROOM = "model.tensor_parallel"
-SUM = 'part = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters\' gradients over tp")'
+SUM = 'rows_gradient = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters\' gradients over tp")'
 MUTANTS = {
     "a norm's sum over ranks": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "sums"),
     "the gradient of that sum": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "tp_sum(sums, key)"),
@@ -224,7 +224,7 @@ MUTANTS = {
     "gradients of rows on other ranks, B's and C's among them": (
         "comm.moves.tp_collectives",
         SUM,
-        "part = _slice(wide(gradient), world_key, 0)",
+        "rows_gradient = _slice(wide(gradient), world_key, 0)",
     ),
     "the gradient of the input": (
         f"{ROOM}.plan",

@@ -11,8 +11,8 @@ from tests.mutation import each_mutated
 CASE = Case("qwen3-vl", Layout(2), Layout(2), cp=2, documents="even")
 PASS, POSITIONS = "train.terms.modality_pass", "train.reading.local_batch"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
-    "a part for a deeper layer is dropped": (PASS, "enumerate(deeper)", "enumerate(deeper[:-1])"),
-    "parts for deeper layers are swapped": (PASS, "enumerate(deeper)", "enumerate(deeper[::-1])"),
+    "a part for a deeper layer is dropped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[:-1])"),
+    "parts for deeper layers are swapped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[::-1])"),
     "a part replaces hidden states": ("bridge.splice", ".index_add(1", ".index_copy(1"),
     "positions by local index": (POSITIONS, "parts_of_one[:, rows[places]]", "parts_of_one[:, : len(places)]"),
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),

@@ -57,11 +57,11 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     totals = tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for dense in split_launch(launch):
         rows, keys = dense.rows, dense.keys
-        dout_rows, part = dout[rows], Saved(q[rows], k[keys], v[keys], out[rows], lse[rows])
+        dout_rows, saved_tile = dout[rows], Saved(q[rows], k[keys], v[keys], out[rows], lse[rows])
         if _is_tiny(dense):
-            gradients = reference.backward(dout_rows, part, _single_launch(dense, launch), call)
+            gradients = reference.backward(dout_rows, saved_tile, _single_launch(dense, launch), call)
         else:
-            gradients = _call_backward(dout_rows, part, dense.causal, call.scale)
+            gradients = _call_backward(dout_rows, saved_tile, dense.causal, call.scale)
         for total, where, x in zip(totals, (rows, keys, keys), gradients, strict=True):
             total[where] += x
     return totals  # pyright: ignore[reportReturnType]

@@ -35,7 +35,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv).
+
+    Weights are w = exp(score − lse), times factors d of dropout. dv = Σ rows d w dout; a score's gradient is w (d (dout
+    · v) − delta) · scale, with delta = dout · out, times the soft cap's slope 1 − (score / cap)²; dq and dk are its
+    products with k and q.
+    """
     q, k, v, _, lse = saved
     dtype, deltas = accumulation_dtype(q.dtype), saved.deltas(dout)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))

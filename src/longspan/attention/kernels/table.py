@@ -33,6 +33,7 @@ class HeadSizes:
         return self.largest is None or max(query, value) <= self.largest or (query, value) in self.pairs
 
     def __str__(self) -> str:
+        """Return the sizes in words, as the support table prints them."""
         if self.largest is None:
             return "any"
         beyond = "".join(f", or {query} with values of {value}" for query, value in self.pairs)
@@ -96,6 +97,7 @@ _FULL = (torch.float32, torch.float64)
 
 
 def _flash_lack(device: torch.device) -> str:
+    """Return what torch or this device lacks for torch's FlashAttention 2; "" where nothing."""
     if not torch.backends.cuda.is_flash_attention_available():
         return f"needs a torch built with flash attention, got {torch.__version__}"
     capability = torch.cuda.get_device_capability(device)

@@ -37,13 +37,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv).
+
+    Heads are padded to a size that the kernel has, and go through it as many at a time as it can count.
+    """
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     size = _head_size(q, v)
     tensors, at_once = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse], _max_kv_heads(q, k, launch)
     slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
-    parts = [_call_backward(some, launch, call) for some in slices]
+    parts = [_call_backward(slice_tensors, launch, call) for slice_tensors in slices]
     dq, dk, dv = (concat_heads(gradients) for gradients in zip(*parts, strict=True))
     return dq[..., : q.shape[2]], dk[..., : k.shape[2]], dv[..., : v.shape[2]]
 
@@ -67,15 +70,14 @@ def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) ->
 
 
 def _max_kv_heads(q: Tensor, k: Tensor, launch: Launch) -> int:
-    """Return how many key heads, with their query heads, the kernel can sum dq for.
+    """Return how many key heads, with their query heads, the kernel can sum dq for in one call.
 
-    It counts in 32 bits, in whole blocks of rows.
-
-    Past them it writes to other places (an illegal address on an H200, torch 2.11).
+    It counts the numbers of that sum in 32 bits, in whole blocks of rows and of 64 columns. Past MOST of them it writes
+    to other places (an illegal address on an H200, torch 2.11).
     """
     rows = q.shape[0] + _BLOCK_ROWS * len(launch.tiling)
-    of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
-    return max(1, MOST // of_key_head)
+    numbers_of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
+    return max(1, MOST // numbers_of_key_head)
 
 
 def _is_causal(launch: Launch) -> bool:

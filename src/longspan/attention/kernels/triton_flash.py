@@ -77,6 +77,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     numbers = (*_strides(q, k, v, out), *lse.stride())
 
     def launch_blocks(blocks: Blocks) -> None:
+        """Launch the forward kernel: a program for each block of rows and query head."""
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().forward[len(block_list), q.shape[1]](
             *(q, k, v, out, lse, block_list, *launch.cu_seqlens, q.shape[1] // k.shape[1]),
@@ -91,7 +92,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv).
+
+    One kernel computes dq, a second one dk and dv; both compute the scores again.
+    """
     assert call.dropout is None
     q, k, v, dout = (_contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -102,12 +106,17 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     constants = _call_constants(q, v, launch, call)
 
     def launch_query_gradients(blocks: Blocks) -> None:
+        """Launch the kernel of dq: a program for each block of rows and query head."""
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().query_gradients[len(block_list), q.shape[1]](
             *(*tensors, dq, block_list, *shared, *_strides(dq)), **constants, **_block_constants(blocks)
         )
 
     def launch_key_gradients(blocks: Blocks) -> None:
+        """Launch the kernel of dk and dv: a program for each block of keys and key head.
+
+        For wide heads one after the other, as both sums do not fit the registers.
+        """
         block_list = launch.blocks(blocks.keys, of_keys=True)
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _BOTH_SUMS
         for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
@@ -147,6 +156,7 @@ def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, in
 
 
 def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[str, Any]:
+    """Return the constants that a kernel is compiled with for this call: which limits it has, and its head sizes."""
     return {
         "HAS_CAP": call.softcap is not None,
         "HAS_LEFT": launch.left is not None,

@@ -100,16 +100,16 @@ def forward(
     row = start + tl.arange(0, ROWS)
     aligned = row + (keys - rows)
     q_block = _load_rows(q, row, q_row, rows, SIZE, WIDTH)
-    first = start + keys - rows
-    low, high = 0, keys
+    first_aligned = start + keys - rows
+    first_key, end_key = 0, keys
     if HAS_LEFT:
-        low = tl.maximum(first - left, 0) // KEYS * KEYS
+        first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
     if HAS_RIGHT:
-        high = tl.minimum(first + ROWS + right, keys)
+        end_key = tl.minimum(first_aligned + ROWS + right, keys)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, V_WIDTH), tl.float32)
-    for at in range(low, high, KEYS):
+    for at in range(first_key, end_key, KEYS):
         key = at + tl.arange(0, KEYS)
         k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
@@ -120,10 +120,10 @@ def forward(
         higher = tl.maximum(largest, tl.max(scores, 1))
         top = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
         weights = tl.exp2(scores - top[:, None])
-        faded = tl.exp2(largest - top)
-        total = total * faded + tl.sum(weights, 1)
+        fade = tl.exp2(largest - top)
+        total = total * fade + tl.sum(weights, 1)
         v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
-        result = tl.dot(weights.to(v_block.dtype), v_block, result * faded[:, None])
+        result = tl.dot(weights.to(v_block.dtype), v_block, result * fade[:, None])
         largest = higher
     _store_rows(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
     tl.store(lse + row.to(tl.int64) * lse_row, largest / _LOG2_E + tl.log(total), mask=row < rows)
@@ -169,7 +169,11 @@ def query_gradients(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Compute dq of ROWS rows of one head, KEYS keys at a time, from the log-sum-exp over the keys of all blocks."""
+    """Compute dq of ROWS rows of one head, KEYS keys at a time, from the log-sum-exp over the keys of all blocks.
+
+    Weights are w = exp(score − lse); dq = scale · Σ keys w · (dout · v − delta) · k, times the soft cap's slope, where
+    delta is dout · out. Arguments are those of `forward`.
+    """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)
     kv_head = head // group
@@ -189,14 +193,14 @@ def query_gradients(
     dout_block = _load_rows(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
     row_lse = tl.load(lse + row.to(tl.int64) * lse_row, mask=row < rows, other=0.0) * _LOG2_E
     row_delta = tl.load(delta + row.to(tl.int64) * delta_row, mask=row < rows, other=0.0)
-    first = start + keys - rows
-    low, high = 0, keys
+    first_aligned = start + keys - rows
+    first_key, end_key = 0, keys
     if HAS_LEFT:
-        low = tl.maximum(first - left, 0) // KEYS * KEYS
+        first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
     if HAS_RIGHT:
-        high = tl.minimum(first + ROWS + right, keys)
+        end_key = tl.minimum(first_aligned + ROWS + right, keys)
     result = tl.zeros((ROWS, WIDTH), tl.float32)
-    for at in range(low, high, KEYS):
+    for at in range(first_key, end_key, KEYS):
         key = at + tl.arange(0, KEYS)
         k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
@@ -257,7 +261,11 @@ def key_gradients(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Compute dk, dv or both of KEYS keys, all their query heads one after another: nothing is added at once."""
+    """Compute dk, dv or both of KEYS keys, all their query heads one after another: nothing is added at once.
+
+    With the weights w of `query_gradients`, dv = Σ rows w · dout and dk = scale · Σ rows w · (dout · v − delta) · q,
+    times the soft cap's slope. Arguments are those of `forward`; blocks are of keys.
+    """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     kv_head = tl.program_id(1).to(tl.int64)
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
@@ -270,20 +278,20 @@ def key_gradients(
 
     key, shift = start + tl.arange(0, KEYS), keys - rows
     k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
-    low, high = 0, rows
+    first_row, end_row = 0, rows
     if HAS_RIGHT:
-        low = tl.maximum(start - shift - right, 0) // ROWS * ROWS
+        first_row = tl.maximum(start - shift - right, 0) // ROWS * ROWS
     if HAS_LEFT:
-        high = tl.minimum(start + KEYS - shift + left, rows)
+        end_row = tl.minimum(start + KEYS - shift + left, rows)
     if WANTS_K:
         v += k_start.to(tl.int64) * v_row + kv_head * v_head
         v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
-        of_k = tl.zeros((KEYS, WIDTH), tl.float32)
+        dk_sum = tl.zeros((KEYS, WIDTH), tl.float32)
     if WANTS_V:
-        of_v = tl.zeros((KEYS, V_WIDTH), tl.float32)
+        dv_sum = tl.zeros((KEYS, V_WIDTH), tl.float32)
     for member in range(group):
         head = kv_head * group + member
-        for at in range(low, high, ROWS):
+        for at in range(first_row, end_row, ROWS):
             row = at + tl.arange(0, ROWS)
             aligned = row + shift
             q_block = _load_rows(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
@@ -297,14 +305,14 @@ def key_gradients(
             seen = _is_visible(aligned[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
             weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[None, :]), 0.0)
             if WANTS_V:
-                of_v = tl.dot(weights.to(dout_block.dtype), dout_block, of_v)
+                dv_sum = tl.dot(weights.to(dout_block.dtype), dout_block, dv_sum)
             if WANTS_K:
                 row_delta = tl.load(delta + row.to(tl.int64) * delta_row + head, mask=row < rows, other=0.0)
                 dscores = weights * (tl.dot(v_block, tl.trans(dout_block)) - row_delta[None, :]) * slope
-                of_k = tl.dot(dscores.to(q_block.dtype), q_block, of_k)
+                dk_sum = tl.dot(dscores.to(q_block.dtype), q_block, dk_sum)
     if WANTS_K:
         dk += k_start.to(tl.int64) * dk_row + kv_head * dk_head
-        _store_rows(dk, key, dk_row, keys, of_k * scale, SIZE, WIDTH)
+        _store_rows(dk, key, dk_row, keys, dk_sum * scale, SIZE, WIDTH)
     if WANTS_V:
         dv += k_start.to(tl.int64) * dv_row + kv_head * dv_head
-        _store_rows(dv, key, dv_row, keys, of_v, V_SIZE, V_WIDTH)
+        _store_rows(dv, key, dv_row, keys, dv_sum, V_SIZE, V_WIDTH)

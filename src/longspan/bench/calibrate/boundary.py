@@ -56,6 +56,7 @@ def measure_steady_boundary(ranks: int, node_size: int, measure: Callable[[int],
     fastest: dict[tuple[int, int], float] = {}
 
     def measure_again(pivot: int) -> Seconds:
+        """Measure from a pivot once more, and return the fastest seconds so far to each other rank."""
         for rank, seconds in measure(pivot).items():
             pair = (min(pivot, rank), max(pivot, rank))
             fastest[pair] = min(seconds, fastest.get(pair, seconds))
@@ -94,8 +95,11 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
 
 
 def _widest_gap(seconds: Iterable[float]) -> float | None:
-    """Find the seconds between near and far messages; None if there is no gap."""
-    steps = [(after / before, math.sqrt(before * after)) for before, after in pairwise(sorted(seconds))]
+    """Find the seconds between near and far messages: the geometric mean at the largest step by ratio.
+
+    None if no step is by GAP or more.
+    """
+    steps = [(longer / shorter, math.sqrt(shorter * longer)) for shorter, longer in pairwise(sorted(seconds))]
     widest, limit = max(steps, default=(1.0, 0.0))
     return limit if widest >= GAP else None
 

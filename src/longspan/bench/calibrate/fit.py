@@ -77,7 +77,11 @@ class Calibration:
     pass_seconds: float
 
     def predict(self, sample: Sample) -> float:
-        """Predict the seconds that a sample should have taken."""
+        """Predict the seconds that a sample should have taken.
+
+        They are a sum of counts times what one takes: steps, micro-batches, layers, calls, and FLOPs over rates;
+        attention counts `half_flops` in addition, as its kernels reach half their speed at `half_speed_rows`.
+        """
         machine = self.machine
         if sample.part == "link":
             return float(getattr(getattr(machine, sample.level), sample.kind).seconds(sample.bytes))
@@ -143,9 +147,9 @@ def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str
 
 def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
     """Set the rate of attention over long pieces, and the rows at which it is half; returns the seconds of a call."""
-    flops, half, call = _solve_seconds(samples, "attention_flops", "half_flops", "calls")
+    flops, half_speed, call = _solve_seconds(samples, "attention_flops", "half_flops", "calls")
     if flops:
-        figures |= {"attention_flops_per_second": 1 / flops, "half_speed_rows": half / flops}
+        figures |= {"attention_flops_per_second": 1 / flops, "half_speed_rows": half_speed / flops}
     return call
 
 
@@ -158,11 +162,16 @@ def _fit_memory(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
 
 
 def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]) -> float:
-    """Set the rate of products and the seconds of a micro-batch; returns the seconds of a step without any."""
+    """Set the rate of products and the seconds of a micro-batch; return the seconds of a step without any.
+
+    Attention's seconds are taken off first, by the figures that were fitted before.
+    """
     rate = figures.get("attention_flops_per_second", base.attention_flops_per_second)
-    half = figures.get("half_speed_rows", base.half_speed_rows)
-    others = [replace(s, seconds=s.seconds - (s.attention_flops + half * s.half_flops) / rate) for s in samples]
-    step, micro_batch, flop = _solve_seconds(others, "steps", "micro_batches", "weight_flops", weights=samples)
+    half_speed_rows = figures.get("half_speed_rows", base.half_speed_rows)
+    product_samples = [
+        replace(s, seconds=s.seconds - (s.attention_flops + half_speed_rows * s.half_flops) / rate) for s in samples
+    ]
+    step, micro_batch, flop = _solve_seconds(product_samples, "steps", "micro_batches", "weight_flops", weights=samples)
     if flop:
         figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": micro_batch}
         # The samples are of one width, so that passes over memory are in the rate; a step's end is measured as a whole.
@@ -183,12 +192,17 @@ def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
 
 
 def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str, float]:
-    """Fit the seconds of a batch of messages and of a ring's step: what all types take beyond kernels and wires."""
+    """Fit the seconds of a batch of messages and of a ring's step: what all types take beyond kernels and wires.
+
+    The price of a type is linear in the step's seconds, so that prices at 0 and at 1 give its slope.
+    """
     if not samples:
         return {}
-    free, one = (replace(calibration.machine, step_seconds=seconds) for seconds in (0.0, 1.0))
-    prices = np.array([_type_seconds(free, sample) for sample in samples])
-    messages = np.array([[_type_seconds(one, sample)] for sample in samples]) - prices[:, None]
+    machine_without_steps, machine_of_one_second = (
+        replace(calibration.machine, step_seconds=seconds) for seconds in (0.0, 1.0)
+    )
+    prices = np.array([_type_seconds(machine_without_steps, sample) for sample in samples])
+    messages = np.array([[_type_seconds(machine_of_one_second, sample)] for sample in samples]) - prices[:, None]
     seconds = np.array([sample.seconds for sample in samples])
     step = least_squares(messages, seconds - prices - calibration.call_seconds, seconds)[0]
     waits = [_ring_wait(calibration, s) for s in samples if s.cp_comm_type == "p2p" and s.level == "inside"]
@@ -242,14 +256,14 @@ def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[floa
     """
     n = columns.shape[1]
     a, b = columns / weights[:, None], values / weights
-    best, solution = float(b @ b), np.zeros(n)
+    best_squares, solution = float(b @ b), np.zeros(n)
     for use in map(list, chain.from_iterable(combinations(range(n), k) for k in range(1, n + 1))):
         scale = np.linalg.norm(a[:, use], axis=0)
         if not scale.all():
             continue  # a constant that no sample contains
         x = np.linalg.lstsq(a[:, use] / scale, b, rcond=None)[0] / scale
         residual = a[:, use] @ x - b
-        if (x >= 0).all() and float(residual @ residual) < best * (1 - 1e-12):
-            best, solution = float(residual @ residual), np.zeros(n)
+        if (x >= 0).all() and float(residual @ residual) < best_squares * (1 - 1e-12):
+            best_squares, solution = float(residual @ residual), np.zeros(n)
             solution[use] = x
     return solution.tolist()

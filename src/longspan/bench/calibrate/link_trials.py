@@ -85,17 +85,17 @@ class LinkTrials:
         world, hosts, slots = self.world, self.hosts, self.world.home.slots
         everyone = world.channels.find_channel(range(slots))
         others = set(range(slots)) - set(self.host)
-        place, together = world.slot % self.node_size, min(map(len, hosts))
-        beside = [host[place] for host in hosts if len(host) > place]
-        row = world.channels.find_channel(beside) if len(beside) > 1 else None
+        place, host_slots = world.slot % self.node_size, min(map(len, hosts))
+        slots_in_same_place = [host[place] for host in hosts if len(host) > place]
+        row = world.channels.find_channel(slots_in_same_place) if len(slots_in_same_place) > 1 else None
         first = row if place == 0 else None
-        of_gather = lambda size: self._gather_call(everyone, size * together // (slots - 1))  # noqa: E731
-        of_exchange = lambda size: self._exchange_call(everyone, size // (slots - together), others)  # noqa: E731
+        of_gather = lambda size: self._gather_call(everyone, size * host_slots // (slots - 1))  # noqa: E731
+        of_exchange = lambda size: self._exchange_call(everyone, size // (slots - host_slots), others)  # noqa: E731
         yield from self._size_trials("across", "exchange", of_exchange)
         yield from self._size_trials("across", "gather", of_gather)
         yield from self._size_trials("across", "point", lambda size: self._shift_call(row, size))
         yield from self._size_trials("across", "point_alone", lambda size: self._shift_call(first, size))
-        yield from self._sharded_trials("across", world, slots, together)
+        yield from self._sharded_trials("across", world, slots, host_slots)
 
     def _sharded_trials(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
         """Yield trials of FSDP2's collectives on its mesh's group: half-precision parameters, float32 gradients."""
@@ -111,7 +111,7 @@ class LinkTrials:
     def _size_trials(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
         """Yield a trial of one kind of message for each size; `make` gives the call to time, of a size in bytes."""
         for size, fitted in self.sizes:
-            turns = next((count for most, count in TURNS.items() if size <= most), 1)
+            turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
             name = f"{kind.replace('_', ' ')} {level}: {size:,} bytes"
             sample = Sample(part="link", name=name, level=level, kind=kind, bytes=float(size), fitted=fitted)
             yield Trial(sample, make(size), turns)

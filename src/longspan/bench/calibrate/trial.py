@@ -58,21 +58,23 @@ class Clock:
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
 
     def time_pairs(self, pivot: int, run: Callable[[int], object], *, repeats: int) -> dict[int, float]:
-        """Time `run(other)`, which a pivot's rank enters with each other rank in turn; every rank gets the seconds."""
+        """Time `run(other)`, which the pivot and each other slot in turn enter; every rank gets the median seconds by
+        slot.
+        """
         measured: dict[int, float] = {}
-        here = self.world.slot
-        for other in range(self.world.home.slots):
-            if other == pivot or here not in (pivot, other):
+        own_slot = self.world.slot
+        for other_slot in range(self.world.home.slots):
+            if other_slot == pivot or own_slot not in (pivot, other_slot):
                 continue
-            run(pivot + other - here)  # the first message between two ranks connects them
+            run(pivot + other_slot - own_slot)  # the first message between two ranks connects them
             self._wait_for_device()
             times: list[float] = []
             for _ in range(repeats):
                 began = time.perf_counter()
-                run(pivot + other - here)
+                run(pivot + other_slot - own_slot)
                 self._wait_for_device()
                 times.append(time.perf_counter() - began)
-            measured[other] = statistics.median(times)
+            measured[other_slot] = statistics.median(times)
         return self.world.control.broadcast_object(measured, self.world.home.ranks[pivot])
 
     def _measure_seconds(self, trial: Trial) -> float:

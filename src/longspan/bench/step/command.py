@@ -40,7 +40,7 @@ _COMPILED = {
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """A record for a terminal."""
+    """Return a record for a terminal."""
     parts = f"\n\n{text_table(TITLES, rows)}" if (rows := _part_rows(record)) else ""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
     return f"{_record_title(record)}\n\n{text_table(_NAMES, _table_rows(record))}{memory}{parts}{_missing_text(record)}"
@@ -62,6 +62,7 @@ def record_markdown(record: dict[str, Any]) -> str:
 
 
 def _record_title(record: dict[str, Any]) -> str:
+    """Write the title of a record: the model, the ranks, the documents, and every setting that decides a step."""
     shape = record["shape"]
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
     offloaded = " offloaded" if record["offload"] else ""
@@ -79,6 +80,7 @@ def _record_title(record: dict[str, Any]) -> str:
 
 
 def _documents_text(record: dict[str, Any]) -> str:
+    """Write which documents were timed."""
     if record["sequences"]:
         return "one sequence at a time"
     return (
@@ -107,6 +109,7 @@ def _memory_text(record: dict[str, Any]) -> str:
 
 
 def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
+    """Write the row of one planner: loss, seconds, speed, prediction, FLOPs and memory; "" for what was not planned."""
     planned = "predicted_seconds" in row
     return (
         row["name"],

@@ -146,6 +146,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
 
 
 def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
+    """Measure the stock step that is compared with; an error of it becomes a row that says so."""
     try:
         with make_peer_step(settings, world) as (step, losses):
             return measure_steps(settings, step, world) | {"loss": losses[0]}

@@ -243,6 +243,7 @@ def _check_cap(flags: StepFlags, config: RunConfig) -> None:
 
 
 def _vendor_peak(config: RunConfig) -> float:
+    """Return the vendor's peak in TFLOP/s of this GPU in the dtype of arithmetic; 0 where it is not known."""
     import torch
 
     kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")

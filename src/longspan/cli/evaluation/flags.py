@@ -204,7 +204,7 @@ def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:
 
 def refuse_training_keys(flag_keys: frozenset[str]) -> None:
     """Raise ConfigError for keys of training, which would have no effect."""
-    plan_keys = {f.name for f in fields(PlanSection)}
+    plan_keys = {field.name for field in fields(PlanSection)}
     for key in sorted(key.removeprefix("context.") for key in flag_keys if key.startswith("context.")):
         if key in plan_keys:
             raise ConfigError(f"--context.{key} is a key of training; evaluation reads --context.eval_{key}")

@@ -86,9 +86,13 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
 def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
     """Yield differences first, then the table of each subject, passkey grids, and a set's degrees or buckets."""
     first = results[0]
-    pairs = [(difference, other) for other in results[1:] for difference in set_differences(first, other)]
+    pairs = [
+        (difference, other_result)
+        for other_result in results[1:]
+        for difference in set_differences(first, other_result)
+    ]
     if pairs:
-        yield "\n".join(_difference_line(difference, first, other) for difference, other in pairs)
+        yield "\n".join(_difference_line(difference, first, other_result) for difference, other_result in pairs)
     for result in results:
         yield f"{_result_title(result)} on {plural(ranks, 'rank')}\n{_evaluation_table(result)}"
         yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in retrieval_grids([result]))
@@ -98,8 +102,8 @@ def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[st
             yield f"{name or HELD_OUT}: {comparison_table(at_degrees)}"
         if len(results) == 1:
             yield from _bucket_tables(at_degrees[0].name, at_degrees[0].by_length, at_degrees[0].by_position)
-    for difference, other in pairs:
-        yield from _difference_table(difference, first, other)
+    for difference, other_result in pairs:
+        yield from _difference_table(difference, first, other_result)
 
 
 def _result_title(result: SubjectResult) -> str:

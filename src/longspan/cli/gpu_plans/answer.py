@@ -89,7 +89,10 @@ class Answer:
 
     @property
     def keys(self) -> Mapping[str, Any]:
-        """The keys with which it fits, on more GPUs or without measures by hand where it must be; {} if it does not."""
+        """Return the keys with which it fits, on more GPUs or without measures by hand where it must be.
+
+        They are {} if it does not fit.
+        """
         if self.fit is None:
             return {}
         names = {key for key in self.given if not (self.needs_free_measures and _is_memory_key(key))}
@@ -142,7 +145,7 @@ def _column_json(column: Column) -> dict[str, Any] | None:
 def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     """Return the keys that were given and those that were chosen, as `longspan train` takes them.
 
-    Degree and rows are always among them.
+    Degree and rows are always among them; a dynamic plan's highest degree is all slots where it has no limit.
     """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}
@@ -161,8 +164,12 @@ def _non_default_keys(config: RunConfig) -> set[str]:
     names = set[str]()
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):
-            here, usual = getattr(config, section), kind()
-            names |= {f"{section}.{key}" for key in vars(here) if getattr(here, key) != getattr(usual, key)}
+            section_now, default_section = getattr(config, section), kind()
+            names |= {
+                f"{section}.{key}"
+                for key in vars(section_now)
+                if getattr(section_now, key) != getattr(default_section, key)
+            }
     return names
 
 

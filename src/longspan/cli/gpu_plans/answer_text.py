@@ -46,7 +46,11 @@ def _time_lines(answer: Answer) -> Iterator[str]:
 
 
 def bytes_table(columns: Sequence[Column]) -> str:
-    """Write the bytes of device and host under each column's measures, in GiB; rows named as in the JSON."""
+    """Write the bytes of device and host under each column's measures, in GiB; rows named as in the JSON.
+
+    The first row is the longest document where columns differ in it, otherwise whether each fits. Rows of the host that
+    are 0 everywhere are left out.
+    """
     names = ["GiB of one GPU", *(column.name for column in columns)]
     rows = [["fits", *("yes" if column.fits else "no" for column in columns)]]
     if len({column.tokens for column in columns}) > 1:
@@ -60,6 +64,7 @@ def bytes_table(columns: Sequence[Column]) -> str:
 
 
 def _table_notes(answer: Answer) -> Iterator[str]:
+    """Yield what stands below the table: what its words mean, the budget, and the longest document that fits."""
     run = answer.run
     yield f"what layers keep: {MEASURE_WORDS}"
     yield (
@@ -102,6 +107,7 @@ def command_lines(command: str, keys: Mapping[str, Any]) -> list[str]:
 
 
 def _key_words(keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each key and its values as words of a command line."""
     for key, value in keys.items():
         values = value if isinstance(value, list) else [value]
         words = (str(x).lower() if isinstance(x, bool) else shlex.quote(str(x)) for x in values)

@@ -55,6 +55,7 @@ def _command_text(config: RunConfig, question: Question) -> str:
 
 
 def _ask_run(config: RunConfig, gpus: Gpus, question: Question) -> Answer:
+    """Answer a question about a run, whose documents are opened or estimated."""
     run = RunOnGpus.of(config, gpus)
     with open_documents(config, log_line, estimate=True) as documents:
         run = replace(
@@ -105,6 +106,7 @@ def show_answer(answer: Answer, command: str, *, plot: tuple[str, ...], as_json:
 
 
 def _write_answer_picture(answer: Answer, path: str) -> None:
+    """Write the picture of an answer, for .html inside a page."""
     from longspan.report.markup import page, tag
 
     picture = answer_picture(answer)

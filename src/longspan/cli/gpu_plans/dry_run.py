@@ -49,22 +49,25 @@ def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_js
 
 
 def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
-    """Choose the GPUs of a run: those here, or as run.machine says, else H200s."""
-    here = find_first_gpu() if on_gpus else None
-    named = find_machine(config.run.machine, "run.machine") if config.run.machine else None
-    if here is None:
-        machine = named or Machine.known("H200")
+    """Choose the GPUs of a run: those here, or as run.machine says, else H200s.
+
+    What is taken from elsewhere than this machine is listed as assumed.
+    """
+    first_gpu = find_first_gpu() if on_gpus else None
+    named_machine = find_machine(config.run.machine, "run.machine") if config.run.machine else None
+    if first_gpu is None:
+        machine = named_machine or Machine.known("H200")
         size = machine.memory_bytes or Machine().memory_bytes
-        assumed = () if named else ("H200s, for there is no GPU here and run.machine is empty",)
+        assumed = () if named_machine else ("H200s, for there is no GPU here and run.machine is empty",)
         assumed += ("their speed and bytes by data sheet",) if machine.assumed else ()
         name = machine.device
         return Gpus(
             machine=machine, count=ranks, bytes=size, host_bytes=HOST_BYTES, name=name, assumed=(*assumed, "the host")
         )
-    name, size = here
-    known = named or find_device(name)
-    machine = known or Machine.known("H200")
-    assumed = () if known else ("the speed of H200s",)
+    name, size = first_gpu
+    known_machine = named_machine or find_device(name)
+    machine = known_machine or Machine.known("H200")
+    assumed = () if known_machine else ("the speed of H200s",)
     local = count_host_ranks() if has_torchrun() else ranks
     host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, local)) or HOST_BYTES
     return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=host, name=name, assumed=assumed)

@@ -55,7 +55,7 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
     >>> find_fit(run, [Documents((262144,))], Choices()).memory.measures[0]  # doctest: +SKIP
     'selective'
     """
-    best: Fit | None = None
+    fastest_fit: Fit | None = None
     refusals = list[tuple[tuple[int, int], PlanError]]()
     for way in _candidate_runs(run, steps, choices):
         try:
@@ -63,11 +63,11 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
         except PlanError as error:
             refusals.append(((_row_limit(way), -way.choice.widest_degree(way.home)), error))
             continue
-        if best is None or fit.seconds < best.seconds:
-            best = fit
-    if best is None:
+        if fastest_fit is None or fit.seconds < fastest_fit.seconds:
+            fastest_fit = fit
+    if fastest_fit is None:
         raise min(refusals, key=lambda refusal: refusal[0])[1]
-    return best
+    return fastest_fit
 
 
 def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
@@ -108,16 +108,19 @@ def _list_degree_runs(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterat
 
 
 def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
-    """List limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch."""
+    """List limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch.
+
+    They grow by one ratio, of at least 2.
+    """
     choice, unit = run.choice, 2 * run.choice.options.row_multiple  # of the two parts of a document that a slot has
     widest = choice.widest_degree(run.home) or run.home.slots
     widest = max(d for d in range(1, widest + 1) if run.home.slots % d == 0 and choice.allows(d, run.home))
-    least = _round_to_unit(-(-max(n for step in steps for n in step.lengths) // widest), unit)
-    most = max(_one_batch_rows(run, step) for step in steps)
+    least_rows = _round_to_unit(-(-max(n for step in steps for n in step.lengths) // widest), unit)
+    most_rows = max(_one_batch_rows(run, step) for step in steps)
     count = WAYS[choice.has_one_degree]
-    ratio = max(2.0, (max(most, least) / least) ** (1 / (count - 1)))
-    limits = [_round_to_unit(min(int(least * ratio**i), most), unit) for i in range(count)]
-    return sorted({least, *(limit for limit in limits if limit > least)})
+    ratio = max(2.0, (max(most_rows, least_rows) / least_rows) ** (1 / (count - 1)))
+    limits = [_round_to_unit(min(int(least_rows * ratio**i), most_rows), unit) for i in range(count)]
+    return sorted({least_rows, *(limit for limit in limits if limit > least_rows)})
 
 
 def _one_batch_rows(run: RunOnGpus, step: Documents) -> int:
@@ -199,17 +202,18 @@ def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
             return fit
     else:
         return None
-    best: Fit | None = None
+    fewest_fit: Fit | None = None
     while low < high:
         middle = (low + high) // 2
         if fit := _try_count(run, counts[middle], steps, choices):
-            best, high = fit, middle
+            fewest_fit, high = fit, middle
         else:
             low = middle + 1
-    return best
+    return fewest_fit
 
 
 def _try_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: Choices) -> Fit | None:
+    """Return the fastest way that fits so many GPUs; None where none does."""
     try:
         return find_fit(run.change_count(count), steps, choices)
     except (PlanError, LayoutError):

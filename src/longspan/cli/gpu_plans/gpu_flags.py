@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from longspan.cli.flags import Switch, TrainFlags, check_names, flag_types, parse_flags
+from longspan.cli.flags import Switch, TrainFlags, check_flag_names, flag_types, parse_flags
 from longspan.cli.plans.planning import PlanningFlags
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError
@@ -107,7 +107,7 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     such a question does not read.
     """
     types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
-    check_names(argv, types, PROG)
+    check_flag_names(argv, types, PROG)
     words, keys, flag_of = list[str](), list[str](), dict[str, str]()
     for name, values in _split_words(argv):
         key = name if _is_key(name) else KEYS.get(name, "")
@@ -115,8 +115,8 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
             _check_flag(name)
             words += [name, *values]
             continue
-        if (other := flag_of.get(key, name)) != name:
-            flags_of_key = (flag if _is_key(flag) else flag.replace("_", "-") for flag in (other, name))
+        if (other_flag := flag_of.get(key, name)) != name:
+            flags_of_key = (flag if _is_key(flag) else flag.replace("_", "-") for flag in (other_flag, name))
             raise ConfigError(f"{' and '.join(flags_of_key)} are the same key, and both are given; leave one out")
         flag_of[key] = name
         keys += [key, *values]

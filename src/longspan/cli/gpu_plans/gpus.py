@@ -33,7 +33,7 @@ class Gpus:
 
     @property
     def title(self) -> str:
-        """What they are, in a line."""
+        """Return what they are, in a line."""
         words = (
             f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {gib_text(self.host_bytes)} of the host for each"
         )
@@ -54,9 +54,9 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
 
     Raises ConfigError for an unknown name, and for numbers below what is possible.
     """
-    for name, least in (("gpus", 1), ("gpu_bytes", 0), ("host_bytes", 0)):
-        if (number := getattr(flags, name)) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {number}; give an integer of at least {least}")
+    for name, lowest in (("gpus", 1), ("gpu_bytes", 0), ("host_bytes", 0)):
+        if (number := getattr(flags, name)) < lowest:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number}; give an integer of at least {lowest}")
         if name != "gpus" and 0 < number < LEAST_OF_GPU:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}: {bytes_hint(number)}")
     machine, name, assumed = _choose_machine(flags, tflops, run_machine)

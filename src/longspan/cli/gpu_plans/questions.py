@@ -36,8 +36,10 @@ def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> A
     degree = _longest_degree(run, choices)
     tokens, way = find_longest(run, run.fixed, degree=degree)
     if not tokens:
-        least = UNIT * run.home.slots
-        return _make_refusal(f"a document of {least:,} tokens", run, [Documents((least,))], given, choices)
+        least_tokens = UNIT * run.home.slots
+        return _make_refusal(
+            f"a document of {least_tokens:,} tokens", run, [Documents((least_tokens,))], given, choices
+        )
     fit = _scale_fit(fit_run(way, [Documents((tokens,))]), tokens)
     columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
     title = f"the longest document has {tokens:,} tokens"
@@ -73,23 +75,23 @@ def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: froz
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
     """Answer whether a run of these documents fits, with which keys, and how long it takes."""
-    sampled = _sample_run_documents(documents, PRICED[False])
-    longest = Documents((documents.longest,))
-    searched = [max(sampled, key=lambda step: sum(n * n for n in step.lengths)), longest]
+    sampled_steps = _sample_run_documents(documents, PRICED[False])
+    longest_document = Documents((documents.longest,))
+    searched_steps = [max(sampled_steps, key=lambda step: sum(n * n for n in step.lengths)), longest_document]
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
     names = given | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
     try:
-        way = find_fit(run, searched, choices).run
-        sampled = _sample_run_documents(documents, PRICED[way.choice.has_one_degree])
-        plans = [way.plan(step.lengths, step.targets) for step in sampled]
-        memory = way.plan_memory([*plans, way.plan(longest.lengths)])
+        way = find_fit(run, searched_steps, choices).run
+        sampled_steps = _sample_run_documents(documents, PRICED[way.choice.has_one_degree])
+        plans = [way.plan(step.lengths, step.targets) for step in sampled_steps]
+        memory = way.plan_memory([*plans, way.plan(longest_document.lengths)])
     except PlanError as error:
-        return replace(_make_refusal(title, run, searched, names, choices, error), steps=documents.steps)
+        return replace(_make_refusal(title, run, searched_steps, names, choices, error), steps=documents.steps)
     encoding, note = _encoding_seconds(way, documents, plans)
     seconds = way.seconds(plans, memory) + encoding
     fit = _scale_fit(Fit(way, tuple(plans), memory, seconds), documents.longest)
     answer = _add_longest(_make_answer(title, run, fit, names, _make_columns(fit)), choices)
-    return replace(answer, steps=documents.steps, sampled=len(sampled), notes=(*note, *answer.notes))
+    return replace(answer, steps=documents.steps, sampled=len(sampled_steps), notes=(*note, *answer.notes))
 
 
 def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
@@ -105,9 +107,9 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
     images = [documents.list_images(step) for step in steps]
     if not any(images):
         return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
-    most = config.encoder.max_rows or None
+    most_rows = config.encoder.max_rows or None
     loads = [
-        EncoderLoad.of(plan, step_images, cost, max_rows=most).seconds if any(step_images) else 0.0
+        EncoderLoad.of(plan, step_images, cost, max_rows=most_rows).seconds if any(step_images) else 0.0
         for plan, step_images in zip(plans, images, strict=True)
     ]
     seconds = sum(loads) / len(loads)
@@ -174,15 +176,15 @@ def _make_refusal(
         without_limit = way.set_context(max_tokens_per_slot=0)
         plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
     memory = next(way.leanest_plans(plans, run.fixed))
-    longest = max(n for step in steps for n in step.lengths)
-    other = _fit_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
+    longest_length = max(n for step in steps for n in step.lengths)
+    other_fit = _fit_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
     answer = Answer(
         title=title,
         run=way,
         fits=False,
         memory=memory,
-        columns=(Column("least", memory, longest, False),),
-        fit=other and _scale_fit(other, longest),
+        columns=(Column("least", memory, longest_length, False),),
+        fit=other_fit and _scale_fit(other_fit, longest_length),
         refusal=str(error or ""),
         given=given,
     )

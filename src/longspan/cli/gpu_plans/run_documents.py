@@ -85,8 +85,8 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
             columns = (np.asarray(corpus.images.column(name)).tolist() for name in ("document", "rows"))
             for document, count in zip(*columns, strict=True):
                 images.setdefault(document, []).append(count)
-        longest, line = _longest_of_steps(config, order, lengths), documents_line(config, order)
-        yield RunDocuments(config, order, longest, share, rows, line, images)
+        longest_tokens, line = _longest_of_steps(config, order, lengths), documents_line(config, order)
+        yield RunDocuments(config, order, longest_tokens, share, rows, line, images)
 
 
 def _tokenizer_folder(config: RunConfig) -> Path | None:

@@ -76,16 +76,16 @@ class RunOnGpus:
 
     @property
     def budget(self) -> MemoryBudget:
-        """What a GPU and its share of the host may be filled with."""
+        """Return what a GPU and its share of the host may be filled with."""
         train = self.config.train
         device = train.memory_bytes or int(train.memory_fraction * self.gpus.bytes)
         return MemoryBudget(device=device, host=self.gpus.host_bytes)
 
     @cached_property
     def settings(self) -> MemorySettings:
-        """What of the keys decides the run's bytes."""
-        rows, most = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
-        rows = min(rows, most) if most else rows
+        """Return what of the keys decides the run's bytes."""
+        rows, most_rows = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
+        rows = min(rows, most_rows) if most_rows else rows
         return run_memory_settings(self.config, target_share=self.target_share, encoder_rows=rows)
 
     @cached_property
@@ -111,7 +111,7 @@ class RunOnGpus:
 
     @cached_property
     def choice(self) -> PlanChoice:
-        """How its steps are planned."""
+        """Return how its steps are planned."""
         config = self.config
         if config.context.node_size == AUTO:
             config = replace(config, context=replace(config.context, node_size=self.node_size))
@@ -130,8 +130,8 @@ class RunOnGpus:
         """
         machine, budget = self.gpus.machine, self.budget
         if self.config.train.memory == AUTO:
-            more = {"machine": machine, "fixed": self.fixed}
-            return choose_memory(self.model, self.home, list(plans), self.settings, budget, **more)
+            choice_arguments = {"machine": machine, "fixed": self.fixed}
+            return choose_memory(self.model, self.home, list(plans), self.settings, budget, **choice_arguments)
         memory = next(self.leanest_plans(plans, self.fixed))
         if not memory.fits(budget):
             device, host = memory.device.total, memory.host.total

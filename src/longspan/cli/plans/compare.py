@@ -135,8 +135,12 @@ def run_comparison(flags: CompareFlags) -> int:
 
 def _check_sensitivity(flags: CompareFlags) -> None:
     """Raise ConfigError where there is no dynamic plan of a training step to change constants of."""
-    others = {"--plans": flags.plans, "--which-eval-degree": flags.which_eval_degree, "--evaluation": flags.evaluation}
-    for name, value in others.items():
+    other_flags = {
+        "--plans": flags.plans,
+        "--which-eval-degree": flags.which_eval_degree,
+        "--evaluation": flags.evaluation,
+    }
+    for name, value in other_flags.items():
         if flags.sensitivity and value:
             raise ConfigError(
                 f"--sensitivity is of the dynamic plan of a training step, and {name} compares others; leave one out"
@@ -170,6 +174,7 @@ def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
 
 
 def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
+    """Return the options of all compared plans, priced for a slot of tp ranks."""
     cost, node_size = _slot_price(flags, home.slots, flags.mode), max(1, flags.node_size // flags.tp)
     return plan_options(
         flags,
@@ -229,6 +234,7 @@ def _show_rows(
     notes: Sequence[str] = (),
     changes: Sequence[Sensitivity] = (),
 ) -> None:
+    """Print compared plans as a table or JSON, and write their picture where one is asked for."""
     if flags.json:
         print(comparison_json(title, rows, changes))
     else:

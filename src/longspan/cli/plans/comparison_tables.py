@@ -88,11 +88,11 @@ def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
     }
     if not of_kind["fixed"] or len(of_kind["dynamic"]) != 1:
         return []
-    name, best = min(of_kind["fixed"], key=lambda row: row[1].seconds)
-    difference = of_kind["dynamic"][0][1].seconds / best.seconds - 1
-    less = f"{abs(difference):.1%} {'less' if difference < 0 else 'more'} time than"
-    words = "as much time as" if abs(difference) < LEAST_DIFFERENCE else less
-    kind = f" under {plan_type_text(best.plan)}" if plan_type_text(best.plan) else ""
+    name, fastest_fixed = min(of_kind["fixed"], key=lambda row: row[1].seconds)
+    difference = of_kind["dynamic"][0][1].seconds / fastest_fixed.seconds - 1
+    difference_words = f"{abs(difference):.1%} {'less' if difference < 0 else 'more'} time than"
+    words = "as much time as" if abs(difference) < LEAST_DIFFERENCE else difference_words
+    kind = f" under {plan_type_text(fastest_fixed.plan)}" if plan_type_text(fastest_fixed.plan) else ""
     return [f"the dynamic plan takes {words} the fastest plan of one degree ({name}{kind})"]
 
 
@@ -148,6 +148,7 @@ def _have_seconds(rows: Sequence[NamedSimulation]) -> bool:
 
 
 def _simulation_cells(simulation: Simulation) -> tuple[str, ...]:
+    """Return the cells of a simulation, from its seconds to its bytes across nodes."""
     return (
         f"{simulation.seconds:.4g}",
         f"{simulation.seconds / simulation.lower_bound_seconds:.3f}",
@@ -162,6 +163,7 @@ def _simulation_cells(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _closing_share(simulation: Simulation) -> str:
+    """Return which share of a free plan's time closes the step; "none" in lockstep."""
     if simulation.plan.mode == "lockstep":
         return "none"
     share = simulation.closing_seconds / simulation.seconds
@@ -169,6 +171,7 @@ def _closing_share(simulation: Simulation) -> str:
 
 
 def _simulation_json(simulation: Simulation) -> dict[str, Any]:
+    """Return the figures of a simulation as an object of JSON."""
     return {
         "planner": simulation.plan.planner,
         "cp_comm_type": plan_type_text(simulation.plan),
@@ -193,16 +196,16 @@ def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -
     names += ["micro-batches", "rows", "bubble"]
     rows = [
         (
-            f"{c.cp}",
-            c.cp_comm_type if c.cp > 1 else "",
-            f"{c.groups:,}",
-            f"{c.passes:,}",
-            f"{c.filled_steps:,}",
-            f"{c.wasted_steps:,}",
-            seconds_text(c.filled_seconds),
-            *_plan_cells(c.planned),
+            f"{choice.cp}",
+            choice.cp_comm_type if choice.cp > 1 else "",
+            f"{choice.groups:,}",
+            f"{choice.passes:,}",
+            f"{choice.filled_steps:,}",
+            f"{choice.wasted_steps:,}",
+            seconds_text(choice.filled_seconds),
+            *_plan_cells(choice.planned),
         )
-        for c in comparison.choices
+        for choice in comparison.choices
     ]
     if dynamic := comparison.dynamic:
         rows.append(("dynamic", "", "", "", f"{len(dynamic.plan.lengths):,}", "0", "", *_plan_cells(dynamic)))
@@ -211,6 +214,7 @@ def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -
 
 
 def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
+    """Return the cells of an evaluation's plan: seconds, micro-batches, rows of a slot, bubble."""
     return (
         seconds_text(simulation.seconds),
         f"{len(simulation.plan.micro_batches):,}",
@@ -220,13 +224,14 @@ def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _fastest_text(comparison: DegreeComparison, accumulation: int) -> str:
-    first, best = comparison.choices[0], comparison.best
+    """Compare the best degree, each document once, with the first degree filled up to keep the pipeline full."""
+    filled, best = comparison.choices[0], comparison.best
     count = len(best.planned.plan.lengths)
-    faster = first.filled_seconds / best.planned.seconds
+    faster = filled.filled_seconds / best.planned.seconds
     return (
-        f"cp {first.cp}, filled up to {plural(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
-        f"{first.filled_steps:,} document-steps for {plural(count, 'document')}, "
-        f"{seconds_text(first.filled_seconds)}.\n"
+        f"cp {filled.cp}, filled up to {plural(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
+        f"{filled.filled_steps:,} document-steps for {plural(count, 'document')}, "
+        f"{seconds_text(filled.filled_seconds)}.\n"
         f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
         f"{plural(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {seconds_text(best.planned.seconds)} "
         f"({faster:.1f} times faster).\n{comparison.reason()}"
@@ -237,16 +242,16 @@ def degrees_json(title: str, comparison: DegreeComparison) -> str:
     """Write the degrees of an evaluation as a JSON object."""
     rows = [
         {
-            "cp": c.cp,
-            "cp_comm_type": c.cp_comm_type,
-            "groups": c.groups,
-            "passes": c.passes,
-            "filled_document_steps": c.filled_steps,
-            "wasted_document_steps": c.wasted_steps,
-            "filled_seconds": c.filled_seconds,
-            **_evaluation_json(c.planned),
+            "cp": choice.cp,
+            "cp_comm_type": choice.cp_comm_type,
+            "groups": choice.groups,
+            "passes": choice.passes,
+            "filled_document_steps": choice.filled_steps,
+            "wasted_document_steps": choice.wasted_steps,
+            "filled_seconds": choice.filled_seconds,
+            **_evaluation_json(choice.planned),
         }
-        for c in comparison.choices
+        for choice in comparison.choices
     ]
     dynamic = {"dynamic": _evaluation_json(comparison.dynamic)} if comparison.dynamic else {}
     answer = {"title": title, "degrees": rows, "best_cp": comparison.best.cp, "reason": comparison.reason()}
@@ -254,6 +259,7 @@ def degrees_json(title: str, comparison: DegreeComparison) -> str:
 
 
 def _evaluation_json(simulation: Simulation) -> dict[str, float | int | None]:
+    """Return the figures of an evaluation's plan as an object of JSON."""
     return {
         "planned_document_steps": len(simulation.plan.lengths),
         "planned_seconds": simulation.seconds,
@@ -279,15 +285,19 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     """
     choices, best = comparison.choices, comparison.best
     places = np.arange(len(choices), dtype=np.float64)
-    filled_curve = Series("filled up, documents repeated", places, _float_array([c.filled_seconds for c in choices]), 0)
-    planned = Series("planned, each once", places, _float_array([c.planned.seconds for c in choices]), 1, "marks")
-    first, dynamic = choices[0], comparison.dynamic
-    lines = [(first.filled_seconds, f"cp {first.cp}, filled up: {seconds_text(first.filled_seconds)}")]
+    filled_curve = Series(
+        "filled up, documents repeated", places, _float_array([choice.filled_seconds for choice in choices]), 0
+    )
+    planned = Series(
+        "planned, each once", places, _float_array([choice.planned.seconds for choice in choices]), 1, "marks"
+    )
+    filled, dynamic = choices[0], comparison.dynamic
+    lines = [(filled.filled_seconds, f"cp {filled.cp}, filled up: {seconds_text(filled.filled_seconds)}")]
     is_same_time = dynamic is not None and abs(dynamic.seconds / best.planned.seconds - 1) < SAME
     if dynamic and not is_same_time:
         lines.append((dynamic.seconds, f"dynamic plan: {seconds_text(dynamic.seconds)}"))
     kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
-    faster = f"{first.filled_seconds / best.planned.seconds:.1f} times faster than cp {first.cp} filled up"
+    faster = f"{filled.filled_seconds / best.planned.seconds:.1f} times faster than cp {filled.cp} filled up"
     also = ", as the dynamic plan" if is_same_time else ""
     words = f"cp {best.cp}{kind}: {seconds_text(best.planned.seconds)}{also}; {faster}"
     doubled = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
@@ -300,7 +310,7 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
         height=340,
         references=tuple(lines),
         notes=((float(choices.index(best)), best.planned.seconds, words),),
-        x_names=tuple(f"{c.cp}" for c in choices),
+        x_names=tuple(f"{choice.cp}" for choice in choices),
         log=True,
     )
     return chart_document(chart)

@@ -77,6 +77,7 @@ def read_json_lengths(path: str) -> tuple[int, ...]:
 
 
 def _equal_lengths(text: str) -> tuple[int, ...]:
+    """Parse --same, as in 1024x8192: so many documents of one length."""
     count, _, length = text.lower().partition("x")
     if not count.isdecimal() or not length.isdecimal() or not int(count):
         raise ConfigError(f"--same {text!r} is not COUNTxLENGTH, such as 1024x8192")
@@ -84,6 +85,7 @@ def _equal_lengths(text: str) -> tuple[int, ...]:
 
 
 def _read_lengths_json(path: str) -> Any:
+    """Read lengths as JSON from a file, or from standard input for "-". Raises ConfigError where that fails."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
         return parse_json(text)

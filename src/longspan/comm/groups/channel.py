@@ -179,12 +179,12 @@ class Channel:
 
     def shift(self, x: Tensor, into: Tensor, what: str) -> Handle:
         """Start sending x to the next member and receiving `into`, contiguous, from the one before; rows may differ."""
-        right, left = (self.index + 1) % self.degree, (self.index - 1) % self.degree
+        next_member, previous_member = (self.index + 1) % self.degree, (self.index - 1) % self.degree
         communicator = self._groups.communicator(self.ranks)
         if communicator is None:
-            return self.exchange([(right, x)], [(left, into)], what)
+            return self.exchange([(next_member, x)], [(previous_member, into)], what)
         sends, receives = [0] * self.degree, [0] * self.degree
-        sends[right], receives[left] = x.shape[0], into.shape[0]
+        sends[next_member], receives[previous_member] = x.shape[0], into.shape[0]
         return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), what)
 
     def _all_to_all(
@@ -230,7 +230,7 @@ class Channel:
         return self.exchange(sends, receives, what, buffer, buffer.nbytes)
 
     def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Where each member's rows begin in what `all_gather_rows` returns."""
+        """Return where each member's rows begin in what `all_gather_rows` returns."""
         communicator = self._communicator_to_gather(counts)
         if communicator is None:
             return tuple(accumulate(counts[:-1], initial=0))
@@ -282,16 +282,19 @@ def wide(x: Tensor) -> Tensor:
 
 
 def sum_parts(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors in their order and dtype, taken in float32 (float64 for float64, integers as they are)."""
+    """Return the sum of tensors in their order and dtype.
+
+    It is taken in float32 (float64 for float64, integers as they are).
+    """
     dtype = parts[0].dtype
     total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype, copy=True)
-    for part in parts[1:]:
-        total += part
+    for addend in parts[1:]:
+        total += addend
     return total.to(dtype)
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:
-    """x (n, …) with zero rows appended, contiguous: (rows, …)."""
+    """Append zero rows to x (n, …) until it has `rows`: contiguous, (rows, …)."""
     if x.shape[0] == rows:
         return x.contiguous()
     padded = x.new_zeros((rows, *x.shape[1:]))

@@ -37,21 +37,21 @@ class CommunicatorChoice:
     def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
         """Choose the groups that get communicators of their own now: slots, ascending in each, in plan order.
 
-        A group is chosen if it may gain from one and has been seen in an earlier plan, or if all groups have one
+        A group is chosen if it may gain from one, and if an earlier plan had it or all groups of this plan have one
         degree.
         """
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1
         may_gain = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
         self._seen.update(may_gain)
-        chosen: list[tuple[int, ...]] = []
+        chosen_groups: list[tuple[int, ...]] = []
         for slots in dict.fromkeys(may_gain):
             if self._may_gain(slots) and (one_degree or self._seen[slots] > 1):
-                chosen.append(slots)
+                chosen_groups.append(slots)
                 self._chosen.add(slots)
                 self._load.update(slots)
                 del self._seen[slots]
-        return chosen
+        return chosen_groups
 
     def _may_gain(self, slots: tuple[int, ...]) -> bool:
         """Whether they lack a communicator and have room for one, which slots never gain again."""
@@ -90,7 +90,7 @@ class Channels:
 
     @cached_property
     def pipeline(self) -> Channel:
-        """This slot's pipeline stages, first to last, on a group of their own; first used by all ranks together.
+        """Return this slot's pipeline stages, first to last, on a group of their own; first used by all ranks together.
 
         Raises CommError for a home whose ranks descend along its stages: torch orders the members of a group by rank.
         """
@@ -108,7 +108,7 @@ class Channels:
 
     @cached_property
     def tp(self) -> Channel:
-        """This slot's tensor-parallel ranks, on the group of `meshes.tp`; first used by all ranks together.
+        """Return this slot's tensor-parallel ranks, on the group of `meshes.tp`; first used by all ranks together.
 
         Raises CommError for a home without tensor parallelism.
         """
@@ -119,7 +119,7 @@ class Channels:
 
     @cached_property
     def everyone(self) -> Channel:
-        """A channel over all ranks of the home, in its order; first used by all ranks together.
+        """Return a channel over all ranks of the home, in its order; first used by all ranks together.
 
         With more than one plane it makes a group of its own.
         """
@@ -145,10 +145,12 @@ class Channels:
     def connect_pairs(self) -> None:
         """Let every two slots of a plane exchange a number: NCCL connects two ranks at their first message, slowly."""
         channel = self.find_channel(range(self._home.slots))
-        others = [index for index in range(channel.degree) if index != channel.index]
-        if self._device.type == "cuda" and others:
+        other_members = [index for index in range(channel.degree) if index != channel.index]
+        if self._device.type == "cuda" and other_members:
             x = torch.zeros(1, device=self._device)
-            channel.exchange([(i, x) for i in others], [(i, x.clone()) for i in others], "connecting pairs").wait()
+            channel.exchange(
+                [(i, x) for i in other_members], [(i, x.clone()) for i in other_members], "connecting pairs"
+            ).wait()
             torch.cuda.synchronize(self._device)
 
     def make_communicators(self, plan: Plan) -> None:
@@ -166,8 +168,8 @@ class Channels:
         self._warm_up_group(channel.group, channel.ranks)
         if self._device.type == "cuda" and channel.degree > 1:
             x = torch.zeros(1, device=self._device)
-            right, left = (channel.index + 1) % channel.degree, (channel.index - 1) % channel.degree
-            channel.exchange([(right, x)], [(left, x.clone())], "warming point-to-point").wait()
+            next_member, previous_member = (channel.index + 1) % channel.degree, (channel.index - 1) % channel.degree
+            channel.exchange([(next_member, x)], [(previous_member, x.clone())], "warming point-to-point").wait()
             torch.cuda.synchronize(self._device)
 
     def _warm_up_group(self, group: ProcessGroup, ranks: Sequence[int]) -> None:

@@ -34,7 +34,7 @@ class Meshes:
 
     def __init__(self, home: Layout, stage: int, groups: ProcessGroups, device_type: str) -> None:
         self._home, self._stage, self._groups, self._device_type = home, stage, groups, device_type
-        self._mine: dict[str, ProcessGroup] = {}
+        self._axis_groups: dict[str, ProcessGroup] = {}
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
@@ -49,7 +49,7 @@ class Meshes:
 
     @cached_property
     def expert(self) -> DeviceMesh:
-        """The mesh over which FSDP2 shards expert parameters: all ranks of a stage that hold the same experts.
+        """Return the mesh over which FSDP2 shards expert parameters: all ranks of a stage that hold the same experts.
 
         Those are the slots without "ep", with every slot's tensor-parallel ranks: where tp and ep are 1, `fsdp`.
         """
@@ -70,17 +70,19 @@ class Meshes:
         of the same ranks and axes are equal. Each thread has such a memory, and on a GPU backward passes run in another
         thread than forward passes.
         """
-        if not self._mine:
+        if not self._axis_groups:
             return
         _forget_shardings()
         if self._device_type == "cuda":
             with torch.enable_grad():
                 _InBackwardThread.apply(torch.zeros((), device="cuda", requires_grad=True)).backward()
-        self._mine.clear()
+        self._axis_groups.clear()
 
     @cached_property
     def _root_mesh(self) -> DeviceMesh:
-        """This stage's (replicate, slots of one replica, tp), whose slices are `fsdp` and `tp`: FSDP2 joins them."""
+        """Return the mesh (replicate, slots of one replica, tp) of this stage, whose slices are `fsdp` and `tp`: FSDP2
+        joins them.
+        """
         home = self._home
         width = home.slots // home.dp_replicate
         by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)
@@ -88,7 +90,10 @@ class Meshes:
 
     @cached_property
     def _expert_root_mesh(self) -> DeviceMesh:
-        """This stage's (replicate, outer, ep), whose slices are `expert` and `ep`: `ep` neighbours have all experts."""
+        """Return the mesh (replicate, outer, ep) of this stage, whose slices are `expert` and `ep`.
+
+        Neighbours along `ep` together hold all experts.
+        """
         home = self._home
         width = home.slots // home.dp_replicate
         if width % home.ep:
@@ -101,7 +106,10 @@ class Meshes:
         return self._build_mesh((REPLICATE, OUTER, EP), ranks)
 
     def _build_mesh(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
-        """The root mesh of ranks (pp, one dim for each axis) at this rank's stage."""
+        """Build the root mesh of ranks (pp, one dim for each axis) at this rank's stage.
+
+        Axes of size 1 are left out, but for those over slots. Every rank makes the groups of all lines along each axis.
+        """
         ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
         dims = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
@@ -115,19 +123,19 @@ class Meshes:
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
 
     def _make_groups_of_axis(self, axis: str, lines: Integers) -> ProcessGroup:
-        """This rank's group along an axis; every rank makes the groups of all lines in one order."""
-        if axis not in self._mine:
+        """Make the groups of all lines along an axis, on every rank in one order; return this rank's."""
+        if axis not in self._axis_groups:
             for line in lines.tolist():
                 group = self._groups.make_group(line, axis)
                 if group is not None:
-                    self._mine[axis] = group
-        return self._mine[axis]
+                    self._axis_groups[axis] = group
+        return self._axis_groups[axis]
 
     def _sort_for_groups(self, ranks: Integers, axes: Sequence[str]) -> Integers:
-        """The ranks (pp, …) so that they ascend along sharded axes: torch orders the members of a group by rank.
+        """Sort the ranks (pp, …) so that they ascend along sharded axes: torch orders the members of a group by rank.
 
-        Which slot holds which shard of a parameter is free, so only slots are sorted. With other axes next to them
-        the order is the home's: it decides who holds which heads or experts.
+        Which slot holds which shard of a parameter is free, so only slots are sorted. With other axes next to them the
+        order is the home's: it decides who holds which heads or experts.
         """
         if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:
             return np.sort(ranks, axis=2)

@@ -62,7 +62,11 @@ class PairRounds:
         return self._reduce_in_rounds(value, self._exchange_objects, combine_values)
 
     def broadcast_object(self, value: T | None, source: int, what: str) -> T | None:
-        """The value of the rank `source`, over the connections of the rounds."""
+        """Return the value of the rank `source` on every rank, over the connections of the rounds.
+
+        A source that is the second of its place gives it to the first. Then, from the largest distance down, each place
+        that has it gives it to the one that differs in a bit; other second members come last.
+        """
         self._begin(what)
         (root, from_second), exchange = self._place_of(self._ranks.index(source)), self._exchange_objects
         in_pair = from_second and root == self._place

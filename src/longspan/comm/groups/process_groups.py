@@ -132,7 +132,7 @@ class ProcessGroups:
         return self._by_ranks.get(tuple(sorted(ranks)))
 
     def parent(self, name: ParentName) -> ProcessGroup:
-        """The group on which point-to-point runs. Raises CommError once the world has been left."""
+        """Return the group on which point-to-point runs. Raises CommError once the world has been left."""
         if name not in self._parents:
             raise CommError("this world has been left; its channels can no longer talk")
         return self._parents[name]
@@ -163,6 +163,7 @@ class ProcessGroups:
 
 
 def _high_priority_options(timeout: timedelta) -> Any:
+    """Return the options of an NCCL group whose kernels run on a stream of high priority."""
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options._timeout = timeout  # else torch warns that it differs from the group's

@@ -50,7 +50,10 @@ class DeviceMoves:
 
 
 def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
-    """The same moves, ready to be carried out on a device; their indices go there in one copy."""
+    """Return the same moves, ready to be carried out on a device; their indices go there in one copy.
+
+    Indices that follow each other become slices. `direct`: rows arrive in the target's order, and need no pool.
+    """
     arriving = sum(moves.receives)
     pool_rows = arriving + len(moves.stays)
     direct = arriving > 0 and np.array_equal(moves.places, np.arange(pool_rows))
@@ -80,7 +83,7 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
 
 
 def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Integers]:
-    """The indices of DeviceMoves by its names, without the pairs."""
+    """Return the indices of DeviceMoves by the names of its fields, without the pairs."""
     none = moves.places[:0]
     local, arrived = (none, none) if direct else _direct_indices(moves, arriving)
     from_pool = not direct and not len(arrived) and arriving + len(moves.stays) > 0
@@ -189,7 +192,7 @@ def _set_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
 
 
 def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
-    """x with the gradients of a row's second, third, … use here added to that of its first."""
+    """Return x with the gradients of a row's second and further uses here added to that of its first use."""
     if moves.widened:
         x = wide(x)
     if moves.folds:

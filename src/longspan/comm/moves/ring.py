@@ -32,7 +32,7 @@ class RingBlocks:
     """
 
     def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
-        self._channel, self._counts, self._what = channel, tuple(counts), what
+        self._channel, self._counts, self._label = channel, tuple(counts), what
         self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)
         self._spare: list[Tensor] = []
@@ -44,24 +44,24 @@ class RingBlocks:
         The next block travels while the caller computes with the last one.
         """
         degree, me = self._channel.degree, self._channel.index
-        buffer = packed = first = torch.cat([t.flatten(1) for t in self._tensors], 1)
+        buffer = packed = own_matrix = torch.cat([t.flatten(1) for t in self._tensors], 1)
         block = self._tensors
         for step in range(degree):
             owner = (me - step) % degree
             if step + 1 == degree:
                 yield owner, block
                 return
-            arriving = self._take_buffer(first)
-            following = arriving[: self._counts[(owner - 1) % degree]]
-            handle = self._channel.shift(packed, following, self._what)
+            arriving = self._take_buffer(own_matrix)
+            next_matrix = arriving[: self._counts[(owner - 1) % degree]]
+            handle = self._channel.shift(packed, next_matrix, self._label)
             yield owner, block
             handle.wait()
-            if buffer is not first:
+            if buffer is not own_matrix:
                 self._spare.append(buffer)
-            buffer, packed, block = arriving, following, split_columns(following, self._row_shapes)
+            buffer, packed, block = arriving, next_matrix, split_columns(next_matrix, self._row_shapes)
 
     def _take_buffer(self, like: Tensor) -> Tensor:
-        """A buffer that is not being read: a spare one, or a new one of the largest block's size."""
+        """Return a buffer that is not being read: a spare one, or a new one of the largest block's size."""
         if self._spare:
             return self._spare.pop()
         self._live += 1
@@ -105,7 +105,7 @@ class GradientRing:
         add: AddInPlace,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._channel, self._counts, self._what, self._add = channel, tuple(counts), what, add
+        self._channel, self._counts, self._label, self._add = channel, tuple(counts), what, add
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
         self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
@@ -118,7 +118,7 @@ class GradientRing:
         total = self._add_to_sum(owner, addends)
         self._step += 1
         arriving = self._buffer((owner - 1) % self._channel.degree)
-        self._handle = self._channel.shift(total, arriving, self._what)
+        self._handle = self._channel.shift(total, arriving, self._label)
 
     def finish(self, addends: Sequence[Addend]) -> Block:
         """The sum over all members of the gradient of one's own block, each (counts[index], …)."""
@@ -126,7 +126,7 @@ class GradientRing:
         return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 
     def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
-        """The sum so far of the owner's block, where others were before, and this member's addends."""
+        """Return the sum of the owner's block so far: what arrived, plus this member's addends."""
         total, fresh = self._buffer(owner), self._handle is None
         if self._handle is not None:
             self._handle.wait()
@@ -143,7 +143,7 @@ def covers(rows: slice | Tensor, count: int) -> bool:
 
 
 def split_columns(matrix: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """The columns of a matrix as views (rows, *shape), one for each shape.
+    """Return the columns of a matrix as views (rows, *shape), one for each shape.
 
     It takes the host a quarter of the time of `split` and `unflatten`, and a ring asks for it at each step.
     """

@@ -74,7 +74,7 @@ class RowExchange:
             "partial_over_slots": [tuple(members) for members in slots],
             "identical": None,
         }
-        self._there, self._back = _find_moves(exchange, channel, gradient != "none", groups.get(gradient))
+        self._moves_there, self._moves_back = _find_moves(exchange, channel, gradient != "none", groups.get(gradient))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Exchange x, this member's rows of `have`, for its rows of `need`; entered by all members."""
@@ -82,8 +82,8 @@ class RowExchange:
             raise LayoutError(
                 f"{x.shape[0]} rows were given, this member has {self._rows}; pass them in the order of `have`"
             )
-        if self._back is None or not x.is_floating_point() or not torch.is_grad_enabled():
-            return carry_rows(x.detach(), self._there, self.channel, "row exchange")
+        if self._moves_back is None or not x.is_floating_point() or not torch.is_grad_enabled():
+            return carry_rows(x.detach(), self._moves_there, self.channel, "row exchange")
         # The anchor makes every member enter backward, also one whose own rows need no gradient.
         anchor = x.new_empty(0, requires_grad=True)
         return _ExchangeRows.apply(x, anchor, self)  # pyright: ignore[reportReturnType]
@@ -91,25 +91,28 @@ class RowExchange:
     @property
     def received_rows(self) -> tuple[int, int]:
         """How many rows arrive here from other members, forward and backward."""
-        return sum(self._there.receives), sum(self._back.receives) if self._back is not None else 0
+        return sum(self._moves_there.receives), sum(self._moves_back.receives) if self._moves_back is not None else 0
 
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of this member's rows of `have` from that of its rows of `need`."""
-        assert self._back is not None
-        return carry_rows(gradient.detach(), self._back, self.channel, "row gradients")
+        assert self._moves_back is not None
+        return carry_rows(gradient.detach(), self._moves_back, self.channel, "row gradients")
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:
         ctx.move, ctx.shape = move, anchor.shape
-        return carry_rows(x.detach(), move._there, move.channel, "row exchange")
+        return carry_rows(x.detach(), move._moves_there, move.channel, "row exchange")
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, None]:
+        """Return the gradient of x, carried back to the ranks that have its rows, and zeros for the tensor that asks
+        for it.
+        """
         gradient = ctx.move.back(gradients[0])
         return gradient, gradient.new_zeros(ctx.shape), None
 
@@ -120,7 +123,7 @@ def forget_moves() -> None:
 
 
 def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
-    """The moves of an exchange there and, where anything flows back, back; remembered by their layout."""
+    """Return the moves of an exchange there and, where gradients flow back, those back; remembered by layout."""
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
     with _remembering:
         moves = _remembered.setdefault(channel, OrderedDict()).pop(key, None)

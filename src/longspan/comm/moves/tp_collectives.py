@@ -40,7 +40,7 @@ def tp_copy(x: Tensor, world_key: int) -> Tensor:
 
 @outside_graphs
 def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
-    """As `tp_copy`, for a parameter: a gradient in half precision is summed in float32 and rounded once."""
+    """Copy as `tp_copy` does, a parameter: a gradient in half precision is summed in float32 and rounded once."""
     if not torch.is_grad_enabled():
         return x
 
@@ -77,8 +77,8 @@ def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
     """Join every rank's rows of a parameter; a partial gradient is summed as in `tp_copy_parameter`."""
 
     def backward(gradient: Tensor) -> Tensor:
-        part = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters' gradients over tp")
-        return part.to(gradient.dtype)
+        rows_gradient = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters' gradients over tp")
+        return rows_gradient.to(gradient.dtype)
 
     return _apply(x, lambda x: _all_gather(x, world_key, 0, "gather of parameters over tp"), backward)
 
@@ -146,10 +146,10 @@ def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
-    part = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
-    flat, into = x.view(-1), part.view(-1)
+    sum_slice = x.new_empty((*x.shape[:dim], x.shape[dim] // tp.degree, *x.shape[dim + 1 :]))
+    flat, into = x.view(-1), sum_slice.view(-1)
     _run_collective(tp, what, lambda group: _reduce_scatter_single(into, flat, group=group, async_op=True), into)
-    return part
+    return sum_slice
 
 
 def _slice(x: Tensor, world_key: int, dim: int) -> Tensor:

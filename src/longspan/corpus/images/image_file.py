@@ -68,7 +68,7 @@ class ImageFile(NamedTuple):
         return file_stamp(self.path)
 
     def _has_end(self, kind: str) -> bool:
-        """Whether the file ends as complete ones of its kind do; true for kinds without an end mark."""
+        """Return whether the file ends as complete ones of its kind do; true for kinds without an end mark."""
         if kind not in _ENDS:
             return True
         with Path(self.path).open("rb") if self.path else io.BytesIO(self.data) as file:
@@ -115,7 +115,7 @@ class ImageFile(NamedTuple):
             )
 
     def _too_large(self, pixels: int, most: int) -> DataError:
-        """The error of an image with too many pixels."""
+        """Return the error of an image with too many pixels."""
         return DataError(
             f"{self._name} has {pixels:,} pixels, and at most {most:,} are read, as one with more fills the memory; "
             "store it with fewer: processors make a large image smaller"
@@ -128,7 +128,7 @@ class ImageFile(NamedTuple):
 
 def shorten_path(path: str) -> str:
     """Return a path for messages: both ends of a long one, and no character that steers a terminal."""
-    path = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in path)
+    path = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in path)
     if len(path) <= 2 * _SHOWN:
         return path
     return f"{path[:_SHOWN]}…{path[-_SHOWN:]} ({len(path):,} characters)"
@@ -143,7 +143,7 @@ def _orientation(image: Any) -> int:
 
 @lru_cache(maxsize=1)
 def _readable_formats() -> tuple[str, ...]:
-    """FORMATS that this Pillow has a reader for."""
+    """Return FORMATS that this Pillow has a reader for."""
     pil: Any = import_pillow()
     pil.init()
     return tuple(name for name in FORMATS if name in pil.OPEN)

@@ -68,8 +68,11 @@ class Processor:
 
     @cached_property
     def placeholder(self) -> int:
-        """The token id whose places take the rows of images; it need not be the id of `token`."""
-        ids = (getattr(part, "image_token_id", None) for part in (self.stock.tokenizer, self.stock))
+        """Return the token id whose places take the rows of images; it need not be the id of `token`.
+
+        It is the one that the processor names if it writes that, else the one that it writes most often.
+        """
+        ids = (getattr(component, "image_token_id", None) for component in (self.stock.tokenizer, self.stock))
         known_id = next((int(i) for i in ids if i is not None), None)
         written: list[int] = self.stock.tokenizer(self.text(_SMALL), add_special_tokens=False)["input_ids"]
         return known_id if known_id is not None and known_id in written else Counter(written).most_common(1)[0][0]
@@ -129,7 +132,7 @@ class Processor:
 
     @cached_property
     def all_alike(self) -> bool:
-        """Whether images of every size take the same placeholders."""
+        """Return whether images of every size take the same placeholders."""
         try:
             counts = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
         except Exception:  # some processors have none, or one that does not run
@@ -145,7 +148,10 @@ class Processor:
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
-        """Compute the grid by the processor's `smart_resize`; None if its own count of patches differs."""
+        """Compute the grid by the processor's `smart_resize`; None if its own count of patches differs.
+
+        Sides become multiples of a merged patch, within the processor's bounds of pixels.
+        """
         processor: Any = self.stock.image_processor
         resize: Callable[..., Size] | None = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
         if resize is None or not processor.do_resize:
@@ -156,7 +162,7 @@ class Processor:
         return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
 
     def _text_of_blank(self, size: Size, grid: Grid | None, several: bool) -> str:
-        """What the processor writes for an image of this size: by its grid, or else for a blank image."""
+        """Return what the processor writes for an image of this size: by its grid, or else for a blank image."""
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
@@ -213,6 +219,7 @@ def argument_names(image: ImageInput) -> list[str]:
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
+    """Return a value of a processor's output as a tensor. Raises DataError for what is none."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -223,7 +223,7 @@ class VideoProcessor:
         return torch.stack(patches, 2).flatten(1)
 
     def _frame_patches(self, frame: Any, grid: Grid) -> "Tensor":
-        """Return the patches (h · w, C, p²) of one frame."""
+        """Return the patches (h · w, C, p²) of one frame, which is resized here, to the size of the grid."""
         patch = int(self.settings["patch_size"])
         if self.settings["do_resize"]:
             frame = frame.resize((grid[2] * patch, grid[1] * patch), resample=self.settings["resample"])
@@ -233,7 +233,11 @@ class VideoProcessor:
         return pixels.view(len(pixels), -1, patch**2)
 
     def _sides_of_frames(self, frames: int, size: Size, factor: int) -> Size:
-        """Return the height and width of frames by the class's formula and bounds."""
+        """Return the height and width of frames by the class's formula and bounds.
+
+        Where pixels of a frame are capped, a video shares its tokens out over its frames, and each keeps a little more
+        than the least. Qwen2-VL bounds a frame, later classes the whole video.
+        """
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
         fewest_pixels, most_pixels = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]
         capped, tokens = self.settings["cap_pixels_per_frame"], self.settings["max_video_tokens"]

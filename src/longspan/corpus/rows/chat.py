@@ -107,10 +107,10 @@ class ChatEncoding:
             counts = {
                 name: (names.count(name), harmless_names.count(name)) for name in sorted({*names, *harmless_names})
             }
-            others = ", ".join(f"{a} {name} in place of {b}" for name, (a, b) in counts.items() if a != b)
+            changes = ", ".join(f"{a} {name} in place of {b}" for name, (a, b) in counts.items() if a != b)
             raise RowError(
                 "what its texts say changes the special tokens of the chat, such as those that end turns: it has "
-                f"{others or 'them in another order'}; leave out the characters in its texts that make them together, "
+                f"{changes or 'them in another order'}; leave out the characters in its texts that make them together, "
                 "or let these be special tokens with data.parse_special_tokens = true"
             )
 
@@ -123,6 +123,9 @@ class ChatEncoding:
 
     @cached_property
     def _with_tools(self) -> TurnTokens:
+        """Return the tokens between turns of conversations with tools, or those without where the template refuses
+        them.
+        """
         try:  # a template may write tools at a place that this conversation lacks
             return turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:

@@ -42,7 +42,10 @@ from longspan.errors import DataError
 
 
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
-    """Encode texts with the tokens that the tokenizer puts around them; every token is a target."""
+    """Encode texts with the tokens that the tokenizer puts around them; every token is a target.
+
+    Short texts are encoded together, at the end; a long one by itself, as it may turn out a bad row.
+    """
     texts, results = list[str](), list[BadRow | npt.NDArray[np.int64] | None]()
     for row in rows:
         try:
@@ -109,6 +112,7 @@ def _check_one_document(values: Mapping[str, Any], length: int) -> None:
 
 
 def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
+    """Read a mask of zeros and ones, one for each of so many tokens, as booleans. Raises RowError for other values."""
     mask = _check_length(_read_integers(values, name), name, length)
     if bad := [int(value) for value in mask if value not in (0, 1)]:
         raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
@@ -183,7 +187,7 @@ class RowEncoding:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decides the tokens of a row."""
+        """Return SHA-256 of everything that decides the tokens of a row."""
         tokenizer = (self.tokenizer.digest, self.tokenizer.opening, self.tokenizer.closing)
         template: tuple[Any, ...] = ()
         if self.kind in ("messages", "prompt+completion"):
@@ -201,7 +205,7 @@ class RowEncoding:
 
     @cached_property
     def images(self) -> RowImages | None:
-        """Makes placeholders of images; None if the tokenizer's folder has no image processor."""
+        """Return what makes placeholders of images; None if the tokenizer's folder has no image processor."""
         if not has_processor(self.tokenizer.folder):
             return None
         template = None

@@ -177,9 +177,9 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
             f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
             "word is in the text; mark it in the template with {% generation %}"
         )
-    if others := conversation.messages_in(start, end) - {turn.message}:
+    if intruders := conversation.messages_in(start, end) - {turn.message}:
         raise RowError(
-            f"its chat template writes messages[{min(others)}] into {name}, so that it would be learnt as what the "
+            f"its chat template writes messages[{min(intruders)}] into {name}, so that it would be learnt as what the "
             "assistant says; give its texts and its calls as messages of their own"
         )
     for token in tokens.any_token.finditer(conversation.text, start, end) if tokens.any_token else ():
@@ -212,7 +212,10 @@ def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
 
 
 def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Turn) -> int | None:
-    """Find where the messages before a turn end as they do in a prompt, from the last words of their last text on."""
+    """Find where the messages before a turn end as they do in a prompt, from the last words of their last text on.
+
+    The prompt of an answer is rendered, and the longest end of it that stands there in the text ends the question.
+    """
     try:
         prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
     except RowError:  # a conversation that begins with the assistant
@@ -243,16 +246,20 @@ def longest_overlap(text: str, other: str) -> int:
 def locate_ends(
     fields: Sequence[Field], messages: Sequence[Message], text: str, render: Render
 ) -> list[tuple[int, ...]]:
-    """Find the ends of each text in the rendering, in characters; empty for a text that is not in it."""
+    """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
+
+    All texts are marked in one rendering; where that fails, without blank ones, and then each in a rendering of its
+    own.
+    """
     marks = _make_marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]
     written = [k for k in texts if not fields[k].blank]
     places = _locate_marks(messages, {marks[k]: fields[k] for k in texts}, text, render)
     if places is None and len(written) < len(texts):
         places = _locate_marks(messages, {marks[k]: fields[k] for k in written}, text, render)
-    single = [k for k, field in enumerate(fields) if field.added or (places is None and not field.blank)]
+    marked_alone = [k for k, field in enumerate(fields) if field.added or (places is None and not field.blank)]
     places = places or {}
-    for k in single:
+    for k in marked_alone:
         rendered = render(_add_mark(messages, fields[k], marks[k]))
         places[marks[k]] = _locate_mark(rendered, marks[k], text, fields[k])
     return [tuple(places.get(mark, ())) for mark in marks]

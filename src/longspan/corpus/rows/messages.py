@@ -156,7 +156,7 @@ def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
-    """The field of a call that is rendered last: its last argument, its arguments, or its name."""
+    """Return the field of a call that is rendered last: its last argument, its arguments, or its name."""
     path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
         path, call = (*path, "function"), call["function"]

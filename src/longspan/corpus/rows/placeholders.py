@@ -70,7 +70,7 @@ class RowImages:
 
     @property
     def digest(self) -> tuple[str, ...]:
-        """What decides placeholders in addition to the tokenizer: the files of the processor, and the template."""
+        """Return what decides placeholders in addition to the tokenizer: the processor's files, and the template."""
         assert self.tokenizer.folder is not None
         return (
             _RULES,
@@ -80,7 +80,7 @@ class RowImages:
 
     @cached_property
     def marks(self) -> dict[str, str]:
-        """The text for an image, and for a video, by kind."""
+        """Return the text for an image, and for a video, by kind."""
         return {
             kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(("image", "video")).items()
         }
@@ -106,7 +106,10 @@ class RowImages:
         return tokens
 
     def expand(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
-        """Replace placeholders in a text by what the processor writes for these images and videos."""
+        """Replace placeholders in a text by what the processor writes for these images and videos.
+
+        `spans` of the text, in characters, move with what is written before them.
+        """
         tokens = self._processor_tokens(["video"] if media.videos else [])
         if media.videos:
             _ = self._videos
@@ -122,10 +125,14 @@ class RowImages:
         items = tuple(self._process_size(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
         sizes = [len(token) for token in marks]
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
-        grown = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(items, sizes, strict=True))])
-        moved = tuple((int(a + grown[(starts < a).sum()]), int(b + grown[(starts < b).sum()])) for a, b in spans)
+        grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(items, sizes, strict=True))])
+        moved_spans = tuple(
+            (int(a + grown_before[(starts < a).sum()]), int(b + grown_before[(starts < b).sum()])) for a, b in spans
+        )
         texts = (*(medium.text for medium in items), "")
-        return Expanded("".join(piece + medium for piece, medium in zip(pieces, texts, strict=True)), items, moved)
+        return Expanded(
+            "".join(piece + medium for piece, medium in zip(pieces, texts, strict=True)), items, moved_spans
+        )
 
     def with_images(self, sample: Sample, expanded: Expanded) -> Sample:
         """Return a sample of an expanded text with its images; placeholders are no targets."""
@@ -157,6 +164,7 @@ class RowImages:
 
     @property
     def _videos(self) -> VideoProcessor:
+        """Return the processor of videos. Raises RowError where the folder has none that is known."""
         try:
             return self.processor.videos
         except DataError as error:
@@ -175,11 +183,17 @@ class RowImages:
                 f"tokenizer of {self.tokenizer.folder} must agree, and its texts hold none of their own"
             )
         parts = np.split(places, np.cumsum(counts)[:-1]) if counts else []
-        for number, (part, medium) in enumerate(zip(parts, shown, strict=True)):
+        for number, (medium_places, medium) in enumerate(zip(parts, shown, strict=True)):
             if isinstance(medium.file, VideoFile):
-                yield from self._frame_groups(number, part, medium.file, medium.grid or (0, 0, 0))
+                yield from self._frame_groups(number, medium_places, medium.file, medium.grid or (0, 0, 0))
             else:
-                at = int(part[0]), int(part[-1]) + 1, len(part), medium.grid or (0, 0, 0), number
+                at = (
+                    int(medium_places[0]),
+                    int(medium_places[-1]) + 1,
+                    len(medium_places),
+                    medium.grid or (0, 0, 0),
+                    number,
+                )
                 yield SampleImage(*at, medium.file.path, *medium.file.stamp(), len(shown))
 
     def _frame_groups(
@@ -192,9 +206,9 @@ class RowImages:
                 f"videos[{number}] has {plural(len(places), 'placeholder')} for {groups} groups of frames; the "
                 f"processor of {self.tokenizer.folder} must write as many for each"
             )
-        for group, part in enumerate(np.split(places, groups)):
+        for group, group_places in enumerate(np.split(places, groups)):
             frames = video.frames[group * size : (group + 1) * size]
-            at = int(part[0]), int(part[-1]) + 1, len(part), (1, height, width), number
+            at = int(group_places[0]), int(group_places[-1]) + 1, len(group_places), (1, height, width), number
             yield SampleImage(
                 *at,
                 join_paths([frame.path for frame in frames]),
@@ -204,7 +218,7 @@ class RowImages:
             )
 
     def _process_size(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
-        """What the processor writes for one image or video, by its size."""
+        """Return what the processor writes for one image or video, by its size."""
         try:
             if isinstance(file, VideoFile):
                 grid = self._videos.grid(len(file.frames), file.size())

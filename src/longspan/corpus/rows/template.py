@@ -66,7 +66,10 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, day: str) -> "ChatTemplate":
-        """The templates of a tokenizer's folder, on a `day` as "26 Jul 2024". Raises DataError if it has none."""
+        """Return the templates of a tokenizer's folder, on a `day` as "26 Jul 2024".
+
+        Raises DataError if it has none.
+        """
         try:
             datetime.strptime(day, _DAY_FORMAT)
         except ValueError as error:
@@ -117,9 +120,13 @@ class ChatTemplate:
         """
         words_text, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
         contents = words_text, text([words_text]), text(_WORDS)
-        whole, part, parts = ("".join(self._render_content(role, content, tools).split()) for content in contents)
-        reads = all(word in parts for word in _WORDS) and (parts == whole or words_text not in whole)
-        return _Contents(text=words_text in whole or words_text not in part, parts=reads)
+        as_text, one_part, several_parts = (
+            "".join(self._render_content(role, content, tools).split()) for content in contents
+        )
+        reads = all(word in several_parts for word in _WORDS) and (
+            several_parts == as_text or words_text not in as_text
+        )
+        return _Contents(text=words_text in as_text or words_text not in one_part, parts=reads)
 
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
         """Render a conversation with a message of this role and content; empty if the template refuses it."""
@@ -189,7 +196,7 @@ def _date_variables(template: str, day: str) -> dict[str, Any]:
     """Return the variables for templates that write the day."""
     today = datetime.strptime(day, _DAY_FORMAT)
     formats = {match["format"] for match in _DATES.finditer(template)}
-    return {"date_string": day, "longspan_dates": {f: today.strftime(f) for f in formats}}
+    return {"date_string": day, "longspan_dates": {date_format: today.strftime(date_format) for date_format in formats}}
 
 
 def _generation_ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:

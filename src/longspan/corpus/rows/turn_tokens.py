@@ -43,10 +43,17 @@ class TurnTokens:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """The characters with which a text can form a token: first and last ones of tokens, and all of their characters
-        except letters, digits and blanks."""
+        """Return the pattern of characters with which a text can form a token.
+
+        They are the first and last ones of tokens, and all of their characters except letters, digits and blanks.
+        """
         names = self.ends | self.headers | self.special
-        characters = {c for name in names for i, c in enumerate(name) if i in (0, len(name) - 1) or not _is_word(c)}
+        characters = {
+            character
+            for name in names
+            for i, character in enumerate(name)
+            if i in (0, len(name) - 1) or not _is_word(character)
+        }
         return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else "(?!)")
 
     @cached_property
@@ -99,7 +106,12 @@ class TurnTokens:
 
 
 def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tokenizer) -> TurnTokens:
-    """Read off the tokens between turns of a template. Raises RowError if it cannot render a plain conversation."""
+    """Read off the tokens between turns of a template. Raises RowError if it cannot render a plain conversation.
+
+    A conversation of four turns, each a word that nothing else contains, is rendered: what stands between the second
+    and the third word are the end of an answer and the header of a question, and what stands after the last word ends
+    the text.
+    """
     added = engine.get_added_tokens_decoder().values()
     special, ordinary = (frozenset(t.content for t in added if t.special == kind) for kind in (True, False))
     tokens = any_of_pattern(special | ordinary)

@@ -61,10 +61,10 @@ class Recipe:
 
     @cached_property
     def key(self) -> str:
-        """SHA-256 of everything that decides the documents; equal files give equal keys wherever they are."""
+        """Return the SHA-256 of all that decides the documents; equal files give equal keys wherever they are."""
         digests = [encoding.digest for encoding in self.encodings]
-        others = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
-        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *others]).encode())
+        further_settings = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
+        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *further_settings]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
             if self.images:  # relative paths of images begin there
@@ -83,7 +83,7 @@ class Recipe:
 
     @property
     def encoder(self) -> DocumentEncoder:
-        """The encoder of rows, for any process."""
+        """Return the encoder of rows, for any process."""
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         return DocumentEncoder(
             self.encodings, self.longest, "<u2" if fits_uint16 and self.stored else "<u4", self.skip_bad
@@ -91,7 +91,7 @@ class Recipe:
 
     @property
     def processes(self) -> int:
-        """How many processes encode: one if it is done before others would have started."""
+        """Return how many processes encode: one if it is done before others would have started."""
         size = sum(source.bytes for source in self.sources)
         small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
         small_bytes = min(small_bytes, _WITH_PIXELS_BYTES) if self.checks_pixels else small_bytes
@@ -119,7 +119,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     manifest = writer.manifest()
     _check_unchanged(recipe)
     if not manifest.documents:
-        raise DataError(_no_documents_error(recipe, manifest))
+        raise DataError(_no_documents_text(recipe, manifest))
     SourceLines.write(folder, recipe.sources)
     (folder / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -221,17 +221,17 @@ class _Progress:
 
     def __init__(self, recipe: Recipe, log: LogLine) -> None:
         self._log, self._sizes = log, [source.bytes for source in recipe.sources]
-        self._total, self._file, self._before = sum(self._sizes), 0, 0
+        self._total, self._file, self._bytes_before = sum(self._sizes), 0, 0
         self._began = self._last_line = time.monotonic()
         self._read = 0
 
     def announce_long(self, batches: Iterable[list[FileChunk]]) -> Iterator[list[FileChunk]]:
         """Yield batches; before one that takes long, as a row of it is long, a line says so."""
         for batch in batches:
-            longest = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))
-            if (size := len(longest.data)) > _LONG_BYTES:
+            longest_chunk = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))
+            if (size := len(longest_chunk.data)) > _LONG_BYTES:
                 self._log(
-                    f"tokenizing {size / 1e6:,.0f} MB of {longest.name} in one piece, which takes a while and "
+                    f"tokenizing {size / 1e6:,.0f} MB of {longest_chunk.name} in one piece, which takes a while and "
                     "memory: its rows are long"
                 )
             yield batch
@@ -240,9 +240,9 @@ class _Progress:
         """Log the progress after this batch, if some seconds have passed."""
         last = batch[-1]
         while self._file < last.file:
-            self._before += self._sizes[self._file]
+            self._bytes_before += self._sizes[self._file]
             self._file += 1
-        self._read = self._before + last.chunk.end
+        self._read = self._bytes_before + last.chunk.end
         if time.monotonic() - self._last_line > _NEWS_SECONDS:
             self._last_line = time.monotonic()
             seconds_left = (self._last_line - self._began) * (self._total - self._read) / max(self._read, 1)
@@ -287,7 +287,7 @@ def _check_unchanged(recipe: Recipe) -> None:
             raise DataError(f"{file.name} of the corpus ({file.path}) changed while it was read; start again")
 
 
-def _no_documents_error(recipe: Recipe, manifest: Manifest) -> str:
+def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
     """Describe why a corpus has no document, as an error's message."""
     skipped, left_out = len(manifest.skipped), manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"

@@ -107,7 +107,7 @@ class _BatchDocuments:
     def __init__(self, encoder: DocumentEncoder) -> None:
         self._encoder = encoder
         self._ids, self._codes = list[npt.NDArray[Any]](), list[npt.NDArray[Any] | None]()
-        self._each = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, start
+        self._facts = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, start
         self._images = list[PlacedImage]()
         self._notes = Notes()
 
@@ -126,40 +126,46 @@ class _BatchDocuments:
             texts = (row.values.get("text") for row in rows)
             self._notes.special.update(encoding.tokenizer.count_special(t for t in texts if isinstance(t, str)))
         self._notes.names_as_text.update(encoding.names_as_text(rows))
-        previous, start = -1, 0
+        previous_row, start = -1, 0
         for sample in encoding.encode(rows):
             if isinstance(sample, BadRow):
                 self.add_bad(sample)
                 continue
-            start = start if sample.row == previous else 0
-            previous = sample.row
+            start = start if sample.row == previous_row else 0
+            previous_row = sample.row
             self._notes.left_out.update(sample.unseen._asdict())
             self._add_sample(sample, places[sample.row], start, rows[sample.row].where)
             start += len(sample.ids)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], start: int, where: str) -> None:
-        """Add the documents of a sample; its tokens are the row's tokens from `start` on."""
+        """Add the documents of a sample; its tokens are the row's tokens from `start` on.
+
+        Ids that the type of numbers cannot hold, and images longer than a document, make the row a bad one. Long
+        samples are cut outside of images, which move to their places in the documents.
+        """
         ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
         limit = np.iinfo(self._encoder.dtype).max
         if ids.size and not (ids.min() >= 0 and ids.max() <= limit):
             self.add_bad(BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {limit}"))
             return
         uncut = [(image.start, image.stop) for image in sample.images]
-        longest = self._encoder.longest
-        if longest and (largest_span := max((stop - start for start, stop in uncut), default=0)) > longest:
-            limit = f"max_document_tokens is {longest}, and an image is not cut; raise it, or set it to 0"
+        most_tokens = self._encoder.longest
+        if most_tokens and (largest_span := max((stop - start for start, stop in uncut), default=0)) > most_tokens:
+            limit = f"max_document_tokens is {most_tokens}, and an image is not cut; raise it, or set it to 0"
             self.add_bad(BadRow(where, f"an image takes {largest_span} tokens: {limit}"))
             return
-        for part in cut_row(len(ids), codes, longest, self._notes.left_out, uncut):
-            inside = (image for image in sample.images if part.start <= image.start < part.stop)
-            self._images += (PlacedImage(len(self._each), _shift(image, -part.start), place[1]) for image in inside)
-            code = None if codes is None else codes[part].copy()
+        for document_rows in cut_row(len(ids), codes, most_tokens, self._notes.left_out, uncut):
+            inside = (image for image in sample.images if document_rows.start <= image.start < document_rows.stop)
+            self._images += (
+                PlacedImage(len(self._facts), _shift(image, -document_rows.start), place[1]) for image in inside
+            )
+            code = None if codes is None else codes[document_rows].copy()
             if code is not None:
                 code[0] = OWN_TOKEN  # the first token is never predicted
-            targets = len(ids[part]) - 1 if code is None else int((code[1:] != NOTHING).sum())
-            self._ids.append(ids[part])
+            targets = len(ids[document_rows]) - 1 if code is None else int((code[1:] != NOTHING).sum())
+            self._ids.append(ids[document_rows])
             self._codes.append(code)
-            self._each.append((len(ids[part]), targets, *place, start + part.start))
+            self._facts.append((len(ids[document_rows]), targets, *place, start + document_rows.start))
 
     def add_bad(self, row: BadRow) -> None:
         """Count a row that gives no document. Raises DataError if that is an error."""
@@ -180,7 +186,7 @@ class _BatchDocuments:
             codes = np.concatenate([np.zeros(len(ids), np.int64) if code is None else code for code, ids in pairs])
             codes = codes.astype(np.uint8 if codes.max() < OTHER_TOKEN else np.int32)
         ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
-        table = np.array(self._each, dtype=np.int64).reshape(-1, 5)
+        table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         lengths, targets, files, positions, starts = (column.copy() for column in table.T)
         return Encoded(ids, codes, lengths, targets, files, positions, starts, self._notes, self._images)
 
@@ -203,18 +209,18 @@ def cut_row(
     `longest`, stays in one part.
     """
     step = longest or max(length, 1)
-    parts = [part for part in _cut_outside_spans(length, step, uncut) if part.stop - part.start >= SHORTEST]
-    lost_tokens = length - sum(part.stop - part.start for part in parts)
+    pieces = [piece for piece in _cut_outside_spans(length, step, uncut) if piece.stop - piece.start >= SHORTEST]
+    lost_tokens = length - sum(piece.stop - piece.start for piece in pieces)
     if codes is not None:
-        with_targets = [part for part in parts if (codes[part][1:] != NOTHING).any()]
-        counts.update(masked_parts=len(parts) - len(with_targets))
-        parts = with_targets
+        with_targets = [piece for piece in pieces if (codes[piece][1:] != NOTHING).any()]
+        counts.update(masked_parts=len(pieces) - len(with_targets))
+        pieces = with_targets
     if length > step:
-        counts.update(cut_texts=1, cut_tokens=length, cut_documents=len(parts))
+        counts.update(cut_texts=1, cut_tokens=length, cut_documents=len(pieces))
     elif length < SHORTEST:
         counts.update(short_texts=1)
     counts.update(lost_tokens=lost_tokens)
-    return parts
+    return pieces
 
 
 def _cut_outside_spans(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:

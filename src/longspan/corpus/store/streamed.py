@@ -68,7 +68,7 @@ class StreamedTokens:
         self._encodings: tuple[RowEncoding, ...] | None = None
         self._files = OrderedDict[int, RowFile]()
         self._rows = OrderedDict[tuple[int, int], EncodedRow]()
-        self._kept = 0
+        self._kept_tokens = 0
 
     def ids(self, document: int, positions: Integers) -> Integers:
         """Return the tokens of a document at these positions."""
@@ -79,15 +79,15 @@ class StreamedTokens:
         return self._read_row(document).codes[positions + int(self._starts[document])]
 
     def _read_row(self, document: int) -> EncodedRow:
-        """The tokens of a document's row; those of the rows used last stay in memory."""
+        """Return the tokens of a document's row; those of the rows used last stay in memory."""
         place = int(self._origins[document]), int(self._positions[document])
         if place in self._rows:
             self._rows.move_to_end(place)
             return self._rows[place]
         row = self._rows[place] = self._encode_row(document, *place)
-        self._kept += len(row.ids)
-        while self._kept > KEPT_TOKENS and len(self._rows) > 1:
-            self._kept -= len(self._rows.popitem(last=False)[1].ids)
+        self._kept_tokens += len(row.ids)
+        while self._kept_tokens > KEPT_TOKENS and len(self._rows) > 1:
+            self._kept_tokens -= len(self._rows.popitem(last=False)[1].ids)
         return row
 
     def _encode_row(self, document: int, file: int, position: int) -> EncodedRow:

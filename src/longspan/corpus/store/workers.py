@@ -20,7 +20,7 @@ Batch = Sequence[FileChunk]
 
 
 def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
-    """Each batch with its documents, in order, encoded by so many processes; by this one if it is one.
+    """Yield each batch with its documents, in order, encoded by so many processes; by this one if it is one.
 
     Raises DataError for a row that gives no document, and if a process ended.
     """

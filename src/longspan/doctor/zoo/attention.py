@@ -21,8 +21,8 @@ def _attention_error(world: World, lengths: Sequence[int], *, causal: bool = Tru
     """Return the worst relative error of attention's output and of the gradients of queries, keys and values."""
     shard = bind(plan_fixed(lengths, world.home, 2).micro_batches[0], world)
     random = torch.Generator().manual_seed(0)
-    whole = [torch.randn(sum(lengths), n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2, 4)]
-    q, k, v, slope = (x.requires_grad_() for x in whole)
+    dense_tensors = [torch.randn(sum(lengths), n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2, 4)]
+    q, k, v, slope = (x.requires_grad_() for x in dense_tensors)
     leaves = (q, k, v)
     out = dense_attention(q, k, v, lengths, causal=causal)
     exact = [out.detach(), *torch.autograd.grad(out, leaves, slope.detach())]
@@ -42,6 +42,7 @@ def _odd_lengths(world: World) -> float:
 
 
 def _sinks_of_a_model(world: World) -> float:
+    """Return the error of a step of a small GPT-OSS, whose attention has sinks, against the dense one."""
     config = tiny_configuration(
         "GptOssConfig",
         num_local_experts=4,

@@ -87,6 +87,7 @@ def dense_answer(config: PreTrainedConfig, documents: Sequence[Document]) -> Ans
 
 
 def _document_log_probs(model: Any, document: Document) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each token of a document that has a label (0 elsewhere), and the logits."""
     ids, labels = torch.from_numpy(document.ids), torch.from_numpy(document.labels())
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     predicted = labels[1:] != NO_TARGET

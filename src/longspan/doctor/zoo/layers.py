@@ -45,22 +45,22 @@ def _states_of_documents(world: World) -> float:
     """Scan packed documents over two ranks, and each of them on its own, step by step."""
     random, rows = torch.Generator().manual_seed(0), sum(_LENGTHS)
     shapes = ((rows, 2, 4), (rows, 2, 4), (rows, 2, 3), (rows, 2, 1), (rows, 2))
-    q, k, v, g, beta = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in shapes)
-    inputs = (q, F.normalize(k, dim=-1), v, -g, beta)
+    q, k, v, log_decays, beta = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in shapes)
+    inputs = (q, F.normalize(k, dim=-1), v, -log_decays, beta)
     borders = np.cumsum((0, *_LENGTHS)).tolist()
     exact = torch.cat([_scan_document([x[a:b] for x in inputs]) for a, b in pairwise(borders)])
     shard = bind(plan_fixed(_LENGTHS, world.home, 2).micro_batches[0], world)
-    q, k, v, g, beta = (shard.scatter(x) for x in inputs)
-    out = linear_scan(q, k, v, g, beta, shard)
+    q, k, v, log_decays, beta = (shard.scatter(x) for x in inputs)
+    out = linear_scan(q, k, v, log_decays, beta, shard)
     return tensor_error(out, shard.scatter(exact))
 
 
 def _scan_document(inputs: Sequence[Tensor]) -> Tensor:
     """Run the gated delta rule over one document's q, k, v, g and beta: (n, H, V)."""
-    q, k, v, g, beta = inputs
+    q, k, v, log_decays, beta = inputs
     state, outs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), list[Tensor]()
     for t in range(len(q)):
-        state = state * g[t].exp().unsqueeze(-1)
+        state = state * log_decays[t].exp().unsqueeze(-1)
         change = beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
         state = state + torch.einsum("hk,hv->hkv", k[t], change)
         outs.append(torch.einsum("hk,hkv->hv", q[t], state))
@@ -116,7 +116,7 @@ def _depths_with_uneven_masks(world: World) -> float:
 
 def _formulas_of_norms(world: World) -> float:
     """Compare the formulas that norms of two families run by with the norms' own code, weights far from 1."""
-    worst = 0.0
+    worst_error = 0.0
     for name in ("GemmaConfig", "Qwen3Config"):
         model = make_tiny_model(tiny_configuration(name), torch.float32)
         fuse_norms(model)
@@ -127,9 +127,9 @@ def _formulas_of_norms(world: World) -> float:
             weight: Any = norm.weight.detach().double()  # pyright: ignore[reportCallIssue]
             eps = next(float(getattr(norm, key)) for key in ("variance_epsilon", "eps") if hasattr(norm, key))
             exact = type(norm).forward(norm.double(), x)  # pyright: ignore[reportArgumentType]
-            worst = max(worst, _error_above_rounding(formula(x, weight, eps), exact))
-        worst = worst if fused else float("inf")
-    return worst
+            worst_error = max(worst_error, _error_above_rounding(formula(x, weight, eps), exact))
+        worst_error = worst_error if fused else float("inf")
+    return worst_error
 
 
 def _error_above_rounding(result: Tensor, exact: Tensor) -> float:

@@ -56,15 +56,18 @@ def _one_epoch(world: World) -> float:
 
 
 def _order_after_resuming(world: World) -> float:
-    """Count steps that a resumed run takes with other documents, and epochs that repeat the first one's order."""
+    """Count steps that a resumed run takes with other documents, and epochs that repeat the first one's order.
+
+    A run is resumed before each step: its order is pickled and read again.
+    """
     order = _make_order()
     steps = order.steps_of_epochs(3.0)
-    whole = [order.documents_of_step(step) for step in range(steps)]
+    documents_of_steps = [order.documents_of_step(step) for step in range(steps)]
     resumed = [pickle.loads(pickle.dumps(_make_order())).documents_of_step(step) for step in range(steps)]
     epoch = 60 - len(order.evaluation)
-    stream = [document for step in whole for document in step]
+    stream = [document for step in documents_of_steps for document in step]
     repeated = sum(stream[:epoch] == stream[i * epoch : (i + 1) * epoch] for i in (1, 2))
-    return float(sum(a != b for a, b in zip(whole, resumed, strict=True)) + repeated)
+    return float(sum(a != b for a, b in zip(documents_of_steps, resumed, strict=True)) + repeated)
 
 
 def _newest_checkpoint(world: World) -> float:

@@ -46,6 +46,7 @@ def _packed_batch(world: World) -> float:
 
 
 def _evaluation_at_both_degrees(world: World) -> float:
+    """Return the worst error of an evaluation's loss at cp 1 and at cp 2, against the dense model's."""
     config, documents = tiny_configuration(), draw_documents()
     exact = dense_answer(config, documents).loss
     with whole_float64():
@@ -55,6 +56,7 @@ def _evaluation_at_both_degrees(world: World) -> float:
 
 
 def _evaluation_of_uneven_documents(world: World) -> float:
+    """Return the error of an evaluation's loss over documents of unequal lengths and masks, against a dense one."""
     config, documents = tiny_configuration(), draw_documents((3, 40, 5), mask=lambda d, p: d != 1 or p > 30)
     exact = dense_answer(config, documents).loss
     with whole_float64():

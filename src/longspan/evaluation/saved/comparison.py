@@ -56,7 +56,11 @@ def set_differences(first: SubjectResult, other: SubjectResult) -> list[Differen
 
 
 def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
-    """Return the difference of two results, of all tokens and of documents, with standard errors by document."""
+    """Return the difference of two results, of all tokens and of documents, with standard errors by document.
+
+    Of all tokens it is the difference of two ratios Σ sums / Σ counts, whose error follows from the documents'
+    residuals sum − mean · count; documents that a model did not count are left out.
+    """
     sums, counts = (
         np.array(values).T for values in zip(*(_document_sums(result, unit) for result in (first, other)), strict=True)
     )

@@ -105,7 +105,11 @@ class _Fit:
 def _fit_subject(
     request: EvalRequest, checked: CheckedWeights, sets: tuple[NamedDocuments, ...], world: World, log: LogLine
 ) -> _Fit:
-    """Fit a subject to its longest document. Raises ConfigError where positions or a given layout are too small."""
+    """Fit a subject to its longest document. Raises ConfigError where positions or a given layout are too small.
+
+    Positions of the model are scaled first, then images are counted, then each set's plan is fitted to this home; what
+    changed from the run's configuration is listed.
+    """
     name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
     origin = name.documents.origins[name.longest]
     scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})

@@ -41,6 +41,7 @@ class _Changing:
         self.changes: list[Change] = []
 
     def change_key(self, key: str, now: Any, why: str) -> None:
+        """Change a key of the section and note why, unless a flag sets it or it has that value."""
         old = getattr(self.section, key)
         if now != old and key not in self.flag_keys:
             self.section = replace(self.section, **{key: now})

@@ -69,7 +69,7 @@ class HostArena:
 
     @property
     def bytes_in_use(self) -> int:
-        """What of it is in use."""
+        """Return how many of its bytes are in use."""
         with self._lock:
             self._take_back()
             return self._used
@@ -83,15 +83,15 @@ class HostArena:
                 total = self.bytes
                 self._parts.clear()
                 self._grow_by(total)
-            for part in self._parts:
-                if (start := part.take(size)) is not None:
+            for piece in self._parts:
+                if (start := piece.take(size)) is not None:
                     break
             else:
-                part = self._grow_by(size)
-                start = part.take(size)
+                piece = self._grow_by(size)
+                start = piece.take(size)
             assert start is not None
             self._used += size
-        return HostRange(self._freed, part, start, size, bytes)
+        return HostRange(self._freed, piece, start, size, bytes)
 
     def close(self) -> None:
         """Give the memory back: now, or once the ranges in use are free. A later `take` begins anew."""
@@ -110,15 +110,16 @@ class HostArena:
         world.on_leaving(close_arena)
 
     def _grow_by(self, bytes: int) -> "_Part":
+        """Add a piece of memory of so many bytes to the arena. Raises ModelError where the host has less free."""
         free = free_host_bytes()
         if free is not None and bytes > free:
             raise ModelError(
                 f"the host's arena needs {bytes:,} bytes more ({bytes / _GIB:.2f} GiB) next to the {self.bytes:,} that "
                 f"it has, and {free:,} are free ({free / _GIB:.2f} GiB); {_LESS}, or use more slots"
             )
-        part = _Part(_round_to_multiple(bytes, ALIGNMENT), self.copies)
-        self._parts.append(part)
-        return part
+        piece = _Part(_round_to_multiple(bytes, ALIGNMENT), self.copies)
+        self._parts.append(piece)
+        return piece
 
     def _take_back(self) -> None:
         """Enter the ranges that nothing holds any more as free."""
@@ -176,11 +177,11 @@ class _Part:
         """Free a range; neighbours become one."""
         insort(self._free, (start, start + size))
         merged: list[tuple[int, int]] = []
-        for first, end in self._free:
-            if merged and merged[-1][1] == first:
+        for start_of_range, end in self._free:
+            if merged and merged[-1][1] == start_of_range:
                 merged[-1] = (merged[-1][0], end)
             else:
-                merged.append((first, end))
+                merged.append((start_of_range, end))
         self._free = merged
 
 

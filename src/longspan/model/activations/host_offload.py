@@ -39,13 +39,13 @@ class HostOffload:
 
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena
-        self._last: weakref.ref[ParkedLayer] | None = None
+        self._last_layer: weakref.ref[ParkedLayer] | None = None
         self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()
 
     def open_layer(self, *, first: bool) -> "ParkedLayer":
         """Open the place where one call of a layer parks tensors; `first`: its pass begins with this call."""
-        layer = ParkedLayer(self, None if first else self._last)
-        self._last = weakref.ref(layer)
+        layer = ParkedLayer(self, None if first else self._last_layer)
+        self._last_layer = weakref.ref(layer)
         self.keep_on_device(layer)
         return layer
 
@@ -72,7 +72,7 @@ class ParkedLayer:
     """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
-        self._offload, self._before = offload, before
+        self._offload, self._layer_before = offload, before
         self._on_host: list[tuple[HostRange, Tensor]] = []
         self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
         self._versions: dict[int, int] = {}
@@ -97,14 +97,16 @@ class ParkedLayer:
         return partial(self.fetch_tensor, index)
 
     def fetch_tensor(self, index: int) -> Tensor:
-        """Return a tensor as it was when it was parked."""
+        """Return a tensor as it was when it was parked, and begin to bring back the layer before, which backward needs
+        next.
+        """
         self._offload.keep_on_device(self)
         if index not in self._on_device:
             self.bring_back()
-        previous = None if self._before is None else self._before()
-        if previous is not None and not previous._on_device:
-            self._offload.keep_on_device(previous)
-            previous.bring_back()
+        layer_before = None if self._layer_before is None else self._layer_before()
+        if layer_before is not None and not layer_before._on_device:
+            self._offload.keep_on_device(layer_before)
+            layer_before.bring_back()
         if self._copied is not None:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
         x = self._on_device.pop(index)
@@ -139,6 +141,7 @@ class ParkedLayer:
         self._on_device.clear()
 
     def _check_version(self, index: int, x: Tensor) -> None:
+        """Raise RuntimeError for a tensor that was modified in place before it had been copied to the host."""
         if x._version != self._versions.get(index, x._version):
             raise RuntimeError(
                 f"a tensor {tuple(x.shape)} that a layer keeps on the host was modified by an inplace operation before "
@@ -146,6 +149,7 @@ class ParkedLayer:
             )
 
     def __del__(self) -> None:
+        """Let the memory of tensors on the device be used again only after copies that are under way."""
         with suppress(Exception):  # at the end of a process
             for x in self._on_device.values():
                 if self._offload.arena.copies is not None:

@@ -99,7 +99,7 @@ class Recomputation:
         """
         self._check_segments()
         layers, depths = len(layer_list(model)[1]), len(model_depths(model))
-        limit = max(len(part) for part in stage_layers(layers, stages))
+        limit = max(len(stage) for stage in stage_layers(layers, stages))
         if not 0 <= self.layers <= limit:
             place = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
             raise ModelError(
@@ -120,6 +120,7 @@ class Recomputation:
                 )
 
     def _check_segments(self) -> None:
+        """Raise ModelError for a number of layers in a segment that is negative, or of use to no layer."""
         size = self.segment_layers
         if size < 0:
             raise ModelError(f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4")
@@ -143,7 +144,11 @@ class Recomputation:
         return HostOffload(arena)
 
     def apply_measures(self, model: PreTrainedModel, offload: HostOffload | None) -> None:
-        """Have the layers that are here keep what their measures say, a whole model's or a stage's."""
+        """Have the layers that are here, of a whole model or of a stage, keep what their measures say.
+
+        Without a measure a layer only tells the offload that the pass has come to it, once a layer before it has
+        parked.
+        """
         first, segments = True, Segments(self.segment_layers) if self.segment_layers > 1 else None
         for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
@@ -164,15 +169,18 @@ class Recomputation:
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
         """Return the layers that are here by name, those of depths last, each with its measure."""
         name, layers = layer_list(model)
-        here = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
+        local_layers = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
         for number, depth in enumerate(model_depths(model)):
             block = depth.mtp_block
-            parts = [*block] if isinstance(block, MtpBlocks) else [block]
-            here += [(len(layers) + number, f"depth {number} of multi-token prediction", part) for part in parts]
+            depth_layers = [*block] if isinstance(block, MtpBlocks) else [block]
+            local_layers += [
+                (len(layers) + number, f"depth {number} of multi-token prediction", depth_layer)
+                for depth_layer in depth_layers
+            ]
         if self.measures is not None:
-            return [(name, layer, self.measures[index]) for index, name, layer in here]
-        count = self.layers or len(here)
-        return [(name, layer, self.measure if i < count else "none") for i, (_, name, layer) in enumerate(here)]
+            return [(name, layer, self.measures[index]) for index, name, layer in local_layers]
+        count = self.layers or len(local_layers)
+        return [(name, layer, self.measure if i < count else "none") for i, (_, name, layer) in enumerate(local_layers)]
 
 
 def _pass_layer(offload: HostOffload, *_: Any) -> None:

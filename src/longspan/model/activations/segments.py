@@ -36,7 +36,7 @@ class Segments:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._last: weakref.ref[_Link] | None = None  # the graph holds it
+        self._last_link: weakref.ref[_Link] | None = None  # the graph holds it
 
     def run_layer(
         self,
@@ -48,10 +48,14 @@ class Segments:
         offload: HostOffload | None = None,
         first: bool = False,
     ) -> Any:
-        """Call a layer; its input is kept if it begins a segment, on the host if its measure says so."""
-        x, last = args[0], self._last and self._last()
-        follows = last is not None and last.place + 1 < self.size and last.gave(x)
-        link = _Link(layer, run, args[1:], measure, last if follows else None)
+        """Call a layer under a checkpoint; only the input of a segment's first layer is kept, on the host if its
+        measure says so.
+
+        A layer is in the segment of the call before if it takes just what that returned, and the segment has room.
+        """
+        x, last_link = args[0], self._last_link and self._last_link()
+        follows = last_link is not None and last_link.place + 1 < self.size and last_link.gave(x)
+        link = _Link(layer, run, args[1:], measure, last_link if follows else None)
         keep: Callable[[Tensor], Callable[[], Tensor]] = _stay
         if link.before is not None:
             keep = link.forget_input
@@ -62,7 +66,7 @@ class Segments:
         with torch.autograd.graph.saved_tensors_hooks(link.keep_input(keep, x), lambda fetch: fetch()):
             out = checkpoint(run, *args, use_reentrant=False, context_fn=link.contexts)
         link.note_output(out[0] if isinstance(out, tuple) else out)
-        self._last = weakref.ref(link)
+        self._last_link = weakref.ref(link)
         return out
 
 
@@ -78,7 +82,7 @@ class _Link:
     ) -> None:
         self.before = before
         self.place = 0 if before is None else before.place + 1
-        self._layer, self._run, self._others = layer, run, others
+        self._layer, self._run, self._other_args = layer, run, others
         self._keeps_attention, self._keeps_exchanged = not measure.startswith("full"), measure == "exchanged"
         self._recording: Recording | None = None
         self._input: Tensor | None = None
@@ -111,6 +115,7 @@ class _Link:
         place = x.data_ptr(), x.shape, x.dtype
 
         def pack(saved: Tensor) -> Callable[[], Tensor]:
+            """Keep the layer's input by `keep`, and other saved tensors as they are."""
             if (saved.data_ptr(), saved.shape, saved.dtype) != place:
                 return _stay(saved)
             fetch = keep(saved)
@@ -145,7 +150,7 @@ class _Link:
             stack.enter_context(self._autocast())
             if self._recording is not None:
                 stack.enter_context(self._recording.forward())
-            out = self._run(x, *self._others)
+            out = self._run(x, *self._other_args)
         return (out[0] if isinstance(out, tuple) else out).detach()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -179,11 +184,11 @@ class _Again(AbstractContextManager[None]):
         self._link = link
 
     def __enter__(self) -> None:
-        self._open = self._link.recompute()
-        self._open.__enter__()
+        self._open_context = self._link.recompute()
+        self._open_context.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self._open.__exit__(*error)
+        return self._open_context.__exit__(*error)
 
 
 @contextmanager
@@ -194,7 +199,7 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     """
     modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [module._get_fsdp_state() for module in modules]
-    before = [state._training_state for state in states]
+    training_states = [state._training_state for state in states]
     freed = [module for module, state in zip(modules, states, strict=True) if _is_sharded(state)]
     for module, state in zip(modules, states, strict=True):
         module.unshard()
@@ -202,7 +207,7 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for state, training_state in zip(states, before, strict=True):
+        for state, training_state in zip(states, training_states, strict=True):
             state._training_state = training_state
         for module in freed:
             module.reshard()

@@ -67,13 +67,13 @@ def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) 
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
-        part = run(*tile)
-        if part.shape[ROWS] != tile[0].shape[ROWS]:
-            raise ModelError(f"a tile of {tile[0].shape[ROWS]} rows became {part.shape[ROWS]}; use mlp_tile_rows 0")
+        tile_out = run(*tile)
+        if tile_out.shape[ROWS] != tile[0].shape[ROWS]:
+            raise ModelError(f"a tile of {tile[0].shape[ROWS]} rows became {tile_out.shape[ROWS]}; use mlp_tile_rows 0")
         if out is None:
-            out = part.new_empty((*part.shape[:ROWS], rows[0].shape[ROWS], part.shape[-1]))
-        out.narrow(ROWS, start, part.shape[ROWS]).copy_(part)
-        start += part.shape[ROWS]
+            out = tile_out.new_empty((*tile_out.shape[:ROWS], rows[0].shape[ROWS], tile_out.shape[-1]))
+        out.narrow(ROWS, start, tile_out.shape[ROWS]).copy_(tile_out)
+        start += tile_out.shape[ROWS]
     assert out is not None
     return out
 
@@ -88,6 +88,9 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Save the rows for all tiles' backward passes, with the random state if the function draws, and return views
+        of them.
+        """
         ctx.save_for_backward(*rows)
         ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
@@ -111,6 +114,7 @@ class _Tiles(torch.autograd.Function):
         contexts: tuple[Around, Around],
         *tensors: Tensor,
     ) -> Tensor:
+        """Run the tiles without a graph, each into its place in the result."""
         ctx.run, ctx.node, ctx.count = run, nodes[0], count
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[of_rows:]
@@ -120,18 +124,25 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run each tile once more with a graph, and return the gradients of the rows and of the parameters that are
+        trained.
+        """
         rows = ctx.node.saved_tensors
         needs = ctx.node.needs_input_grad[3:]
         trained = [p for p in ctx.parameters if p.requires_grad]
-        of_rows = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
+        row_gradients = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
         with restore_states(ctx.node.random_states, rows[0].device), ctx.autocast(), ctx.around():
             douts = gradients[0].tensor_split(ctx.count, ROWS)
-            for dout, tile, into in zip(douts, *(_split_rows(x, ctx.count) for x in (rows, of_rows)), strict=True):
+            for dout, tile, into in zip(
+                douts, *(_split_rows(x, ctx.count) for x in (rows, row_gradients)), strict=True
+            ):
                 _add_tile(ctx, tile, dout, trained, into, sums)
-        of_trained = iter(range(len(trained)))
-        of_parameters = [_narrow(sums, next(of_trained), p) if p.requires_grad else None for p in ctx.parameters]
-        return None, None, None, None, None, *of_rows, *of_parameters
+        trained_numbers = iter(range(len(trained)))
+        parameter_gradients = [
+            _narrow(sums, next(trained_numbers), p) if p.requires_grad else None for p in ctx.parameters
+        ]
+        return None, None, None, None, None, *row_gradients, *parameter_gradients
 
 
 def _add_tile(

@@ -64,9 +64,9 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
     trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
     digests = {name: zlib.crc32(_parameter_bytes(p)) for name, p in trained.items() if not p.is_meta}
     of_ranks = world.control.gather_objects(digests, "digests of adapters")
-    for rank, others in zip(world.home.ranks, of_ranks, strict=True):
+    for rank, rank_digests in zip(world.home.ranks, of_ranks, strict=True):
         for name, digest in of_ranks[0].items():
-            if others.get(name) != digest:
+            if rank_digests.get(name) != digest:
                 raise ModelError(
                     f"{name} is not the same on ranks {world.home.ranks[0]} and {rank}: peft draws with torch's "
                     "generator; call torch.manual_seed with one seed on every rank before peft.get_peft_model, or load "
@@ -143,8 +143,8 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
         )
     yield from depth_reasons(model)
     of_base = {name for name in trained if not belongs_to_adapter(name)}
-    if others := sorted(of_base.difference(select_depth_weights(of_base))):
-        yield f"{len(others)} parameters of the base model require gradients ({', '.join(others[:2])}); freeze them"
+    if of_model := sorted(of_base.difference(select_depth_weights(of_base))):
+        yield f"{len(of_model)} parameters of the base model require gradients ({', '.join(of_model[:2])}); freeze them"
     if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         yield (
             f"what is trained is of {' and '.join(sorted(dtypes))}, of which FSDP2 sums the gradients in one type; "

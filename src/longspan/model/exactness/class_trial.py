@@ -176,18 +176,20 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
-    parts = [_run_rows(model, order[piece]) for piece in _PIECES]
-    size = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(parts)} pieces)"
+    pieces = [_run_rows(model, order[piece]) for piece in _PIECES]
+    size = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(pieces)} pieces)"
     buffers_after = dict(model.named_buffers())
     if changed := [name for name, buffer in buffers.items() if not torch.equal(buffers_after[name], buffer)]:
         yield f"its forward pass in training changes {changed[0]} by the rows that it is given {size}"
-    if (error := relative_error(torch.cat([part.rows for part in parts]), all_rows.rows[order])) > _TOLERANCE:
+    if (
+        error := relative_error(torch.cat([piece_pass.rows for piece_pass in pieces]), all_rows.rows[order])
+    ) > _TOLERANCE:
         yield (
-            f"rows influence each other outside attention, first in {_first_difference(all_rows, parts, order)}: "
+            f"rows influence each other outside attention, first in {_first_difference(all_rows, pieces, order)}: "
             f"outputs differ by {error:.1e} {size}"
         )
         return
-    yield from _gradient_reasons(all_rows, parts, size)
+    yield from _gradient_reasons(all_rows, pieces, size)
     yield from _expert_reasons(model)
 
 
@@ -195,7 +197,7 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
     """Name the first module whose outputs differ between all rows at once and rows in pieces."""
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
-            pieces = [part.outputs[name][i] for part in parts if i < len(part.outputs.get(name, ()))]
+            pieces = [piece_pass.outputs[name][i] for piece_pass in parts if i < len(piece_pass.outputs.get(name, ()))]
             if name and len(pieces) == len(parts) and relative_error(torch.cat(pieces), out[order]) > _TOLERANCE:
                 return name
     return "an unknown place"
@@ -204,7 +206,7 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterator[str]:
     """Yield the first gradient that is not the sum of those of the pieces."""
     for name, gradient in whole.gradients.items():
-        pieces = [part.gradients[name] for part in parts]
+        pieces = [piece_pass.gradients[name] for piece_pass in parts]
         present = [piece for piece in pieces if piece is not None]
         if gradient is not None and len(present) < len(pieces):
             yield (

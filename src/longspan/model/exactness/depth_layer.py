@@ -22,12 +22,12 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
 
     Raises ModelError for a model whose layers take hidden states of another shape than rows of the hidden size.
     """
-    last = len(decoder_layers(model)) - 1
+    last_layer = len(decoder_layers(model)) - 1
     if (noted := _note_layers(model)) is None:
-        return CopiedLayer(last)
-    _refuse_streams(model, noted[last])
-    index, outputs = _last_independent_layer(model, last, noted[last].outputs), noted[last].outputs
-    return CopiedLayer(index, index != last or depends_on_parameters(noted[index].note.call), outputs)
+        return CopiedLayer(last_layer)
+    _refuse_streams(model, noted[last_layer])
+    index, outputs = _last_independent_layer(model, last_layer, noted[last_layer].outputs), noted[last_layer].outputs
+    return CopiedLayer(index, index != last_layer or depends_on_parameters(noted[index].note.call), outputs)
 
 
 def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
@@ -61,9 +61,10 @@ def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
 
 
 def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> int:
-    """Find the last layer that runs with stand-ins for all others; `last` where all do not run on meta tensors.
+    """Find the last layer that runs with stand-ins for all others; `last` where the whole model does not run on meta
+    tensors.
 
-    Then it does not show whether it is others that it lacks.
+    In that case a failure does not show whether the layer lacks others.
     """
     if _runs_on_meta(model, outputs, [last]) or not _runs_on_meta(model, outputs, range(last + 1)):
         return last

@@ -104,6 +104,7 @@ def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
 
 
 def _make_pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]) -> _Pass:
+    """Run documents, and return their logits and the gradients of a sum of all logits, each with a random weight."""
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
@@ -133,11 +134,13 @@ def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
 
 def _add_rows_to_layers(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
     """Have the embedding take the images' rows, and the first layers add the rows that are for them."""
-    first, *deeper = rows
+    embedding_rows, *rows_of_layers = rows
     embedding = model.get_input_embeddings()
-    hooks.callback(embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, first[None])).remove)
-    for layer, part in zip(decoder_layers(model).values(), deeper, strict=False):
-        hooks.callback(layer.register_forward_hook(partial(_add_part, places, part)).remove)
+    hooks.callback(
+        embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, embedding_rows[None])).remove
+    )
+    for layer, layer_rows in zip(decoder_layers(model).values(), rows_of_layers, strict=False):
+        hooks.callback(layer.register_forward_hook(partial(_add_part, places, layer_rows)).remove)
 
 
 def _add_part(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:

@@ -218,15 +218,20 @@ def check_kernel(
     if name is not None:
         find_kernel(name)
     calls: dict[AttendCall, None] = {}
-    for of_layer in recorded:
-        sizes, mask = (of_layer.head_size, of_layer.value_size), Mask(window=of_layer.window, chunk=of_layer.chunk)
-        call = AttendCall(1, 1, *sizes, dtype, device, mask, softcap=of_layer.softcap)
+    for recorded_call in recorded:
+        sizes, mask = (
+            (recorded_call.head_size, recorded_call.value_size),
+            Mask(window=recorded_call.window, chunk=recorded_call.chunk),
+        )
+        call = AttendCall(1, 1, *sizes, dtype, device, mask, softcap=recorded_call.softcap)
         try:
             choose_kernel(call, name)
         except AttentionError as error:
-            heads = "heads of {} with values of {}".format(*sizes) + "".join(f", {f}" for f in sorted(call.features))
+            heads = "heads of {} with values of {}".format(*sizes) + "".join(
+                f", {feature}" for feature in sorted(call.features)
+            )
             raise AttentionError(f"{type(model).__name__} attends with {heads}: {error}") from error
-        rate = getattr(of_layer.module, "attention_dropout", 0.0)
+        rate = getattr(recorded_call.module, "attention_dropout", 0.0)
         dropout = Dropout(rate, seed=0) if isinstance(rate, float) and rate > 0 else None
         calls[replace(call, dropout=dropout)] = None
     return tuple(calls)

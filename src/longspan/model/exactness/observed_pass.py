@@ -63,9 +63,11 @@ def is_compared(numbers: Integers) -> Integers:
 
 
 def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tuple[TrialRows, TrialRows, TrialRows]:
-    """Make the rows of a pass; the same ones next to others; and some of them, in another order, next to others."""
-    longest = max(_LENGTHS) if table is None else table.positions
-    lengths = [min(length, longest) for length in _LENGTHS]
+    """Make the rows of three passes: some rows, the same next to others, and part of them next to others in another
+    order.
+    """
+    most_positions = max(_LENGTHS) if table is None else table.positions
+    lengths = [min(length, most_positions) for length in _LENGTHS]
     return (
         _document_rows(world, parts, lengths, _ALL, others=False),
         _document_rows(world, parts, lengths, _ALL, others=True),
@@ -78,8 +80,8 @@ def _document_rows(
 ) -> TrialRows:
     """Return the rows of one pass: these documents on every slot, once for each of `parts` ranks."""
     starts = np.cumsum([0, *lengths])
-    of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
-    numbers = np.concatenate([part * COUNT + of_part for part in range(parts)])
+    numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
+    numbers = np.concatenate([rank_part * COUNT + numbers_of_part for rank_part in range(parts)])
     rows = tuple(lengths[d] for d in documents) * parts
     groups = tuple(
         Group((slot,), tuple(range(slot * len(rows), (slot + 1) * len(rows))), rows) for slot in range(world.home.slots)
@@ -181,6 +183,10 @@ class ObservedPass:
             self._compare_tensor(Key(name, call, out=False, leaf=leaf), x, None)
 
     def _note_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
+        """Note the outputs of a module's call, and give a layer's callers the rows of the pass before in their place.
+
+        So an error counts in the layer that makes it, and not in those after it.
+        """
         call = self._calls[name]
         entered = self.tensors.get(Key(name, call, out=False, leaf=0)) if is_layer else None
         self._note_tensors(name, call, out, entered)
@@ -214,7 +220,11 @@ class ObservedPass:
         return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
 
     def _relative_error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
-        """Return the error of these rows (R, …) as a share of the tolerance."""
+        """Return the error of these rows (R, …) as a share of the tolerance.
+
+        It is the norm of what differs beyond rounding, over the norm of what the module added to its input, as residual
+        streams are much larger than what a layer adds.
+        """
         assert self.before is not None
         same_shapes = len(self.rows.numbers) == len(self.before.rows.numbers)
         rounding, tolerance = (

@@ -50,8 +50,8 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
             model.train(backward)
         differences = trial.find_differences(every_module=False)
         if world.control.any_rank(bool(differences)):
-            named = trial.find_differences(every_module=True)  # by all ranks together
-            differences = named or differences
+            module_differences = trial.find_differences(every_module=True)  # by all ranks together
+            differences = module_differences or differences
             raise_first_error(world, trial.refusal_error(differences) if differences else None)
     _trial_modes(model).add(backward)
 
@@ -138,11 +138,11 @@ class _Trial:
     def _yield_differences(self, stage: nn.Module, *, every_module: bool) -> Iterator[_Difference]:
         """Yield how passes of a stage over the same rows, and over some of them, differ from its first pass."""
         model = stage.model if isinstance(stage, Stage) else stage
-        first = self._run_stage(stage, self.first, None, every_module=every_module)
+        first_pass = self._run_stage(stage, self.first, None, every_module=every_module)
         for rows in self.others:
             same_shapes = len(rows.numbers) == len(self.first.numbers)
             comparison = "the same" if same_shapes else f"{len(rows.numbers)} of them in another order"
-            observed = self._run_stage(stage, rows, first, every_module=every_module)
+            observed = self._run_stage(stage, rows, first_pass, every_module=every_module)
             shares = observed.read_errors()
             tolerance = self.precision.tolerance(same_shapes=same_shapes)
             if (key := _first_culprit(shares)) is not None:
@@ -183,6 +183,7 @@ class _Values:
         later = {"future_ids": rows.choose_values(self.later).t().contiguous()} if self.later.shape[2] else {}
 
         def note_hidden(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
+            """Note hidden states and logits as outputs of the pass, in place of a loss, which is zero."""
             for name, x in (("the last hidden states", hidden), ("the logits", head(hidden))):
                 observed.note_value(name, x)
             for depth, x in enumerate(deeper):

@@ -132,7 +132,7 @@ def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) ->
 
 
 def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
-    """Raise if the class cannot be made, if a size stayed large, or if the stock model does not run on a document."""
+    """Raise ModelError if the class cannot be made, a size stayed large, or the stock model fails on a document."""
     with torch.device("meta"), _warnings_silenced():
         model = _make_model(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())

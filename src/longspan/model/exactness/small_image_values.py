@@ -55,7 +55,10 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
 
 
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
-    """Return the small values of a tower, whose outputs have the `width` of the text model."""
+    """Return the small values of a tower, whose outputs have the `width` of the text model.
+
+    Towers whose layers are named by index (DeepStack, full attention) have three; windows are two merged patches wide.
+    """
     result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
     result |= {name: width for name in _OF_TEXT if name in vision and width}
     for name in ("image_size", "patch_size"):
@@ -71,14 +74,18 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
 
 
 def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Set rotary positions in three parts of the small head, if the class has sections of its own for a large head."""
+    """Set how many rotary pairs of the small head count frames, rows and columns, if the class has its own for a large
+    head.
+
+    Rows and columns get a quarter of the pairs each, and frames what is left.
+    """
     rope = text.get("rope_parameters")
-    of_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
-    if not isinstance(rope, dict) or of_kinds or "mrope_section" in rope:
+    has_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
+    if not isinstance(rope, dict) or has_kinds or "mrope_section" in rope:
         return text
     partial = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
-    half = int((text.get("head_dim") or sizes.head_size) * partial) // 2
-    return text | {"rope_parameters": rope | {"mrope_section": [half - half // 4 * 2, half // 4, half // 4]}}
+    pairs = int((text.get("head_dim") or sizes.head_size) * partial) // 2
+    return text | {"rope_parameters": rope | {"mrope_section": [pairs - pairs // 4 * 2, pairs // 4, pairs // 4]}}
 
 
 def _text_width(values: Mapping[str, Any]) -> int | None:

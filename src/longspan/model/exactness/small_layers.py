@@ -28,7 +28,11 @@ class LayerChoice:
     layers: tuple[int, ...]
 
     def layer_value(self, name: str, value: Any) -> Any:
-        """Return the value of one attribute for the chosen layers; values that do not depend on layers stay."""
+        """Return the value of one attribute for the chosen layers; values that do not depend on layers stay.
+
+        A count becomes that of the chosen ones, a list of indices their places, a number of first or last layers how
+        many of these are chosen, and a list with one entry a layer their entries.
+        """
         if name in LAYER_COUNTS and value == self.count:
             return len(self.layers)
         if name in _INDICES and _is_list(value):
@@ -60,13 +64,16 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
     layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
     if len(layers) > _MOST:
         layers = _covering_layers(kinds, layers)
-    others = [layer for layer in range(count) if layer not in layers]
-    layers += others[: max(0, least - len(layers))]
+    further_layers = [layer for layer in range(count) if layer not in layers]
+    layers += further_layers[: max(0, least - len(layers))]
     return LayerChoice(count, _cover_periods(values, tuple(sorted(layers)), count))
 
 
 def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
-    """Return what the values of a configuration say of one layer, as texts that can be compared."""
+    """Return what the values of a configuration say of one layer, as texts that can be compared.
+
+    Values speak of layers as lists of indices, as numbers of first or last layers, or with one entry for each layer.
+    """
     properties = list[str]()
     for name, value in sorted(values.items()):
         if name in _INDICES and _is_list(value):

@@ -122,6 +122,10 @@ class _Rules:
     """The rules for one configuration, by its hidden size, heads and experts and their small sizes."""
 
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
+        """Read the sizes that others follow from: hidden size, heads, head size and experts.
+
+        If heads · head size differs from the hidden size, so it does in the small copy.
+        """
         self.values = values
         self.hidden = _first_count(values, _HIDDEN)
         self.heads = _first_count(values, _HEADS)
@@ -136,7 +140,7 @@ class _Rules:
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
     def small_value(self, name: str, value: Any) -> Any:
-        """Return the small value of one attribute."""
+        """Return the small value of one attribute, by its type and what its name says that it is."""
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
             return [self.small_value(name, entry) for entry in value] if sized else value
@@ -187,7 +191,11 @@ class _Rules:
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
-        """Derive a width from the small hidden size, as the class computes it from the large one."""
+        """Derive a width from the small hidden size, as the class computes it from the large one.
+
+        A width that has a formula of its own is made by it; those of experts and networks are 32 or one and a half
+        times the hidden size; others keep their ratio to the hidden size; small ones stay.
+        """
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
             "mamba_n_heads": expand * self.small_hidden // 16,
@@ -254,22 +262,23 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Scale rotary frequencies as the configuration does, but from a length that documents of a proof exceed.
 
-    Lists of factors are cut to the small rotary size.
+    Lists of factors are cut to the small rotary size by even steps. Sections of M-RoPE keep their first one's share;
+    the others are equal, and what is left over goes to the first.
     """
     out: dict[str, Any] = {}
     partial = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
-    half = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * partial) // 2
+    pairs = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * partial) // 2
     for name, value in rope.items():
         if isinstance(value, Mapping):
             out[name] = _small_rope(value, small, sizes)
         elif name == "original_max_position_embeddings" and isinstance(value, int):
             out[name] = SCALED_FROM
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
-            out[name] = [value[len(value) * i // half] for i in range(half)]
+            out[name] = [value[len(value) * i // pairs] for i in range(pairs)]
         elif name == "mrope_section" and isinstance(value, list):
-            first = max(1, half * value[0] // sum(value))
-            out[name] = [first, *[(half - first) // (len(value) - 1)] * (len(value) - 1)]
-            out[name][0] += half - sum(out[name])
+            frame_pairs = max(1, pairs * value[0] // sum(value))
+            out[name] = [frame_pairs, *[(pairs - frame_pairs) // (len(value) - 1)] * (len(value) - 1)]
+            out[name][0] += pairs - sum(out[name])
         else:
             out[name] = value
     return out

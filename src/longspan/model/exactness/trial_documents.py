@@ -36,17 +36,20 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
     """
     parameters, vision = image_parameters(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    patch, whole = _first_side(getattr(vision, "patch_size", None)), _first_side(getattr(vision, "image_size", None))
+    patch, image_side = (
+        _first_side(getattr(vision, "patch_size", None)),
+        _first_side(getattr(vision, "image_size", None)),
+    )
     if GRIDS in parameters:
         return _draw_patches(base, merge, side, channels * patch**2, draw)
     if _SHAPES in parameters:
         return _draw_packed_tiles(base, side, channels * patch**2, draw)
     if getattr(base.config, "image_grid_pinpoints", None):
-        return _cut_image(base, side, (channels, whole, whole), draw)
+        return _cut_image(base, side, (channels, image_side, image_side), draw)
     if _is_merged(base):
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_draw_pixels((1, channels, height, width), draw), size=(height, width))
-    return _draw_tiles(base, side, (channels, whole, whole), draw)
+    return _draw_tiles(base, side, (channels, image_side, image_side), draw)
 
 
 def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
@@ -62,24 +65,25 @@ def _is_merged(base: Any) -> bool:
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Draw patches (n, C · t · p²), or (n, C, p, p), and their grid; where asked for, how many a side make a row."""
+    """Draw patches (n, C · t · p²), or (n, C, p, p), and their grid of frames, rows and columns.
+
+    Models that take it also get how many patches a side make a row.
+    """
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_parameters(base):
         merge = side[1] % 2 + 1
         fields[_MERGES] = torch.tensor([merge])
-    patch, of_patch = _first_side(base.config.vision_config.patch_size), (frames * width,)
+    patch, patch_shape = _first_side(base.config.vision_config.patch_size), (frames * width,)
     if base.config.model_type in _SQUARE:
-        of_patch = (width // patch**2, patch, patch)
-    shape = (merge**2 * side[0] * side[1], *of_patch)
+        patch_shape = (width // patch**2, patch, patch)
+    shape = (merge**2 * side[0] * side[1], *patch_shape)
     return ImageInput(_draw_pixels(shape, draw), (1, merge * side[0], merge * side[1]), fields=fields)
 
 
 def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
     """Draw tiles of patches (n, most, C · p²), with a mask (n, most) and shapes (n, 2).
 
-    The last tile is smaller than 3 x 3 rows.
-
-    There are `side[0]` tiles, and the last one has `side[0]` x `side[1]` rows.
+    There are `side[0]` tiles of 3 x 3 rows; the last one is smaller, of `side[0]` x `side[1]` rows.
     """
     factor, tiles = getattr(base.config, "downsample_factor", 1), side[0]
     shapes = torch.tensor([(3 * factor, 3 * factor)] * (tiles - 1) + [(factor * side[0], factor * side[1])])
@@ -89,7 +93,11 @@ def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
 
 
 def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Draw the tiles of an image of some size, or, in models that ask for it, of one among others in its document."""
+    """Draw the tiles of an image of some size, or, in models that ask for it, of one among others in its document.
+
+    Its sides are so many halves of a tile's; the model's own function counts the tiles, but an image among others has
+    one.
+    """
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
     tiles = count(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
@@ -101,7 +109,10 @@ def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rando
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Draw tiles of one size; the last is padded at its right where masks say so. Some models see them finer too."""
+    """Draw tiles of one size, at most as many as the shorter side; some models see them at a finer size too.
+
+    Where masks cover pixels, the last tile is padded by a patch at its right if the second side is odd.
+    """
     parameters, vision, tiles = image_parameters(base), base.config.vision_config, min(side)
     pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
     if MASK in parameters and _FINE not in parameters:
@@ -194,8 +205,8 @@ def ordinary_ids(config: PreTrainedConfig) -> list[int]:
     text = config.get_text_config()
     special = {
         value
-        for part in (config, text)
-        for key, value in vars(part).items()
+        for some_config in (config, text)
+        for key, value in vars(some_config).items()
         if key.endswith(("token_id", "token_index")) and isinstance(value, int)
     }
     return [token for token in range(text.vocab_size) if token not in special]
@@ -223,8 +234,8 @@ def _make_document(
     """Make a document of these words with images at random places among them."""
     places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
-    for part, image in zip(np.split(words, places), (*images, None), strict=True):
-        ids += [*part.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
+    for words_between, image in zip(np.split(words, places), (*images, None), strict=True):
+        ids += [*words_between.tolist(), *([] if image is None else [tokens.placeholder] * image[1])]
     grids = np.array([image.grid for image, _ in images if image.grid is not None])
     positions = tokens.positions(np.array(ids), grids)
     inputs, rows = tuple(x for x, _ in images), tuple(n for _, n in images)
@@ -238,7 +249,8 @@ def _make_document(
 def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:
     """Make a document with two videos of several groups of frames around an image, for a whole small model.
 
-    Raises ModelError for a model without videos by grids of patches, and whatever its own code raises.
+    Words come before all of them, after all, and between groups where the model has them apart. Raises ModelError for a
+    model without videos by grids of patches, and whatever its own code raises.
     """
     videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_model(model)
     merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))

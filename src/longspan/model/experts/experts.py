@@ -56,6 +56,7 @@ def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Compute silu(gate) · up of rows (S, 2 I), one kernel for both: (S, I)."""
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
         _launch_kernel("gated_kernel", x, out)
@@ -64,6 +65,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Compute the gradient (S, 2 I) of gate and up by one kernel."""
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         _launch_kernel("gated_backward_kernel", x, gradients[0].contiguous(), dx)
@@ -71,6 +73,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
+    """Launch a kernel of row_kernels with a program for each row and block of columns."""
     rows, width = len(x), x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
@@ -98,9 +101,9 @@ class Loads:
 def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     """Run experts over rows (S, D) sorted by local expert, `loads` of them for each: (S, D), not yet weighted."""
     module: Any = experts
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = _layer_weights(module, first), _layer_weights(module, "down_proj")
-    float8 = find_float8_weight(module, first), find_float8_weight(module, "down_proj")
+    first_name = "gate_up_proj" if module.has_gate else "up_proj"
+    up, down = _layer_weights(module, first_name), _layer_weights(module, "down_proj")
+    float8 = find_float8_weight(module, first_name), find_float8_weight(module, "down_proj")
     grouped = expert_kernel(x, up[0], down[0], float8=float8[0] is not None) == "grouped_mm"
     if not grouped:
         loads = Loads(loads.device, loads.host_counts())
@@ -130,7 +133,10 @@ def _multiply(
 
 
 def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
-    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), in float8 or as they are."""
+    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), in float8 or as they are.
+
+    torch's grouped product takes bfloat16 on GPUs, sizes of whole 16 bytes, and float8 on GPUs of one generation.
+    """
     can_group = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
     can_group = can_group and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
     low = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))

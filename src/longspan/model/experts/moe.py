@@ -90,7 +90,9 @@ def use_experts(model: PreTrainedModel) -> None:
     model.set_experts_implementation(IMPLEMENTATION)
     for layer in (*decoder_layers(model).values(), *mtp_blocks(model).values()):
         if expert_modules(layer):
-            mixers = [c for c in layer.children() if type(c).__name__.endswith("Attention") or is_mixer(c)]
+            mixers = [
+                module for module in layer.children() if type(module).__name__.endswith("Attention") or is_mixer(module)
+            ]
             for child in mixers or layer.children():  # a layer of nothing but experts
                 child.register_forward_pre_hook(_note_before_experts, with_kwargs=True)
     for router in router_modules(model).values():
@@ -156,9 +158,9 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
         return None
     experts_first = not output[0].is_floating_point()  # Granite's in transformers 5.17 name the experts first
-    logits, weights, chosen = reversed(output) if experts_first else output
-    weights = layer.sums.record_routing(router, logits, weights, chosen, layer.shard.real_rows)
-    return (chosen, weights, logits) if experts_first else (logits, weights, chosen)
+    logits, weights, chosen_experts = reversed(output) if experts_first else output
+    weights = layer.sums.record_routing(router, logits, weights, chosen_experts, layer.shard.real_rows)
+    return (chosen_experts, weights, logits) if experts_first else (logits, weights, chosen_experts)
 
 
 @outside_graphs
@@ -177,8 +179,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
         return torch.empty_like(hidden_states)
     world = world_of(layer.shard.world_key)
     rows = _real_rows(experts, layer.shard, len(hidden_states), world)
-    first = world.slot // world.home.ep * world.home.ep
-    channel = world.channels.find_channel(range(first, first + world.home.ep)) if world.home.ep > 1 else None
+    first_slot = world.slot // world.home.ep * world.home.ep
+    channel = world.channels.find_channel(range(first_slot, first_slot + world.home.ep)) if world.home.ep > 1 else None
     if len(rows) == len(hidden_states):
         return _mix_tiles(experts, hidden_states, chosen, weights, layer.shard, channel)
     x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
@@ -248,18 +250,19 @@ def mix_all_rows(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor)
 def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
     """Compute the weighted sums (R, D) of what each row's experts make of it.
 
-    With a channel, its members split the experts.
+    Rows are copied for each visit and sorted by expert, computed, and summed back. With a channel, its members split
+    the experts.
     """
     count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]
-    by_expert, order = chosen.flatten().sort(stable=True)  # (R k,)
-    bounds = torch.searchsorted(by_expert, torch.arange(count + 1, device=x.device))
+    sorted_experts, order = chosen.flatten().sort(stable=True)  # (R k,)
+    bounds = torch.searchsorted(sorted_experts, torch.arange(count + 1, device=x.device))
     loads = bounds.diff()  # (E,): rows for each expert, without waiting for the device
     visits = Visits.of(order, top_k)
-    going = spread_rows(x, visits)  # (R k, D)
+    expert_rows = spread_rows(x, visits)  # (R k, D)
     if channel is None:
-        outputs = run_experts(experts, going, Loads(loads))
+        outputs = run_experts(experts, expert_rows, Loads(loads))
     else:
-        outputs = _run_on_members(experts, going, loads, channel)
+        outputs = _run_on_members(experts, expert_rows, loads, channel)
     return sum_visits(outputs, weights, visits).to(x.dtype)
 
 

@@ -126,9 +126,9 @@ def _routing_sums(logits: Tensor, top_k: int) -> Tensor:
     """Sum over rows (R, E), to (2 E + 1,) in float64: visits of each expert, its probability, and squares of lse."""
     wide = _widen_logits(logits)
     softmax = wide.softmax(-1)
-    chosen = softmax.topk(top_k, dim=-1).indices
+    chosen_experts = softmax.topk(top_k, dim=-1).indices
     loads = torch.zeros(logits.shape[1], dtype=torch.float64, device=logits.device)
-    loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
+    loads.scatter_add_(0, chosen_experts.flatten(), torch.ones_like(chosen_experts.flatten(), dtype=torch.float64))
     probabilities = softmax.sum(0, dtype=torch.float64)
     z = wide.logsumexp(-1).square().sum(dtype=torch.float64)
     return torch.cat([loads, probabilities, z[None]])
@@ -155,14 +155,19 @@ class _WithRouterLosses(torch.autograd.Function):
 
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
-    """Return the gradient of both losses times coefficients (R, E): p (g − Σ g p) with g = E F / N, and 2 lse p / N."""
+    """Return the gradient of both losses times coefficients (R, E).
+
+    For N rows of all layers and E experts, F of the visits and mean probability P of each, the balance loss is E Σ F P,
+    whose gradient at p is g = E F / N, so p (g − Σ g p) at the logits. The z loss is the mean of lse², with gradient 2
+    lse p / N.
+    """
     coefficients, token_layers = statistics.coefficients, statistics.token_layers
     p = logits.softmax(-1)
     gradient = torch.zeros_like(p)
     if coefficients.balance:
         assert statistics.fractions is not None, "a backward pass before fix_loads()"
-        g = statistics.fractions.to(p.dtype) * (coefficients.balance * statistics.experts / token_layers)
-        gradient += p * (g - (p * g).sum(-1, keepdim=True))
+        balance_gradient = statistics.fractions.to(p.dtype) * (coefficients.balance * statistics.experts / token_layers)
+        gradient += p * (balance_gradient - (p * balance_gradient).sum(-1, keepdim=True))
     if coefficients.z:
         gradient += logits.logsumexp(-1, keepdim=True) * p * (2 * coefficients.z / token_layers)
     return gradient

@@ -62,10 +62,10 @@ def visit_gradients_kernel(
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = column < width
-        g = tl.load(dout + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        dout_block = tl.load(dout + row * width + column, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(done + place * done_row + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(of_done + place * width + column, (g * weight).to(of_done.dtype.element_ty), mask=inside)
-        product += g * x
+        tl.store(of_done + place * width + column, (dout_block * weight).to(of_done.dtype.element_ty), mask=inside)
+        product += dout_block * x
     tl.store(of_weights + number, tl.sum(product, 0).to(of_weights.dtype.element_ty))
 
 
@@ -87,16 +87,19 @@ def gated_kernel(x, out, x_row, width, COLUMNS: tl.constexpr):
 
 @triton.jit
 def gated_backward_kernel(x, dout, dx, x_row, width, COLUMNS: tl.constexpr):
-    """Compute the gradient dx (S, 2 width) of `gated_kernel`, COLUMNS columns of one row in each program."""
+    """Compute the gradient dx (S, 2 width) of `gated_kernel`, COLUMNS columns of one row in each program.
+
+    With σ the sigmoid of the gate, SiLU's slope is σ (1 + gate (1 − σ)).
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     at = x + row * x_row + column
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(dout + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
+    dout_block = tl.load(dout + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
     into = dx + row * 2 * width + column
-    of_gate = g * value * share * (1.0 + gate * (1.0 - share))
-    tl.store(into, of_gate.to(dx.dtype.element_ty), mask=inside)
-    tl.store(into + width, (g * gate * share).to(dx.dtype.element_ty), mask=inside)
+    gate_gradient = dout_block * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(into, gate_gradient.to(dx.dtype.element_ty), mask=inside)
+    tl.store(into + width, (dout_block * gate * sigmoid).to(dx.dtype.element_ty), mask=inside)

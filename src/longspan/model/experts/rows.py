@@ -119,16 +119,16 @@ def _add_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
 def _visit_gradients(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
     """Return gradients of what visits made, and of their weights."""
     if (kernels := find_kernels(done, weights, dout)) is None:
-        going = dout.index_select(0, visits.rows)
-        of_done = going * weights.flatten()[visits.order].unsqueeze(1)
-        of_weights = (going * done).sum(1)[visits.place]
-        return of_done.to(done.dtype), of_weights.unflatten(0, (-1, visits.top_k)).to(weights.dtype)
+        dout_rows = dout.index_select(0, visits.rows)
+        done_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
+        weight_gradients = (dout_rows * done).sum(1)[visits.place]
+        return done_gradients.to(done.dtype), weight_gradients.unflatten(0, (-1, visits.top_k)).to(weights.dtype)
     dout, weights, width = dout.contiguous(), weights.contiguous(), done.shape[1]
-    of_done, of_weights = done.new_empty(done.shape), torch.zeros_like(weights)
+    done_gradients, weight_gradients = done.new_empty(done.shape), torch.zeros_like(weights)
     if done.numel():
-        arguments = (of_done, of_weights, dout, done, weights, visits.order, width, done.stride(0))
+        arguments = (done_gradients, weight_gradients, dout, done, weights, visits.order, width, done.stride(0))
         kernels.visit_gradients_kernel[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width))
-    return of_done, of_weights
+    return done_gradients, weight_gradients
 
 
 def _program_columns(width: int) -> int:

@@ -54,14 +54,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of rows, weight and bias: of rows by a product in float8, of the weight in its own dtype."""
     x, weight = ctx.saved_tensors
-    of_rows, of_weight, of_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
+    needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
     return (
-        _row_gradient(dy, *quantise_by_torch(dy), weight) if of_rows else None,
+        _row_gradient(dy, *quantise_by_torch(dy), weight) if needs_rows else None,
         None,
         None,
-        (dy.t() @ x).to(weight.dtype) if of_weight else None,
-        dy.sum(0) if of_bias else None,
+        (dy.t() @ x).to(weight.dtype) if needs_weight else None,
+        dy.sum(0) if needs_bias else None,
     )
 
 

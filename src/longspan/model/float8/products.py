@@ -84,6 +84,10 @@ class _Gradients(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, experts: ExpertRows | None, unread: Tensor
     ) -> Tensor:
+        """Return a view of `unread`, through which the product's gradient comes back to this node, and keep the rows.
+
+        `unread` has the product's shape and no memory of its own; the rows are kept for the weight's gradient.
+        """
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.dtype, ctx.experts = weight.dtype, experts
         return unread.view_as(unread)
@@ -108,6 +112,7 @@ class _Product(torch.autograd.Function):
         experts: ExpertRows | None,
         float8_weight: Float8Weight,
     ) -> Tensor:
+        """Multiply rows in float8 by a weight in float8; nothing of the rows is saved here."""
         # Not saved: a layer that runs again would make its last product before it stops at what that saves.
         ctx.weight, ctx.version, ctx.float8_weight, ctx.experts = weight, weight._version, float8_weight, experts
         w = float8_weight.columns(weight) if experts is not None and experts.transposed else float8_weight.rows(weight)
@@ -115,6 +120,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of rows, by a product in float8, and pass dy on to where the weight's is made."""
         of_rows, experts = None, ctx.experts
         if ctx.needs_input_grad[0]:
             weight, float8_weight = _read_weight(ctx), ctx.float8_weight
@@ -145,11 +151,14 @@ def _multiply_scaled(
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
-    """Return the gradient of a weight (N, K), or of those of experts, from rows x (S, K) and dy (S, N)."""
+    """Return the gradient of a weight (N, K), or of those of experts, from rows x (S, K) and dy (S, N).
+
+    It is dyᵀ x over all rows, or over each expert's; transposed weights (K, N) take xᵀ dy.
+    """
     if experts is None:
         return dy.t() @ x
-    left, right = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)
-    return _outer_products(left, right, experts.ends, experts.counts)
+    outputs, inputs = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)
+    return _outer_products(outputs, inputs, experts.ends, experts.counts)
 
 
 # ---- experts

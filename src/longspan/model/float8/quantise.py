@@ -65,8 +65,8 @@ def quantise_by_torch(x: Tensor) -> Scaled:
     >>> quantise_by_torch(torch.tensor([[1.0, -896.0]])).values.dtype
     torch.float8_e4m3fn
     """
-    most = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-30)
-    return Scaled((x.float() * _factors(most)).to(FLOAT8), _scales(most).squeeze(-1))
+    largest = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-30)
+    return Scaled((x.float() * _factors(largest)).to(FLOAT8), _scales(largest).squeeze(-1))
 
 
 def quantise_columns(x: Tensor) -> Scaled:
@@ -74,6 +74,8 @@ def quantise_columns(x: Tensor) -> Scaled:
 
     >>> quantise_columns(torch.tensor([[1.0, 2.0], [-448.0, 3.0]])).values.shape
     torch.Size([2, 2])
+
+    One kernel finds the largest absolute value of each column, in several parts of the rows; a second one scales.
     """
     if (kernels := _find_kernels(x)) is None:
         return quantise_rows(x.transpose(-2, -1).contiguous())
@@ -88,9 +90,9 @@ def quantise_columns(x: Tensor) -> Scaled:
     parts = torch.empty((count, min(_PARTS, down), width), device=x.device)
     tile = {"ROWS": _TILE, "COLUMNS": _TILE}
     kernels.largest_of_columns_kernel[(across, parts.shape[1], count)](matrices, parts, *sizes, **tile)
-    most = parts.amax(1).clamp_min(_LEAST)
-    kernels.quantise_columns_kernel[(down, across, count)](matrices, values, _factors(most), *sizes, **tile)
-    return Scaled(values, _scales(most).view(values.shape[:-1]))
+    largest = parts.amax(1).clamp_min(_LEAST)
+    kernels.quantise_columns_kernel[(down, across, count)](matrices, values, _factors(largest), *sizes, **tile)
+    return Scaled(values, _scales(largest).view(values.shape[:-1]))
 
 
 def _scales(most: Tensor) -> Tensor:

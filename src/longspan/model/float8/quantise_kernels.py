@@ -28,8 +28,8 @@ def quantise_rows_kernel(
     if IN_ONE:
         inside = column < width
         number = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-        most = tl.maximum(tl.max(tl.abs(number), 0), LEAST)
-        quantised = (number * tl.div_rn(tl.full([], LARGEST, tl.float32), most)).to(values.dtype.element_ty)
+        row_largest = tl.maximum(tl.max(tl.abs(number), 0), LEAST)
+        quantised = (number * tl.div_rn(tl.full([], LARGEST, tl.float32), row_largest)).to(values.dtype.element_ty)
         tl.store(values + row * width + column, quantised, mask=inside)
     else:
         largest = tl.zeros([COLUMNS], tl.float32)
@@ -37,14 +37,14 @@ def quantise_rows_kernel(
             inside = first + column < width
             number = tl.load(x + row * x_row + first + column, mask=inside, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(number))
-        most = tl.maximum(tl.max(largest, 0), LEAST)
-        factor = tl.div_rn(tl.full([], LARGEST, tl.float32), most)
+        row_largest = tl.maximum(tl.max(largest, 0), LEAST)
+        factor = tl.div_rn(tl.full([], LARGEST, tl.float32), row_largest)
         for first in range(0, width, COLUMNS):
             inside = first + column < width
             number = tl.load(x + row * x_row + first + column, mask=inside, other=0.0).to(tl.float32)
             quantised = (number * factor).to(values.dtype.element_ty)
             tl.store(values + row * width + first + column, quantised, mask=inside)
-    tl.store(scales + row, most * OF_LARGEST)
+    tl.store(scales + row, row_largest * OF_LARGEST)
 
 
 @triton.jit
@@ -54,14 +54,14 @@ def largest_of_columns_kernel(x, parts, rows, width, x_row, x_matrix, ROWS: tl.c
     Programs are (blocks of COLUMNS columns, parts of the rows, matrices); matrices of x lie `x_matrix` elements apart.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row_part, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for block in range(part, tl.cdiv(rows, ROWS), tl.num_programs(1)):
+    for block in range(row_part, tl.cdiv(rows, ROWS), tl.num_programs(1)):
         row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < width)[None, :]
         at = x + matrix * x_matrix + row[:, None] * x_row + column[None, :]
         largest = tl.maximum(largest, tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32)))
-    at = parts + (matrix * tl.num_programs(1) + part) * width + column
+    at = parts + (matrix * tl.num_programs(1) + row_part) * width + column
     tl.store(at, tl.max(largest, 0), mask=column < width)
 
 

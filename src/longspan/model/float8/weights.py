@@ -80,10 +80,10 @@ def quantise_once(model: nn.Module) -> Iterator[None]:
             if not float8_weight.keeps:  # others stay longer
                 weights.append(float8_weight)
                 float8_weight.keep(True)
-            part = local_tensor(getattr(module, name).detach())
+            local_weight = local_tensor(getattr(module, name).detach())
             # In a scope inside another one a weight may be whole that was not before.
-            if part.untyped_storage().nbytes() and part.data_ptr() not in _kept_at:
-                _kept_at[part.data_ptr()], parts[part.data_ptr()] = float8_weight, part
+            if local_weight.untyped_storage().nbytes() and local_weight.data_ptr() not in _kept_at:
+                _kept_at[local_weight.data_ptr()], parts[local_weight.data_ptr()] = float8_weight, local_weight
     try:
         yield
     finally:

@@ -71,8 +71,8 @@ def write_adapter(
     save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(adapter.config)
     config.inference_mode = True
-    if whole := [*modules, *([PREFIX] if select_depth_weights(tensors) else [])]:
-        config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole))]
+    if whole_modules := [*modules, *([PREFIX] if select_depth_weights(tensors) else [])]:
+        config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole_modules))]
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # in one order, so that equal adapters have equal files
     config.save_pretrained(str(folder))

@@ -97,7 +97,7 @@ def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
     for i, depth in enumerate(model_depths(model)):
         name, block = f"{PREFIX}.layers.{i}.mtp_block", depth.mtp_block
         several = isinstance(block, MtpBlocks)
-        blocks |= {f"{name}.{j}": part for j, part in enumerate(block)} if several else {name: block}
+        blocks |= {f"{name}.{j}": layer for j, layer in enumerate(block)} if several else {name: block}
     return blocks
 
 

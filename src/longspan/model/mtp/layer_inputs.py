@@ -132,10 +132,12 @@ class LayerInputs:
                     "mtp.depths = 0)"
                 )
             return call
-        bare, layers = copy_without_layers(self._model, embedded, self._copied.outputs)
-        named = dict(zip(signature(bare.forward).parameters, args, strict=False)) | dict(kwargs)
-        others = {name: value for name, value in named.items() if not (name == "input_ids" or _depends_on_rows(value))}
-        bare.forward(input_ids=ids[None], **others)
+        layerless_model, layers = copy_without_layers(self._model, embedded, self._copied.outputs)
+        arguments = dict(zip(signature(layerless_model.forward).parameters, args, strict=False)) | dict(kwargs)
+        other_arguments = {
+            name: value for name, value in arguments.items() if not (name == "input_ids" or _depends_on_rows(value))
+        }
+        layerless_model.forward(input_ids=ids[None], **other_arguments)
         layer: Any = layers[self._copied.index]
         return layer.note.call
 

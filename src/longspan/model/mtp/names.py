@@ -103,8 +103,8 @@ def count_depths(folder: Path, layers: int) -> int:
         if file.suffix != ".safetensors":
             return 0
         try:
-            with safe_open(file, framework="pt") as opened:
-                names += opened.keys()
+            with safe_open(file, framework="pt") as tensors:
+                names += tensors.keys()
         except Exception as error:  # safetensors raises errors of its own kind
             raise ModelError(f"{file} cannot be read: {error}") from error
     for name in names:
@@ -155,8 +155,8 @@ def _qwen_name(name: str) -> str:
     inside = name.removeprefix(f"{PREFIX}.layers.0.")
     if inside == name:
         return name
-    ours = _replace_prefix(inside, {ours: theirs for theirs, ours in _QWEN.items()})
-    return f"{PREFIX}.{ours}" if ours != inside else f"{PREFIX}.layers.0.{inside.removeprefix('mtp_block.')}"
+    our_name = _replace_prefix(inside, {our_name: qwen_name for qwen_name, our_name in _QWEN.items()})
+    return f"{PREFIX}.{our_name}" if our_name != inside else f"{PREFIX}.layers.0.{inside.removeprefix('mtp_block.')}"
 
 
 def _nemotron_name(name: str, blocks: int) -> str:

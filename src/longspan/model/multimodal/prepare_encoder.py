@@ -36,11 +36,11 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
     names = {child: name for name, child in module.named_modules()}
     if blocks is None:
         lists = dict(_outer_lists(module, ""))
-        longest = max((len(children._modules) for children in lists.values()), default=0)
+        most_children = max((len(children._modules) for children in lists.values()), default=0)
         return {
             f"{name}.{i}": block
             for name, children in lists.items()
-            if len(children._modules) == longest
+            if len(children._modules) == most_children
             for i, block in children.named_children()
         }
     outside = [type(block).__name__ for block in blocks if block not in names or block is module]
@@ -192,9 +192,17 @@ def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
     digest = sha256(repr(samples).encode()).hexdigest()
     if world.control.is_same(digest, "comparison of weights"):
         return
-    first, *others = world.control.gather_objects(samples, "comparison of weights")
-    ranks = [rank for rank, digest_there in zip(world.home.ranks[1:], others, strict=True) if digest_there != first]
-    names = [name for name in first if any(digest_there.get(name) != first[name] for digest_there in others)]
+    first_samples, *other_samples = world.control.gather_objects(samples, "comparison of weights")
+    ranks = [
+        rank
+        for rank, samples_there in zip(world.home.ranks[1:], other_samples, strict=True)
+        if samples_there != first_samples
+    ]
+    names = [
+        name
+        for name in first_samples
+        if any(samples_there.get(name) != first_samples[name] for samples_there in other_samples)
+    ]
     raise on_all_ranks(
         ModelError(
             f"ranks {excerpt(ranks)} hold other weights of {type(module).__name__} than rank {world.home.ranks[0]}: "
@@ -252,6 +260,7 @@ def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
     def cast_input(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast the first tensor among the arguments of a call to the encoder's dtype."""
         for index, value in enumerate(args):
             if isinstance(value, Tensor):
                 return (*args[:index], value.to(dtype), *args[index + 1 :]), kwargs

@@ -50,7 +50,11 @@ def split_encoder(
 
 
 def _split_linears(part: SplitModule, world: World) -> None:
-    """Split the linears of one part by their styles."""
+    """Split the linears of one part by their styles.
+
+    Where one module holds several attentions or MLPs, each column-wise linear sums over tp the gradient of its own
+    input; otherwise `split_encoder` has the module sum that of its input.
+    """
     for name, style in part.styles.items():
         linear: Any = part.module.get_submodule(name)
         if is_adapted(linear):

@@ -68,7 +68,7 @@ class SplitModule:
 
     @property
     def local_attributes(self) -> dict[str, int]:
-        """The counts and widths that the module holds and that split attention has fewer of, by name."""
+        """Return the counts and widths that the module holds and of which split attention has fewer, by name."""
         attributes = {n: value for n, value in vars(self.module).items() if type(value) is int}
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
         if not counts or self.several:
@@ -78,7 +78,7 @@ class SplitModule:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """The features of all queries, keys and values: thirds of a fused linear, unless keys have fewer heads."""
+        """Return the features of all queries, keys and values: thirds of a fused linear, unless keys have less."""
         for name, style in self.styles.items():
             linear = base_module(self.module.get_submodule(name))
             if style == QKV and isinstance(linear, nn.Linear):
@@ -160,7 +160,10 @@ def _convolution_linears(owner: nn.Module) -> dict[str, str]:
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Return the styles of the linears of one module: those of attention, and those of one MLP."""
+    """Return the styles of the linears of one module: those of attention, and those of one MLP.
+
+    Linears before attention, or before an activation, are split by columns, and the one behind it by rows.
+    """
     styles = dict[str, str]()
     output = next((name for name in _AFTER_ATTENTION if name in linears), None)
     columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)

@@ -123,6 +123,7 @@ class StageCopies:
         positions: Sequence[int],
         position: int,
     ) -> None:
+        """Find the places of shared parameters in the stages of this rank, and which copy of each is trained."""
         self._shared, self._position = tuple(shared), position
         self._holders = [sorted({positions[stage] for stage in entry.stages}) for entry in shared]
         self._counted = [positions[entry.stages[0]] for entry in shared]
@@ -162,9 +163,9 @@ class StageCopies:
     @torch.no_grad()
     def make_equal(self) -> None:
         """Set all copies of this rank to the values of the first, which is trained."""
-        for first, *others in filter(None, self._places):
-            for other in others:
-                local_tensor(other.parameter).copy_(local_tensor(first.parameter))
+        for trained_place, *copied_places in filter(None, self._places):
+            for copied_place in copied_places:
+                local_tensor(copied_place.parameter).copy_(local_tensor(trained_place.parameter))
 
     @contextmanager
     def gradients_summed(self, world: World) -> Iterator[None]:
@@ -177,10 +178,10 @@ class StageCopies:
             yield
             if not self._shared:
                 return
-            for first, *others in filter(None, self._places):
-                for other in others:
-                    add_gradient(first.parameter, other.parameter.grad)
-                    other.parameter.grad = None
+            for trained_place, *copied_places in filter(None, self._places):
+                for copied_place in copied_places:
+                    add_gradient(trained_place.parameter, copied_place.parameter.grad)
+                    copied_place.parameter.grad = None
             has_gradient = [float(bool(places) and places[0].parameter.grad is not None) for places in self._places]
             used = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
             for places, holders, count in zip(self._places, self._holders, used, strict=True):

@@ -38,10 +38,10 @@ def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: St
     under its first name in the whole model, which optimizers and checkpoints use.
     """
     for name, module in copies.first_names.items():
-        *around, last = name.split(".")
+        *outer_names, last = name.split(".")
         node = into
-        for part in around:
-            node = _child_module(node, part)
+        for name_part in outer_names:
+            node = _child_module(node, name_part)
         node.add_module(last, module)
     for model in models:
         _add_children(into, model, _outer_modules(model), copies)

@@ -24,6 +24,7 @@ class PipelineSettings:
     virtual_stages: int = 1
 
     def __post_init__(self) -> None:
+        """Raise PlanError for a schedule that is unknown, or a number of virtual stages that it cannot have."""
         count = self.virtual_stages
         if self.schedule not in SCHEDULES:
             raise PlanError(f"pipeline_schedule is {self.schedule!r}; use {', '.join(SCHEDULES)}")
@@ -67,7 +68,7 @@ class PipelineSettings:
     def enough_micro_batches(self, count: int) -> int:
         """Return the least number of micro-batches, `count` or more, that a training step can take; dummies are added.
 
-        Interleaved schedules run n micro-batches in n // pp rounds of equal size.
+        Interleaved schedules run n micro-batches in n // pp rounds of equal size, or in one if there are fewer than pp.
         """
         in_rounds = self.schedule == "zero_bubble" or (self.schedule == "1f1b" and self.virtual_stages > 1)
         if self.pp > 1 and in_rounds:

@@ -75,7 +75,11 @@ def _save_weights(
     tokenizer: Any,
     kind: torch.dtype | None,
 ) -> None:
-    """Write the weights in files of `kind`; entered by all ranks; the home's first rank writes."""
+    """Write the weights in files of `kind`; entered by all ranks; the home's first rank writes.
+
+    All ranks gather one unit of weights after another, and learn at once where the first rank could not write. With an
+    adapter only it is written, with what is trained besides.
+    """
     writes = world.rank == world.home.ranks[0]
     if (adapter := model_adapter(model)) is not None:
         trained = _find_trained_modules(encoders)
@@ -84,8 +88,10 @@ def _save_weights(
         _save_adapter(adapter, target, world, tokenizer, cast, trained.modules)
         return
     as_save_error = partial_of(_make_save_error, target)
-    opened = result_or_first_error(world, lambda: _open_folder(model, target, kind) if writes else None, as_save_error)
-    writer = None if opened is None else WeightWriter(*opened, cast=kind is not None)
+    partial_folder = result_or_first_error(
+        world, lambda: _open_folder(model, target, kind) if writes else None, as_save_error
+    )
+    writer = None if partial_folder is None else WeightWriter(*partial_folder, cast=kind is not None)
     for unit in chain(
         _weight_units(model, world), *(_state_units(e.module.state_dict(), writes=writes) for e in encoders)
     ):
@@ -94,9 +100,10 @@ def _save_weights(
         )
 
     def finish_files() -> None:
-        if writer is not None and opened is not None:
+        """Finish the folder on the rank that writes: index, configuration, tokenizer, and then its place."""
+        if writer is not None and partial_folder is not None:
             writer.finish()
-            partial, empty = opened
+            partial, empty = partial_folder
             write_configuration(empty, partial, tokenizer)
             replace_files(partial, target, OF_MODEL)
 
@@ -217,21 +224,24 @@ def _all_stage_units(model: PipelineModel, world: World) -> Iterator[dict[str, T
 
 
 def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: World, stage: int) -> dict[str, Tensor]:
-    """Return the whole tensors of one unit of a stage, on the rank that writes them."""
-    first, whole = world.home.ranks[0], dict[str, Tensor]()
+    """Return the whole tensors of one unit of a stage, on the rank that writes them.
+
+    Ranks of the stage gather each tensor. Of a later stage, slot 0 sends it through its pipeline to the first stage.
+    """
+    writing_rank, whole_tensors = world.home.ranks[0], dict[str, Tensor]()
     for entry in entries:
         if world.coordinates.pp == stage:
             value = local_state[entry.name]
-            full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            if world.rank == first:
-                whole[entry.name] = full.cpu()
+            full_tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            if world.rank == writing_rank:
+                whole_tensors[entry.name] = full_tensor.cpu()
             elif stage > 0 and (world.slot, world.coordinates.tp) == (0, 0):
-                world.channels.pipeline.exchange([(0, full.contiguous())], [], "weights of a stage").wait()
-        elif world.rank == first:
+                world.channels.pipeline.exchange([(0, full_tensor.contiguous())], [], "weights of a stage").wait()
+        elif world.rank == writing_rank:
             arriving = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
             world.channels.pipeline.exchange([], [(stage, arriving)], "weights of a stage").wait()
-            whole[entry.name] = arriving.cpu()
-    return whole
+            whole_tensors[entry.name] = arriving.cpu()
+    return whole_tensors
 
 
 def _open_folder(

@@ -92,11 +92,14 @@ class _WholeWeights:
         self._names = [*self._entries]
 
     def _collect_entries(self, entries: list[_Entry]) -> list[_Entry]:
+        """Collect the entries of all stages on every rank, in the order of stages."""
         if self._world.home.pp == 1:
             return entries
-        speaks = (self._world.slot, self._world.coordinates.tp) == (0, 0)
-        of_stage = {self._world.coordinates.pp: entries} if speaks else None
-        by_stage = self._world.control.reduce_object(of_stage, dict[int, list[_Entry]].__or__, "names of weights") or {}
+        is_reporter = (self._world.slot, self._world.coordinates.tp) == (0, 0)
+        own_entries = {self._world.coordinates.pp: entries} if is_reporter else None
+        by_stage = (
+            self._world.control.reduce_object(own_entries, dict[int, list[_Entry]].__or__, "names of weights") or {}
+        )
         return [entry for stage in range(self._world.home.pp) for entry in by_stage[stage]]
 
     def _adapter_scalings(self, stage: nn.Module) -> Mapping[str, float]:
@@ -122,7 +125,7 @@ class _WholeWeights:
             parts = self._adapter_parts(name)
             weight = self._gather_tensor(name)
             if parts:
-                tensors = {part: self._gather_tensor(of) for part, of in parts.items()}
+                tensors = {role: self._gather_tensor(tensor_name) for role, tensor_name in parts.items()}
                 weight = _merge_adapter(name, weight, tensors, self._entries[name].scaling or 0.0)
             yield plain_name(name), weight
 
@@ -146,14 +149,14 @@ class _WholeWeights:
             return {}
         module, _, kind = name.rpartition(_BASE)
         adapter = self._adapter.name
-        parts = {"bias": f"lora_B.{adapter}.bias"}
+        suffixes = {"bias": f"lora_B.{adapter}.bias"}
         if kind == "weight":
-            parts = {"A": f"lora_A.{adapter}.weight", "B": f"lora_B.{adapter}.weight"}
-            parts |= {"embedding_A": f"lora_embedding_A.{adapter}", "embedding_B": f"lora_embedding_B.{adapter}"}
+            suffixes = {"A": f"lora_A.{adapter}.weight", "B": f"lora_B.{adapter}.weight"}
+            suffixes |= {"embedding_A": f"lora_embedding_A.{adapter}", "embedding_B": f"lora_embedding_B.{adapter}"}
             if f"{module}.lora_A.{adapter}.weight" in self._entries:
-                parts |= {"magnitude": f"lora_magnitude_vector.{adapter}.weight"}
-        inside = {part: f"{module}.{inner}" for part, inner in parts.items()}
-        return {part: inner for part, inner in inside.items() if inner in self._entries}
+                suffixes |= {"magnitude": f"lora_magnitude_vector.{adapter}.weight"}
+        names = {role: f"{module}.{tensor_name}" for role, tensor_name in suffixes.items()}
+        return {role: tensor_name for role, tensor_name in names.items() if tensor_name in self._entries}
 
     def _gather_tensor(self, name: str) -> Tensor:
         """Gather the whole tensor on this rank's device."""
@@ -161,21 +164,21 @@ class _WholeWeights:
         with world.watch.naming(f"gathering of {name}", world.home.ranks):
             if world.coordinates.pp == entry.stage:
                 value = self._local[name]
-                whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(world.device)
-                sends = [(stage, whole.contiguous()) for stage in range(world.home.pp) if stage != entry.stage]
+                whole_tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(world.device)
+                sends = [(stage, whole_tensor.contiguous()) for stage in range(world.home.pp) if stage != entry.stage]
                 receives = []
             else:
-                whole = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
-                sends, receives = [], [(entry.stage, whole)]
+                whole_tensor = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
+                sends, receives = [], [(entry.stage, whole_tensor)]
             if world.home.pp > 1:
                 world.channels.pipeline.exchange(sends, receives, "weights of a stage").wait()
-        return whole
+        return whole_tensor
 
 
 def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
     """Add to a weight (or a bias) what an adapter adds to it."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    wide = {part: x.to(dtype) for part, x in parts.items()}
+    wide = {role: x.to(dtype) for role, x in parts.items()}
     total = weight.to(dtype)
     if "bias" in wide:
         total = total + scaling * wide["bias"]

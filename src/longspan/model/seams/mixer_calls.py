@@ -178,7 +178,11 @@ def _run_mamba2(
     shard: object = None,
     **others: Any,
 ) -> Tensor:
-    """Run Mamba 2's scan over the shard: x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) -> (1, T, H, P)."""
+    """Run Mamba 2's scan over the shard: x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) -> (1, T, H, P).
+
+    Steps are softplus(dt + bias), cut to `dt_limit`. The state decays by exp(step A), takes step · x at B and is read
+    at C; D · x is added to what is read.
+    """
     _refuse_state(initial_states)
     if z is not None:
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
@@ -187,8 +191,8 @@ def _run_mamba2(
     v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
     step = step.to(wide_dtype) if dt_bias is None else step.to(wide_dtype) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    half = scan_kernel(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
-    values = (v * step.unsqueeze(-1)).to(v.dtype if half else wide_dtype)
+    takes_half = scan_kernel(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
+    values = (v * step.unsqueeze(-1)).to(v.dtype if takes_half else wide_dtype)
     out = ops.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
     out = out if D is None else out + D.unsqueeze(-1) * v
     return out.to(x.dtype).unsqueeze(0)

@@ -46,7 +46,10 @@ def is_mixer(module: nn.Module) -> bool:
 def replace_functions(mixer: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
     """Give an instance its class's forward, in which these names stand for these functions."""
     forward = class_forward(mixer)
-    names = {**forward.__globals__, **{k: f for k, f in functions.items() if k in forward.__code__.co_names}}
+    names = {
+        **forward.__globals__,
+        **{name: function for name, function in functions.items() if name in forward.__code__.co_names},
+    }
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     mixer.forward = MethodType(copy, mixer)
@@ -79,5 +82,5 @@ def _called_functions(forward: Any) -> set[str]:
     """Return names of functions of its module that a forward calls."""
     if not isinstance(forward, FunctionType):
         return set()
-    named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    return {name for name, value in named.items() if callable(value) and not isinstance(value, type)}
+    globals_by_name = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    return {name for name, value in globals_by_name.items() if callable(value) and not isinstance(value, type)}

@@ -113,6 +113,7 @@ def guard_model(prepared: nn.Module, name: str) -> None:
 
 
 def _refuse_saving(name: str, method: str, *args: object, **kwargs: object) -> NoReturn:
+    """Refuse a method of a prepared model that would write only this rank's part of it."""
     raise ModelError(
         f"{name}.{method} would write what this rank holds of a prepared model; call "
         "longspan.save_model(model, folder, world) on all ranks, which writes a folder that transformers loads"
@@ -120,6 +121,7 @@ def _refuse_saving(name: str, method: str, *args: object, **kwargs: object) -> N
 
 
 def _refuse_generating(name: str, *args: object, **kwargs: object) -> NoReturn:
+    """Refuse `generate` of a prepared model, which has no caches."""
     raise ModelError(
         f"{name}.generate would need caches, which a prepared model has none of; longspan.save_model(model, folder, "
         "world) on all ranks writes a folder that transformers loads and generates from"

@@ -74,9 +74,9 @@ class FusedRows:
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
         """Return this rank's rows, part after part."""
         runs, start = list[range](), 0
-        for part in self.parts:
-            runs += [range(start + run.start, start + run.stop) for run in part.runs(tp, rank)]
-            start += part.size
+        for rows_part in self.parts:
+            runs += [range(start + run.start, start + run.stop) for run in rows_part.runs(tp, rank)]
+            start += rows_part.size
         return tuple(runs)
 
     def cut_pieces(self, tp: int, rank: int) -> tuple[list[int], list[int]]:

@@ -97,10 +97,12 @@ def _local_means(y: Tensor, groups: int) -> Tensor:
 def _share_means(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
     """Compute the mean square (…, features here) of each feature's group, over all ranks that share it.
 
-    y (…, features here) has `sizes` features of each of the `groups` of this rank, which are some of all `count_groups`
-    groups.
+    y (…, features here) has `sizes` features of each of this rank's `groups`, which are some of all `count`. Each
+    rank's sums of squares are put in their places among all groups and summed over tp.
     """
-    sums = torch.stack([part.square().sum(-1) for part in y.split(sizes, -1)], -1)  # (…, groups here)
+    sums = torch.stack(
+        [group_features.square().sum(-1) for group_features in y.split(sizes, -1)], -1
+    )  # (…, groups here)
     sums = F.pad(sums, (groups.start, count - groups.stop))
     means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_place(key)[1] // count)
     means_here = means[..., groups.start : groups.stop].split(1, -1)
@@ -167,6 +169,7 @@ def _show_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]])
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, with local values in place of the attributes that it reads."""
         with ExitStack() as stack:
             for owner, attributes in views.items():
                 values = {name: view(getattr(owner, name)) for name, view in attributes.items() if hasattr(owner, name)}

@@ -54,6 +54,7 @@ class SplitTrial:
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Compare the first call with the unsplit module, then run as before."""
             if not torch.is_inference_mode_enabled():
                 unit.forward = inner
                 self._compare_call(inner, args, kwargs)
@@ -118,17 +119,20 @@ def _gather_parameter(parameter: Tensor) -> Tensor:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Run a call; returns its outputs, and the gradients of its inputs and parameters for one of the outputs."""
+    """Run a call; return its outputs, and the gradients of its inputs and parameters for one of its outputs'.
+
+    The first input always gets a gradient, as the module's caller would give it one.
+    """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
     leaves = {id(x): x.detach().clone().requires_grad_() for x in inputs if id(x) in differentiable}
     args, kwargs = tree_map(lambda x: leaves.get(id(x), x), (args, kwargs))
     out = [x for x in tree_leaves(call(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-    named = {f"the gradient of input {i}": x for i, x in enumerate(leaves.values())}
-    named |= {f"the gradient of {name}": p for name, p in parameters.items()}
-    gradients = torch.autograd.grad(out, [*named.values()], [_output_gradient(x) for x in out], allow_unused=True)
+    tensors = {f"the gradient of input {i}": x for i, x in enumerate(leaves.values())}
+    tensors |= {f"the gradient of {name}": p for name, p in parameters.items()}
+    gradients = torch.autograd.grad(out, [*tensors.values()], [_output_gradient(x) for x in out], allow_unused=True)
     results: dict[str, Tensor | None] = {f"output {i}": x.detach() for i, x in enumerate(out)}
-    return results | dict(zip(named, gradients, strict=True))
+    return results | dict(zip(tensors, gradients, strict=True))
 
 
 def _output_gradient(x: Tensor) -> Tensor:
@@ -176,9 +180,9 @@ def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> N
 
 @torch.no_grad()
 def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
-    """Return whether row-wise inputs from some of the features differ from those from all.
+    """Return whether the block mixes features, so that row-wise linears get other inputs from half of them.
 
-    It is tried with numbers on the host.
+    It is tried with numbers on the host: column-wise linears give all features, and then each half.
     """
     columns = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
     rows = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
@@ -188,8 +192,10 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
     outputs = [numbers.roll(3 * shift, -1) for shift in range(len(columns))]
     parts = [outputs, *zip(*(output.chunk(2, -1) for output in outputs), strict=True)]
     try:
-        at_once, *of_parts = (_row_wise_input(block, dict(zip(columns, part, strict=True)), rows) for part in parts)
-        return not torch.allclose(at_once, torch.cat(of_parts, -1))
+        at_once, *halves = (
+            _row_wise_input(block, dict(zip(columns, outputs_of_part, strict=True)), rows) for outputs_of_part in parts
+        )
+        return not torch.allclose(at_once, torch.cat(halves, -1))
     except Exception:  # whatever a block raises that needs more than hidden states, or its own number of features
         return False
 
@@ -197,8 +203,8 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Tensor:
     """Return the input of the first row-wise linear, if the column-wise ones return `outputs`."""
     inside = {id(p) for module in (*outputs, *rows) for p in module.parameters()}
-    named = (*block.named_parameters(), *block.named_buffers())
-    ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in named if id(x) not in inside}
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in tensors if id(x) not in inside}
     with _replace_outputs(outputs, rows):
         try:
             functional_call(block, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))

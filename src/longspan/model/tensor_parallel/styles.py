@@ -38,8 +38,8 @@ Transform = Callable[[Tensor], Tensor]
 def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.Parameter:
     """Keep this rank's slice of a parameter that every rank holds whole, on the world's device; returns it."""
     parameter = getattr(module, name)
-    part = copy_to_device(parameter.detach().chunk(world.home.tp, dim)[world.coordinates.tp], world.device)
-    sharded = DTensor.from_local(part, world.meshes.tp, [Shard(dim)], run_check=False)
+    local_slice = copy_to_device(parameter.detach().chunk(world.home.tp, dim)[world.coordinates.tp], world.device)
+    sharded = DTensor.from_local(local_slice, world.meshes.tp, [Shard(dim)], run_check=False)
     sliced = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     module.register_parameter(name, sliced)
     return sliced
@@ -87,6 +87,7 @@ def wrap_forward(
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward between `enter` and `leave`, with local values of its attributes."""
         if enter is not None:
             args, kwargs = _apply_to_input(enter, args, kwargs)
         out = _call_with_views(module, attributes, inner, args, kwargs) if attributes else inner(*args, **kwargs)
@@ -244,6 +245,7 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
 
     @wraps(inner)
     def forward(ids: Tensor) -> Tensor:
+        """Embed the ids of this rank's slice of the vocabulary, and sum over tp: other ids give zeros here."""
         elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
         with ReplacedAttributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
@@ -268,8 +270,8 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
-        part = partial(_take_row_part, rows=rows, key=key)
-        out = inner(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
+        take_part = partial(_take_row_part, rows=rows, key=key)
+        out = inner(*map(take_part, args), **{name: take_part(value) for name, value in kwargs.items()})
         out = tp_gather(out, key, 0, gradient="identical")
         return out if out.shape[0] == rows else out[:rows].clone()  # FSDP2 warns of modules that return views
 

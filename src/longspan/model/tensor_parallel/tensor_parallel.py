@@ -69,9 +69,9 @@ def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def share_parameters_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
     """Give modules that shared a parameter the first one's again, after each has made the same slice of it."""
-    for (first, name), *others in places:
-        for module, other in others:
-            module.register_parameter(other, getattr(first, name))
+    for (first_module, name), *other_places in places:
+        for module, other_name in other_places:
+            module.register_parameter(other_name, getattr(first_module, name))
 
 
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
@@ -175,7 +175,8 @@ def _split_head_and_embedding(
 ) -> None:
     """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole.
 
-    Both stay whole where an adapter changes one of them.
+    Both stay whole where an adapter changes one of them. A whole embedding hands on only this rank's rows where rows
+    are split between layers (`sequence_parallel`).
     """
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(is_adapted(end) for end in ends):

@@ -74,7 +74,7 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
     for name, parts in ({PIXELS: [image.pixels for image in inputs]} | names).items():
         if len(parts) != len(inputs):
             raise DataError(f"{len(parts)} of {plural(len(inputs), 'image')} have {name}; give it of each")
-        arguments[name] = _join_images(name, [_cast_inputs(part, like) for part in parts], filled)
+        arguments[name] = _join_images(name, [_cast_inputs(value, like) for value in parts], filled)
     if MASK in image_parameters(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
         arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
     return arguments
@@ -116,9 +116,9 @@ def _join_images(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
 
 def _image_counts(counts: Sequence[Tensor]) -> Tensor:
     """Count the images of each document of a call: ones for images that were alone, then one number for all others."""
-    single = sum(int(count) == 1 for count in counts)
-    others = len(counts) - single
-    return torch.tensor([1] * single + [max(2, others)] * (others > 0))
+    single_images = sum(int(count) == 1 for count in counts)
+    other_documents = len(counts) - single_images
+    return torch.tensor([1] * single_images + [max(2, other_documents)] * (other_documents > 0))
 
 
 def _pad_alike(parts: Sequence[Tensor]) -> list[Tensor]:

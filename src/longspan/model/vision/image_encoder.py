@@ -74,8 +74,8 @@ def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     if rows is None:  # Llama 4, whose forward pass projects what its tower made
         rows = base.multi_modal_projector(out.last_hidden_state)
     parts = (rows, *(getattr(out, "deepstack_features", None) or ()))
-    joined = [_join_rows(part, order) for part in parts]
-    return [part[: len(part) // 2] for part in joined] if is_doubled else joined
+    joined = [_join_rows(layer_rows, order) for layer_rows in parts]
+    return [layer_rows[: len(layer_rows) // 2] for layer_rows in joined] if is_doubled else joined
 
 
 def _has_one_row(base: Any, image: ImageInput) -> bool:

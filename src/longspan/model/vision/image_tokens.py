@@ -177,7 +177,7 @@ def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = Fal
 
 def _merge_size(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | None:
     """Return how many patches a side make one row."""
-    values = [getattr(part, name, None) for part in (vision, config) for name in _MERGES]
+    values = [getattr(some_config, name, None) for some_config in (vision, config) for name in _MERGES]
     merge = next((value for value in values if value is not None), None)
     return merge[0] if isinstance(merge, list | tuple) else merge
 

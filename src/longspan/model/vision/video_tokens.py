@@ -94,7 +94,7 @@ class VideoTokens:
                 f"a video has {len(pixels)} patches and the grid {grid}, which is of {groups * height * width}; give "
                 f"the rows of {_PIXELS} of this video alone"
             )
-        return [ImageInput(part, (1, height, width)) for part in pixels.chunk(groups)]
+        return [ImageInput(group_pixels, (1, height, width)) for group_pixels in pixels.chunk(groups)]
 
     def positions(
         self, ids: npt.NDArray[Any], grids: npt.NDArray[Any], videos: Sequence[Video]
@@ -106,9 +106,9 @@ class VideoTokens:
         if not videos:
             return self.images.positions(ids, grids)
         ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64).reshape(-1, 3)
-        rows = [part if self.apart else [sum(part)] for part in (self.rows(video.grid) for video in videos)]
+        rows = [counts if self.apart else [sum(counts)] for counts in (self.rows(video.grid) for video in videos)]
         of_videos = mark_placeholders(
-            ids, self.placeholder, [n for part in rows for n in part], plural(len(videos), "video")
+            ids, self.placeholder, [n for counts in rows for n in counts], plural(len(videos), "video")
         )
         config, model = self.images.config, model_class(self.images.config)
         media = {_GRIDS: torch.tensor([video.grid for video in videos])}

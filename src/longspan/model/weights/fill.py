@@ -72,8 +72,12 @@ def find_images_class(config: PreTrainedConfig) -> Any:
     It is None for others.
     """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    named = mapping.get(type(config), None)
-    return named if named is not None and named.__name__ in (config.architectures or ()) else None
+    class_of_config = mapping.get(type(config), None)
+    return (
+        class_of_config
+        if class_of_config is not None and class_of_config.__name__ in (config.architectures or ())
+        else None
+    )
 
 
 def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -104,9 +104,9 @@ class FolderWeights:
         """Return the files' tensors, by the names that `rename` gives theirs."""
         slices = dict[str, Any]()
         for file in self._files:
-            opened = stack.enter_context(_open_file(file))
-            for name in opened.keys():  # noqa: SIM118
-                slices[self._rename(name)] = self._view(name, opened.get_slice(name))
+            tensors = stack.enter_context(_open_file(file))
+            for name in tensors.keys():  # noqa: SIM118
+                slices[self._rename(name)] = self._view(name, tensors.get_slice(name))
         return slices
 
     def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:

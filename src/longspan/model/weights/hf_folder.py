@@ -70,9 +70,9 @@ def _forget_code(config: PreTrainedConfig) -> None:
     for key in ("_attn_implementation", "_experts_implementation"):
         if "/" in str(getattr(config, key, None)):
             setattr(config, key, None)
-    for part in (getattr(config, name, None) for name in config.sub_configs):
-        if isinstance(part, PreTrainedConfig):
-            _forget_code(part)
+    for sub_config in (getattr(config, name, None) for name in config.sub_configs):
+        if isinstance(sub_config, PreTrainedConfig):
+            _forget_code(sub_config)
 
 
 def refusal_reason(error: Exception, instead: str) -> str:

@@ -55,9 +55,9 @@ def replace_files(partial: Path, folder: Path, replaced: str) -> None:
     new_names = sorted((path.name for path in partial.iterdir()), key=_CONFIGURATIONS.__contains__)
     pattern = f"{replaced}|{_OF_TOKENIZER}" if {*new_names} & {*TOKENIZER_FILES} else replaced
     names = [path.name for path in folder.iterdir()]
-    going = [name for name in names if name in new_names or re.fullmatch(pattern, name)]
+    replaced_names = [name for name in names if name in new_names or re.fullmatch(pattern, name)]
     old_files = Path(mkdtemp(prefix=f"{folder.resolve().name}.replaced-", dir=partial.parent))
-    for name in sorted(going, key=_CONFIGURATIONS.__contains__, reverse=True):
+    for name in sorted(replaced_names, key=_CONFIGURATIONS.__contains__, reverse=True):
         (folder / name).rename(old_files / name)
     for name in new_names:
         (partial / name).rename(folder / name)
@@ -171,6 +171,6 @@ def weight_unit(name: str) -> str:
 
 def _second_names(model: nn.Module) -> set[str]:
     """Return names of parameters that have an earlier name too: safetensors hold each once."""
-    first = dict[int, str]()
-    named = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if first.setdefault(id(parameter), name) != name}
+    first_names = dict[int, str]()
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in parameters if first_names.setdefault(id(parameter), name) != name}

@@ -93,7 +93,12 @@ class EncoderShape:
         )
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """Count the FLOPs of weights, forward and backward, for so many rows; frozen parts have no weight gradients."""
+        """Count the FLOPs of weights, forward and backward, for so many rows.
+
+        A weight takes 2 FLOPs a row forward, 2 for the gradient of its input, and 2 for its own, which frozen parts
+        have not. The first layer that is trained (the patch embedding, or the projector's entry) has no gradient of its
+        input.
+        """
         patches, tower, projector = self.patch_count(rows), trained == "all", trained != "none"
         flops = (4 if tower else 2) * self.embed_weights * patches
         flops += (6 if tower else 2) * self.block_weights * (patches + self.class_rows)
@@ -101,19 +106,22 @@ class EncoderShape:
         return flops + (6 if projector else 2) * self.projector_weights * rows
 
     def _count_pairs(self, patches: int, grid: Grid | None) -> int:
-        """Count the pairs of patches that see each other, in all layers."""
+        """Count the pairs of patches that see each other, in all layers.
+
+        Full layers pair all patches of a frame, with the class row; windowed ones those of a window, which borders cut.
+        """
         frames, tall, wide = grid or (1, 1, patches)
-        in_windows = patches * self.window**2
+        pairs_in_windows = patches * self.window**2
         if grid is not None and self.window_layers:
-            in_windows = frames * _window_squares(tall, self.window) * _window_squares(wide, self.window)
-        whole = frames * (tall * wide + self.class_rows) ** 2
-        return self.full_layers * whole + self.window_layers * in_windows
+            pairs_in_windows = frames * _window_squares(tall, self.window) * _window_squares(wide, self.window)
+        pairs_of_all = frames * (tall * wide + self.class_rows) ** 2
+        return self.full_layers * pairs_of_all + self.window_layers * pairs_in_windows
 
     def cost(self, *, trained: Trained = "all", again: int = 0, gpu: bool = True) -> Cost:
         """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
 
-        Attention's backward pass computes scores again: 14 x width a pair; heads are padded as kernels pad them. The
-        forward pass runs `again` so many times for the backward pass.
+        A pair of patches takes 4 x width forward and 10 x width backward, where scores are computed again; heads are
+        padded as kernels pad them. The forward pass runs `again` so many times for the backward pass.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         machine = Machine.known("H200") if gpu else Machine.cpus()
@@ -150,7 +158,11 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 
 
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack)."""
+    """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack).
+
+    A block has four square projections of attention and an MLP of two matrices, three with a gate; a merger takes
+    merge² patches side by side.
+    """
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _first_side(vision, "merge")
     between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     gated = family.startswith(_GATED)
@@ -175,7 +187,11 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
 
 
 def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of towers over images of one size (CLIP, SigLIP), up to the last layer that is read."""
+    """Return the shape of towers over images of one size (CLIP, SigLIP), up to the last layer that is read.
+
+    Gemma 3 pools patches before one projection, PaliGemma projects each patch; others (LLaVA) project the features of
+    one layer or several by two linears, without the class row unless it is kept.
+    """
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
     patches, class_rows = (
         (vision.count("image_size") // _first_side(vision, "patch")) ** 2,

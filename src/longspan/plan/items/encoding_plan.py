@@ -178,8 +178,8 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
         for slot, (slot_rows, count) in enumerate(by_slot):
             size = -(-max(count, 1) // multiple) * multiple // home.tp
             for tp in range(home.tp):
-                part = _part_rows(slot_rows, size, tp) if needed_by.split_over_tp else slot_rows
-                needed[home.rank_at(slot, tp=tp, pp=pp)].append(part)
+                rank_rows = _part_rows(slot_rows, size, tp) if needed_by.split_over_tp else slot_rows
+                needed[home.rank_at(slot, tp=tp, pp=pp)].append(rank_rows)
     for rank in home.ranks:
         needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(needed_by.micro_batches)
     return needed
@@ -210,8 +210,8 @@ def _item_rows_of_slots(
     for group in micro_batch.groups:
         for member, slot in enumerate(group.slots):
             segments = group.shares.segments(member)
-            later = replace(segments, start=segments.start + depth, stop=segments.stop + depth)
-            local, row = rows.find_rows(group.documents, later)
+            segments_of_depth = replace(segments, start=segments.start + depth, stop=segments.stop + depth)
+            local, row = rows.find_rows(group.documents, segments_of_depth)
             parts[slot].append(ItemRows(local + counts[slot], row))
             counts[slot] += group.shares.counts[member]
     return [(_join_rows(parts[slot]), counts[slot]) for slot in range(slots)]

@@ -70,13 +70,18 @@ class ModalityRows:
         return tuple(np.diff(self.base).tolist())
 
     def find_rows(self, documents: Sequence[int], segments: Segments) -> ItemRows:
-        """Find the rows of items among those of a member of a group over these documents of the plan."""
+        """Find the rows of items among those of a member of a group over these documents of the plan.
+
+        Positions of all documents are keys on one line, `document · stride + position`, so that two sorted searches
+        give the spans of items that each segment meets. What is returned is each met row's place in the segment's rows,
+        and its number among the items' rows.
+        """
         document = np.asarray(documents, dtype=np.int64)[segments.document]
         end = (document + 1) * self.stride  # a document may be laid out longer, up to where the next one has keys
         start, stop = (np.minimum(document * self.stride + at, end) for at in (segments.start, segments.stop))
-        first = np.searchsorted(self.spans.stop, start, side="right")
-        last = np.searchsorted(self.spans.start, stop, side="left")
-        segment, span = np.repeat(np.arange(len(start)), last - first), expand_runs(first, last)
+        first_span = np.searchsorted(self.spans.stop, start, side="right")
+        end_span = np.searchsorted(self.spans.start, stop, side="left")
+        segment, span = np.repeat(np.arange(len(start)), end_span - first_span), expand_runs(first_span, end_span)
         begin = np.maximum(start[segment], self.spans.start[span])
         size = np.minimum(stop[segment], self.spans.stop[span]) - begin
         local = segments.offset[segment] + begin - start[segment]
@@ -129,16 +134,16 @@ class ItemTable:
 
     def runs(self, document: int, modalities: Sequence[str]) -> list[tuple[int, int]]:
         """Return the runs of positions of a document that items of these modalities take, joined where two touch."""
-        first, last = np.searchsorted(self._spans.document, (document, document + 1))
+        first_span, end_span = np.searchsorted(self._spans.document, (document, document + 1))
         kinds = [self.modalities.index(modality) for modality in modalities if modality in self.modalities]
-        indices = first + np.flatnonzero(np.isin(self._spans.modality[first:last], kinds))
+        indices = first_span + np.flatnonzero(np.isin(self._spans.modality[first_span:end_span], kinds))
         start, stop = (keys[indices] - document * self._stride for keys in (self._spans.start, self._spans.stop))
         opens = np.append(True, start[1:] != stop[:-1])[: len(start)]
         return list(zip(start[opens].tolist(), stop[np.roll(opens, -1)].tolist(), strict=True))
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """How many tokens each document predicts."""
+        """Return how many tokens each document predicts."""
         spans, masked = self._spans, np.zeros(len(self.lengths), dtype=np.int64)
         start, stop = spans.start - spans.document * self._stride, spans.stop - spans.document * self._stride
         np.add.at(masked, spans.document, stop - np.maximum(start, 1))
@@ -204,10 +209,10 @@ class ItemTable:
         """Raise DataError for two items that take the same position."""
         overlaps = np.flatnonzero(table[1:, 0] < table[:-1, 1])
         if len(overlaps):
-            one, other = (int(table[overlaps[0] + i, 5]) for i in range(2))
+            earlier_item, later_item = (int(table[overlaps[0] + i, 5]) for i in range(2))
             position = int(table[overlaps[0] + 1, 0] - table[overlaps[0] + 1, 4] * self._stride)
             raise DataError(
-                f"{self.item_text(one)} and {self.item_text(other)} both take position {position}; every "
+                f"{self.item_text(earlier_item)} and {self.item_text(later_item)} both take position {position}; every "
                 "position is one item's"
             )
 

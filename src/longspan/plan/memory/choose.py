@@ -45,7 +45,9 @@ class FixedMemory:
 
     @property
     def words(self) -> tuple[Measure, ...]:
-        """The measures that layers may have. Raises PlanError where the keys leave none."""
+        """Return the measures that layers may have, in the order of MEASURES. Raises PlanError where the keys leave
+        none.
+        """
         words: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
         if self.offload is not None:
             words = [
@@ -81,8 +83,8 @@ def choose_memory(
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     if fitting := _fitting_or_set_segments(needs, budget, fixed):
         return min(fitting, key=prices.seconds)
-    least = min(leanest_plans(needs, fixed), key=lambda memory: memory.excess(budget))
-    raise PlanError(_refusal_text(least, budget, home, fixed))
+    leanest = min(leanest_plans(needs, fixed), key=lambda memory: memory.excess(budget))
+    raise PlanError(_refusal_text(leanest, budget, home, fixed))
 
 
 def _fitting_or_set_segments(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> list[MemoryPlan]:
@@ -113,14 +115,16 @@ def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory)
 
 
 def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
-    """Return whether any choice fits: if none does in which layers keep least, on the device or on the host."""
-    least: list[Measure] = [words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words]
-    once = False if fixed.gathered_once is None else fixed.gathered_once
+    """Return whether any choice fits: those in which layers keep least decide, on the device or on the host."""
+    leanest_measures: list[Measure] = [
+        words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words
+    ]
+    gathers_once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(
         _fit_fewest_layers(changed_needs, slow, fast, budget, fixed) is not None
         for size in _segment_choices(needs, fixed)
-        for changed_needs in _needs_by_setting(_set_segments(needs, size), replace(fixed, gathered_once=once))
-        for fast, slow in _measure_pairs(least)
+        for changed_needs in _needs_by_setting(_set_segments(needs, size), replace(fixed, gathered_once=gathers_once))
+        for fast, slow in _measure_pairs(leanest_measures)
     )
 
 
@@ -168,13 +172,16 @@ def _tile_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
 def _fit_fewest_layers(
     needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget, fixed: FixedMemory
 ) -> MemoryPlan | None:
-    """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host."""
-    most = max(len(place.stage.layers) for place in needs.places)
+    """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
+
+    More such layers take less of the device, so that halving finds the fewest.
+    """
+    most_layers = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:
         return _plan_if_fits(needs.under(needs.words(slow, fixed.layers)), budget) if slow == fast else None
     if slow == fast:
         return _plan_if_fits(needs.under(slow), budget)
-    low, high = 1, most
+    low, high = 1, most_layers
     while low < high:
         count = (low + high) // 2
         fits = needs.under(needs.words(slow, count, fast)).device.total <= budget.device
@@ -201,12 +208,13 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
             yield changed_needs.under(changed_needs.words(word, fixed.layers))
 
 
-def _refusal_text(least: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
+def _refusal_text(leanest: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
+    """Return the message that a run does not fit: what its leanest plan takes, what there is, and what would help."""
     keys = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
     under = f"with {keys}" if keys else "under any measure"
-    device, host = least.device.total, least.host.total
+    device, host = leanest.device.total, leanest.host.total
     return (
-        f"the run does not fit {under}: with a slot of {least.rows:,} rows a rank needs at least {gib_text(device)} "
+        f"the run does not fit {under}: with a slot of {leanest.rows:,} rows a rank needs at least {gib_text(device)} "
         f"({device:,} bytes) of a GPU that may fill {gib_text(budget.device)} ({budget.device:,}), and "
         f"{gib_text(host)} ({host:,}) of its host's {gib_text(budget.host)} ({budget.host:,}); use more than "
         f"{len(home.ranks)} ranks, fewer rows a slot (context.max_tokens_per_slot), or a higher parallel.tp"

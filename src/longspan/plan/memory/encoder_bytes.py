@@ -31,6 +31,7 @@ class EncoderBytes:
 
     @cached_property
     def _patches(self) -> float:
+        """Return the patches of this rank's rows of images; a shape that does not merge patches has its own ratio."""
         shape = self._shape
         return (
             0.0 if shape is None else self.rows * (shape.patch_count(1) if shape.merge else shape.patches / shape.rows)
@@ -46,7 +47,7 @@ class EncoderBytes:
 
     @cached_property
     def _block_bytes(self) -> float:
-        """Bytes that all blocks keep of the images, if all of the tower is trained."""
+        """Return bytes that all blocks keep of the images, if all of the tower is trained."""
         shape, number = self._shape, self._settings.compute_bytes
         if shape is None or self._settings.encoder_trained != "all":
             return 0.0
@@ -75,7 +76,7 @@ class EncoderBytes:
 
     @property
     def block_work(self) -> float:
-        """Bytes of the backward pass of one block."""
+        """Return bytes of the backward pass of one block."""
         if self._shape is None:
             return 0.0
         turned = 2 * self._shape.width * _ROTARY

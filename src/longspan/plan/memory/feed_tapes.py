@@ -50,6 +50,10 @@ def _add_tiles(builder: LayerBuilder, name: str, rows: tuple[str, ...], add: Cal
 
 
 def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
+    """Add an MLP that runs on all rows at once, with a gate or without; return its output.
+
+    Compiled layers do not save the activation of the gate, but make it again in backward.
+    """
     tape, width, hidden = builder.tape, width / builder.tp, builder.hidden
     size = builder.rows(width)
     if not has_gate(builder.read):
@@ -57,11 +61,11 @@ def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> 
         product = tape.run(f"{prefix}act", (up,), size, saves=(up,))
     else:
         gate = builder.add_linear(f"{prefix}gate_of", "gate_proj", x, hidden, width)
-        again = builder.compile_kind != "none"
-        act = gate if again else tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
+        makes_again = builder.compile_kind != "none"
+        act = gate if makes_again else tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
         up = builder.add_linear(f"{prefix}up", "up_proj", x, hidden, width)
         # One kernel makes the gradients of both, and their multiples for adapters.
-        scaled = size * again * sum(map(builder.settings.has_adapter, ("gate_proj", "up_proj")))
+        scaled = size * makes_again * sum(map(builder.settings.has_adapter, ("gate_proj", "up_proj")))
         product = tape.run(f"{prefix}product", (act, up), size, saves=(act, up), work=Work(0.0, scaled))
     return builder.add_linear(f"{prefix}down", "down_proj", product, width, hidden)
 
@@ -89,7 +93,11 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
 
 
 def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, gates: int, width: int, count: float) -> str:
-    """Add the experts that rows visit, of `count` weights here, and the weighted sums of what they make."""
+    """Add the experts that rows visit, of `count` weights here, and the weighted sums of what they make.
+
+    Rows are copied for each visit, with `ep` exchanged and sorted by expert, multiplied, gated, multiplied back, and go
+    the same way back. Of a layer's weights the first product has gates / (gates + 1).
+    """
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
     of_experts = count * builder.number * trained
     visited = partial(builder.rows, bytes_per_number=1)
@@ -128,7 +136,11 @@ def expert_width(read: ConfigReader) -> int:
 
 
 def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
-    """Add the weights of a row's visits. Their order is kept even where the layer is recomputed."""
+    """Add a router and return its output, the weights of a row's visits to experts.
+
+    It makes the number of each visited expert, the order of visits by expert with its inverse (kept even where the
+    layer is recomputed; in tiles it is made again), and most families the probabilities of all experts in float32.
+    """
     tape, count = builder.tape, builder.read.experts()[1]
     parts = {"visited": builder.rows(visits, _INDEX)}
     if not builder.tile_rows:
@@ -153,7 +165,11 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
 
 
 def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
-    """Add the experts that every row visits as one MLP, for some families with a weight for each row."""
+    """Add the experts that every row visits as one MLP, for some families with a weight for each row.
+
+    Their width follows from the counted weights: what is neither the router's nor of experts nor of narrow projections;
+    a remainder of one row is the weight's. Return the sum with `out`.
+    """
     read, hidden = builder.read, builder.hidden
     narrow = read.count("moe_latent_size")
     shared = weights.all - weights.of_experts - hidden * read.experts()[1] - 2 * hidden * narrow

@@ -79,7 +79,7 @@ class LayerBuilder:
 
     @property
     def compile_kind(self) -> str:
-        """What of layers is compiled, "auto" resolved as for a run."""
+        """Return what of layers is compiled, "auto" resolved as for a run."""
         if self.settings.compiled == "auto":
             return "layers" if self.settings.gpu and self.tp == 1 and self.hidden >= COMPILED_WIDTH else "none"
         return self.settings.compiled
@@ -128,10 +128,10 @@ class LayerBuilder:
             return tape.run(name, (x, gate), self.rows(width), saves=(x, gate), also=roots)
         wide, size = self.rows(width, WIDE), self.rows(width)
         if gate_first:
-            parts = {f"{name}.{part}": wide for part in ("x", "gate", "silu", "product")}
+            parts = {f"{name}.{name_of_part}": wide for name_of_part in ("x", "gate", "silu", "product")}
             even = tape.run(f"{name}.even", (x, gate), size, also=parts | roots, work=Work(0.0, 2 * wide))
             return tape.run(name, (even,), size, saves=(even,))
-        parts = {f"{name}.{part}": wide for part in ("x", "gate", "silu")} | {f"{name}.even": size}
+        parts = {f"{name}.{name_of_part}": wide for name_of_part in ("x", "gate", "silu")} | {f"{name}.even": size}
         return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
 
     def float8_work(self, rows_in: float, rows_out: float, weights: float) -> Work:

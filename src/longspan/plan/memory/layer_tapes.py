@@ -40,9 +40,10 @@ class LayerTapes:
     ep: int = 1
 
     def make_tape(self, kind: LayerKind, load: SlotLoad, *, lean: bool = False) -> Tape:
-        """Make the layer's operations on a slot's rows.
+        """Make the tape of a layer's operations on a slot's rows: attention or a mixer, then an MLP or experts, as it
+        has them.
 
-        `lean` attention saves local rows, which backward exchanges.
+        `lean` attention saves local rows, which backward exchanges again.
         """
         builder = LayerBuilder(self.read, self.settings, load, tp=self.tp, ep=self.ep, lean=lean)
         x = "x"
@@ -50,8 +51,8 @@ class LayerTapes:
             x = builder.add_sum("h", x, _add_post_norm(builder, "n1_post", self._add_mixing(builder, kind)))
         if kind.feeds:
             # Compiled, the sum is made again from the layer's input and the input of the norm behind attention.
-            again = x == "h" and _has_post_norms(self.read)
-            normed = builder.add_norm("n2", x, builder.hidden, made_again=again)
+            made_again = x == "h" and _has_post_norms(self.read)
+            normed = builder.add_norm("n2", x, builder.hidden, made_again=made_again)
             experts = kind.feeds == "experts"
             out = add_experts(builder, normed) if experts else add_mlp(builder, "", normed, dense_width(self.read))
             builder.add_sum("y", x, _add_post_norm(builder, "n2_post", out))
@@ -81,7 +82,10 @@ def _add_post_norm(builder: LayerBuilder, name: str, out: str) -> str:
 
 
 def _add_attention(builder: LayerBuilder, x: str) -> str:
-    """Add projections, norms of heads, rotary angles, attention, and for some families a gate."""
+    """Add projections, norms of heads, rotary angles, attention, and for some families a gate; return the output.
+
+    A gate is what the counted weights have beyond the four projections; it comes out of the product of queries.
+    """
     read, tape, tp, hidden = builder.read, builder.tape, builder.tp, builder.hidden
     widths, kv_heads = attention_widths(read), key_value_heads(read)
     query, key = widths.query / tp, widths.key / min(tp, kv_heads)
@@ -107,10 +111,11 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
 def _add_attend(
     builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, counts: tuple[float, float]
 ) -> str:
-    """Add attention of local rows, of so many heads of queries and of keys.
+    """Add attention of local rows, of so many heads of queries and of keys; return its output.
 
-    Under types that exchange heads it is between two exchanges. Backward of many rows holds what is in float32 of one
-    group of heads at a time.
+    Types that exchange heads stand between two exchanges. Rings hold four blocks of keys and values (two that travel
+    and two that are read), gathers two, and their sums in float32. Backward of many rows does one group of heads at a
+    time, so that float32 sums are of one group.
     """
     heads, heads_of_keys = counts
     load, tape, number, (q, k, v) = builder.load, builder.tape, builder.number, qkv

@@ -37,6 +37,7 @@ class SlotLoad:
 
 
 def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
+    """Return the numbers of a load; a load covers another if none of them is smaller."""
     return (
         load.rows,
         load.exchanged_rows,
@@ -59,7 +60,7 @@ def slot_loads(
                 loads.add(_slot_load(plan, batch, slot, later=index > 0, of=(read, settings, machine, tp)))
     largest: list[SlotLoad] = []
     for load in sorted(loads, reverse=True):
-        if not any(other.covers(load) for other in largest):
+        if not any(larger.covers(load) for larger in largest):
             largest.append(load)
     return tuple(largest) or (SlotLoad(1),)
 
@@ -72,25 +73,29 @@ def _slot_load(
     later: bool,
     of: tuple[ConfigReader, MemorySettings, Machine, int],
 ) -> SlotLoad:
-    """Return the rows of one slot in one micro-batch, `of` a model, its settings, a machine and `tp`."""
+    """Return what one slot works on in one micro-batch: its rows, and how many of them are exchanged, travel or are
+    gathered.
+
+    `of` is a model, its settings, a machine and `tp`.
+    """
     rows = exchanged = ring = gathered = runs = 0
     keys = 0.0
     read, settings, machine, tp = of
     heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
     for _, group in batch.groups_of(slot):
-        here = group.rows_per_slot
-        rows += here
+        group_rows = group.rows_per_slot
+        rows += group_rows
         runs += len(group.lengths) * (2 if group.degree > 1 and group.partition == "zigzag" else 1)
         if group.degree == 1 or not heads:
             continue
         kind, members = group_exchange(group, read, settings, machine, plan.node_size, tp)
         if members > 1:
-            exchanged += here
-            keys += here * float(kv_copies(heads, kv_heads, members))
+            exchanged += group_rows
+            keys += group_rows * float(kv_copies(heads, kv_heads, members))
         if kind == "all_gather":
-            gathered = max(gathered, here * group.degree)
+            gathered = max(gathered, group_rows * group.degree)
         elif group.degree > members:
-            ring = max(ring, here * members)
+            ring = max(ring, group_rows * members)
     rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
     return SlotLoad(rows, exchanged, keys, ring, gathered, max(1, runs), later)
 
@@ -98,7 +103,11 @@ def _slot_load(
 def group_exchange(
     group: Group, read: ConfigReader, settings: MemorySettings, machine: Machine, node_size: int, tp: int
 ) -> tuple[str, int]:
-    """Return the type of most layers of a group, and how many members exchange heads under it."""
+    """Return the type of most layers of a group, and how many members exchange heads under it.
+
+    "auto" is the type that the settings name, or the one that the machine expects to be fastest. Without heads to
+    exchange it is one member.
+    """
     kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     kind, sizes = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
     if kind == "auto" and settings.cp_comm_type:

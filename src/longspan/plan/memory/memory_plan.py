@@ -88,7 +88,7 @@ class MemoryPlan:
 
     @property
     def recomputation(self) -> Recomputation:
-        """What most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
+        """Return what most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
         words = (word.partition("+")[0] for word in self.measures if word != "none")
         ((word, _),) = Counter(words).most_common(1) or (("none", 0),)
         return word  # pyright: ignore[reportReturnType]
@@ -98,8 +98,11 @@ class MemoryPlan:
         device, host = self.device.to_json(), self.host.to_json()
         lines = [f"{'':14}{'GPU':>22}{'host':>32}"]
         for name, size in device.items():
-            other = host[name]
-            cells = f"{gib_text(size):>12} {size:>17,}", f"{gib_text(other):>12} {other:>17,}" if other else ""
+            host_size = host[name]
+            cells = (
+                f"{gib_text(size):>12} {size:>17,}",
+                f"{gib_text(host_size):>12} {host_size:>17,}" if host_size else "",
+            )
             lines.append(f"{name:<14}{cells[0]:>30}  {cells[1]:>30}".rstrip())
         return "\n".join(lines)
 
@@ -107,14 +110,16 @@ class MemoryPlan:
         """Return what layers keep and what is filled, in one line."""
         counts = Counter(self.measures)
         parts = [f"{count} {_WORDS[word]}" for word, count in counts.items()]
-        first, *others = parts
-        first_measure = f"{first.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first.split(' ', 1)[1]}"
+        first_part, *further_parts = parts
+        first_measure = (
+            f"{first_part.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first_part.split(' ', 1)[1]}"
+        )
         limit = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
         extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
         extras += [f", segments of {self.segment_layers} layers"] * bool(self.segment_layers)
         used = f"{gib_text(self.device.total).removesuffix(' GiB') if budget else gib_text(self.device.total)}{limit}"
-        measures = ", ".join([first_measure, *others]) + "".join(extras)
+        measures = ", ".join([first_measure, *further_parts]) + "".join(extras)
         return f"memory: {measures}; {used}, {gib_text(self.host.total)} on the host"
 
     def to_json(self) -> dict[str, Any]:
@@ -223,7 +228,11 @@ def _count_communicators(plans: Sequence[Plan]) -> int:
 
 
 def _count_in_flight(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
-    """Count how many micro-batches, of all that a rank holds of the model, wait for their backward passes at most."""
+    """Count how many micro-batches, of all that a rank holds of the model, wait for their backward passes at most.
+
+    Under 1F1B a stage starts as many forward passes as there are stages behind it before its first backward pass; with
+    chunks each counts for its part of the rank's layers.
+    """
     if home.pp == 1:
         return 1.0
     if settings.schedule == "gpipe":

@@ -32,50 +32,55 @@ def _add_short_convolution(builder: LayerBuilder, x: str, mixer: MixerShape) -> 
 
 
 def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """Add one projection of gate, rows of the convolution and steps, of which all are read as parts."""
+    """Add a Mamba 2 mixer and return its output: projection, convolution, scan with its states, gated norm, projection.
+
+    One projection gives gate, rows of the convolution and steps, which are parts of one tensor.
+    """
     tape, tp = builder.tape, builder.tp
     inner, channels, heads = mixer.last / builder.hidden / tp, mixer.channels / tp, mixer.heads / tp
-    every = builder.add_linear("mixer_in", "in_proj", x, builder.hidden, inner + channels + heads)
+    projected = builder.add_linear("mixer_in", "in_proj", x, builder.hidden, inner + channels + heads)
     steps = {f"mixer_step.{i}": builder.rows(heads, WIDE) for i in range(4)}
-    step = tape.run("mixer_steps", (every,), builder.rows(heads, WIDE), also=steps)
-    rolled = tape.run("mixer_rolled", (every,), builder.rows(channels), saves=(every,))
+    step = tape.run("mixer_steps", (projected,), builder.rows(heads, WIDE), also=steps)
+    convolved = tape.run("mixer_rolled", (projected,), builder.rows(channels), saves=(projected,))
     read = (channels - inner) / 2
-    values = tape.run("mixer_values", (rolled, step), _scan_row_bytes(builder, inner), saves=(rolled,))
+    values = tape.run("mixer_values", (convolved, step), _scan_row_bytes(builder, inner), saves=(convolved,))
     keys = {name: _scan_row_bytes(builder, read) for name in ("mixer_keys", "mixer_queries")}
     out = tape.run(
         "mixer_scanned",
-        (values, rolled),
+        (values, convolved),
         builder.rows(inner),
         saves=(values,),
         also=keys | {"mixer_states": _run_state_bytes(builder, mixer)},
         work=_scan_work(builder, mixer, inner),
     )
-    normed = builder.add_gated_norm("mixer_normed", out, every, inner, 1, gate_first=True)
+    normed = builder.add_gated_norm("mixer_normed", out, projected, inner, 1, gate_first=True)
     return builder.add_linear("mixer_back", "out_proj", normed, inner, builder.hidden)
 
 
 def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """Add a convolution over queries, keys and values, unit queries and keys, the scan, and a gated norm of heads."""
+    """Add a gated delta net and return its output: projections, convolution, unit vectors, scan, gated norm,
+    projection.
+    """
     tape, tp = builder.tape, builder.tp
     values, heads = mixer.heads * mixer.value_size / tp, mixer.heads / tp
     channels = mixer.channels / tp
     keys = (channels - values) / 2
-    every = builder.add_linear("mixer_in", "in_proj_qkvz", x, builder.hidden, channels + values)
+    projected = builder.add_linear("mixer_in", "in_proj_qkvz", x, builder.hidden, channels + values)
     rates = builder.add_linear("mixer_rates", "in_proj_ba", x, builder.hidden, 2 * heads)
-    mixed = tape.run("mixer_mixed", (every,), builder.rows(channels))
-    gate = tape.run("mixer_gate", (every,), builder.rows(values))
-    rolled = tape.run("mixer_rolled", (mixed,), builder.rows(channels), saves=(mixed,))
+    mixed = tape.run("mixer_mixed", (projected,), builder.rows(channels))
+    gate = tape.run("mixer_gate", (projected,), builder.rows(values))
+    convolved = tape.run("mixer_rolled", (mixed,), builder.rows(channels), saves=(mixed,))
     decays = {"mixer_beta": builder.rows(heads), "mixer_wide_beta": builder.rows(heads, WIDE)}
     decays |= {f"mixer_decay.{i}": builder.rows(heads, WIDE) for i in range(3)}
     rate = tape.run("mixer_decays", (rates,), builder.rows(heads, WIDE), also=decays)
-    units = _add_unit_vectors(builder, rolled, keys)
-    wide = tape.run("mixer_wide_values", (rolled,), _scan_row_bytes(builder, values))
+    units = _add_unit_vectors(builder, convolved, keys)
+    scan_values = tape.run("mixer_wide_values", (convolved,), _scan_row_bytes(builder, values))
     chunks = {"mixer_chunks": builder.rows(heads * CHUNK)} if builder.scans_by_kernels else {}
     out = tape.run(
         "mixer_scanned",
-        (*units, wide, rate),
+        (*units, scan_values, rate),
         builder.rows(values),
-        saves=(*units, wide),
+        saves=(*units, scan_values),
         also=chunks | {"mixer_states": _run_state_bytes(builder, mixer)},
         work=_scan_work(builder, mixer, values),
     )
@@ -105,7 +110,10 @@ def _run_state_bytes(builder: LayerBuilder, mixer: MixerShape) -> float:
 
 
 def _scan_work(builder: LayerBuilder, mixer: MixerShape, values: float) -> Work:
-    """Return what a scan holds while it runs forward and backward: states before chunks, and rows of all heads."""
+    """Return what a scan holds while it runs forward and backward: states before chunks, and rows of all heads.
+
+    The multiples of rows are counted in the kernels; those of torch's operations were measured.
+    """
     states = builder.rows(mixer.state / builder.tp / CHUNK)
     if not builder.scans_by_kernels:
         forward, backward = _TORCH_SCANS[mixer.delta]

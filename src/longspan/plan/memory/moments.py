@@ -57,7 +57,10 @@ class MicroBatchMoments:
 
     @cached_property
     def _waiting_bytes(self) -> list[LayerBytes]:
-        """What each layer keeps from forward until its segment runs backward: the input of the first one, or all."""
+        """Return what each layer keeps from forward until its segment runs backward.
+
+        Of a segment that is the input of the first layer; without segments each layer keeps all of its own.
+        """
         peak, words = self.peak, [self.measures[i] for i in self.peak.stage.layers]
         if peak.settings.segment_layers < 2:
             return self._layer_bytes
@@ -77,10 +80,13 @@ class MicroBatchMoments:
         return places_in_segments(words, self.peak.settings.segment_layers)
 
     def _segment_bytes(self, i: int) -> float:
-        """Return what the layers before layer i keep while its segment runs backward, besides what waited for it."""
+        """Return what the layers before layer i keep while its segment runs backward, beyond what waited for it.
+
+        The segment runs forward again first, so each of them then keeps what a layer without a segment keeps.
+        """
         place = self._places[i] if self.peak.settings.segment_layers > 1 else 0
-        whole = sum(layer.kept + layer.host for layer in self._layer_bytes[i - place : i])
-        return whole - sum(layer.kept + layer.host for layer in self._waiting_bytes[i - place : i])
+        kept_bytes = sum(layer.kept + layer.host for layer in self._layer_bytes[i - place : i])
+        return kept_bytes - sum(layer.kept + layer.host for layer in self._waiting_bytes[i - place : i])
 
     @cached_property
     def _whole_weights(self) -> list[float]:
@@ -104,7 +110,7 @@ class MicroBatchMoments:
 
     @cached_property
     def _whole_gradients(self) -> float:
-        """Whole gradients that micro-batches add up, and that wait for the sum over slots."""
+        """Return the whole gradients that micro-batches add up, and that wait for the sum over slots."""
         peak = self.peak
         if not peak.stays_whole or not peak.settings.backward:
             return 0.0
@@ -112,7 +118,7 @@ class MicroBatchMoments:
 
     @cached_property
     def _other_activations(self) -> float:
-        """What is kept of other micro-batches, and of images."""
+        """Return what is kept of other micro-batches, and of images."""
         if not self.peak.settings.backward:
             return 0.0
         images = EncoderBytes(self.peak)
@@ -121,6 +127,7 @@ class MicroBatchMoments:
     def _make_moment(
         self, *, gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0
     ) -> Bytes:
+        """Return the bytes of a moment: these, and what the rank holds all through the step."""
         base = self.peak.resident_bytes
         return Bytes(
             weights=base.weights,
@@ -133,8 +140,13 @@ class MicroBatchMoments:
             communicators=base.communicators,
         )
 
-    def _whole_forward(self, i: int) -> float:
-        """Return the bytes of whole weights while layer i runs forward."""
+    def _whole_forward_bytes(self, i: int) -> float:
+        """Return the bytes of whole weights while layer i runs forward.
+
+        Those are the root's, the layer's (with `gathered_once` also those of the layers before), and as much as the
+        layer's once more where weights arrive from other slots.
+        Where weights stay whole, or are not sharded, they are all layers'.
+        """
         if self.peak.stays_whole or not self.peak.settings.shard_parameters:  # then of weights in float8
             return self._root_weights + sum(self._whole_weights)
         laid_out = sum(self._whole_weights[: i + 1]) if self.peak.settings.gathered_once else self._whole_weights[i]
@@ -145,21 +157,24 @@ class MicroBatchMoments:
         whole_gradients, activations = self._whole_gradients if self.load.later else 0.0, self._other_activations
         for i, layer in enumerate(self._waiting_bytes):
             leaving = self._waiting_bytes[i - 1].host if i else 0.0  # on its way to the host
-            whole = self._whole_forward(i) + whole_gradients
+            whole_bytes = self._whole_forward_bytes(i) + whole_gradients
             yield self._make_moment(
-                gradients=self._shard_bytes, gathered=whole, kept=activations + leaving, work=layer.peaks.forward
+                gradients=self._shard_bytes, gathered=whole_bytes, kept=activations + leaving, work=layer.peaks.forward
             )
             activations += layer.kept if self.peak.settings.backward else 0.0
 
     def _loss_moments(self) -> Iterator[Bytes]:
-        """Yield the moments of the loss, and of the logits that it is made of."""
+        """Yield the moments of the loss, and of the logits that it is made of; none if the stage predicts nothing.
+
+        Then the root's weights are whole, those of the last layer may be on their way, and all activations are kept.
+        """
         peak, settings = self.peak, self.peak.settings
         if not peak.stage.predicts:
             return
-        whole = self._root_weights + self._arrival_factor * self._whole_weights[-1] * (not peak.stays_whole)
+        whole_bytes = self._root_weights + self._arrival_factor * self._whole_weights[-1] * (not peak.stays_whole)
         if peak.stays_whole or settings.gathered_once or not settings.shard_parameters:
-            whole += sum(self._whole_weights)
-        whole += self._whole_gradients if self.load.later else 0.0
+            whole_bytes += sum(self._whole_weights)
+        whole_bytes += self._whole_gradients if self.load.later else 0.0
         activations = (
             self._other_activations + sum(layer.kept for layer in self._waiting_bytes) if settings.backward else 0.0
         )
@@ -167,41 +182,48 @@ class MicroBatchMoments:
         rows = count * self.load.rows * peak.row_bytes
         for logits in self._logit_bytes():
             yield self._make_moment(
-                gradients=self._shard_bytes, gathered=whole, kept=activations, work=rows, logits=logits
+                gradients=self._shard_bytes, gathered=whole_bytes, kept=activations, work=rows, logits=logits
             )
 
     def _logit_bytes(self) -> Iterator[float]:
-        """Yield the bytes of a chunk of logits with sums of the head's gradient, and of these when they are scaled."""
+        """Yield the bytes of a chunk of logits with sums of the head's gradient, and of these sums when they are
+        scaled.
+
+        A logit is there twice, itself and its gradient; several chunks sum the head's gradient in float32.
+        """
         settings, number = self.peak.settings, self.peak.settings.compute_bytes
         vocabulary = self.peak.read.count("vocab_size") / self.peak.home.tp
         bytes_of_logit = 2 * number + (0 if settings.gpu else max(4, number))
         rows = max(1, round(self.load.rows * settings.target_share))
-        most = settings.loss_chunk_rows or max(1, int(_CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit)))
-        chunks = -(-rows // most)
+        most_rows = settings.loss_chunk_rows or max(1, int(_CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit)))
+        chunks = -(-rows // most_rows)
         trained = self.peak.numbers.head.trained if settings.backward else 0.0
         wide = max(4, number) if chunks > 1 else number
-        others = settings.depths * trained * wide  # sums of the other losses
-        yield others + -(-rows // chunks) * vocabulary * bytes_of_logit + trained * (wide * (chunks > 1) + number)
-        yield others + trained * (wide * 2 + number * (wide != number))
+        other_sums = settings.depths * trained * wide  # sums of the other losses
+        yield other_sums + -(-rows // chunks) * vocabulary * bytes_of_logit + trained * (wide * (chunks > 1) + number)
+        yield other_sums + trained * (wide * 2 + number * (wide != number))
 
     def _backward_moments(self) -> Iterator[Bytes]:
-        """Yield the moments of the backward pass, layer by layer."""
+        """Yield the moments of the backward pass from the last layer to the first: two a layer.
+
+        In the first a layer runs backward; in the second, if weights are sharded, its gradients are summed over ranks.
+        """
         peak, stage = self.peak, self.peak.stage
         activations, summed = (
             self._other_activations + sum(layer.kept for layer in self._waiting_bytes),
             self._shard_bytes,
         )
-        behind = 0.0  # what is sent of the layer behind
+        sent_bytes = 0.0  # what is sent of the layer behind
         for i in reversed(range(len(self._layer_bytes))):
             layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
             activations -= self._waiting_bytes[i].kept
             of_segment = self._segment_bytes(i)
             fetched_bytes = self._waiting_bytes[i - 1].host if i else 0.0
-            others = self._other_weights_backward(i)
+            other_weights = self._other_weights_backward(i)
             own_bytes = layer.kept + layer.host
             yield self._make_moment(
                 gradients=summed,
-                gathered=others + self._whole_weights[i] + behind,
+                gathered=other_weights + self._whole_weights[i] + sent_bytes,
                 kept=activations + own_bytes + fetched_bytes + of_segment,
                 work=layer.peaks.backward,
             )
@@ -209,11 +231,11 @@ class MicroBatchMoments:
                 continue
             yield self._make_moment(
                 gradients=summed,
-                gathered=others + peak.summing_bytes(numbers),
+                gathered=other_weights + peak.summing_bytes(numbers),
                 kept=activations + fetched_bytes + of_segment,
                 work=self.load.rows * peak.row_bytes,
             )
-            behind = numbers.trained * peak.settings.reduce_bytes if peak.settings.shard_parameters else 0.0
+            sent_bytes = numbers.trained * peak.settings.reduce_bytes if peak.settings.shard_parameters else 0.0
             summed += 0.0 if self.load.later else peak.gradient_bytes(numbers)
 
     def _other_weights_backward(self, i: int) -> float:
@@ -222,29 +244,35 @@ class MicroBatchMoments:
         root_numbers = peak.numbers.head.trained * peak.stage.predicts
         if peak.settings.depths and not peak.numbers.tied:  # depths read the embedding: it has a gradient by now
             root_numbers += peak.numbers.embedding.trained * peak.stage.predicts
-        whole = self._root_weights + root_numbers * peak.settings.compute_bytes
+        root_bytes = self._root_weights + root_numbers * peak.settings.compute_bytes
         if peak.stays_whole or not peak.settings.shard_parameters:
-            return whole + sum(self._whole_weights) - self._whole_weights[i] + self._whole_gradients
+            return root_bytes + sum(self._whole_weights) - self._whole_weights[i] + self._whole_gradients
         if peak.settings.gathered_once:
-            return whole + sum(self._whole_weights[:i])
-        return whole + (self._arrival_factor * self._whole_weights[i - 1] if i else 0.0)
+            return root_bytes + sum(self._whole_weights[:i])
+        return root_bytes + (self._arrival_factor * self._whole_weights[i - 1] if i else 0.0)
 
     def _end_moments(self) -> Iterator[Bytes]:
-        """Yield the moments after all layers: the root's gradients are summed, then those of images."""
+        """Yield the moments after all layers: the root's gradients are summed, then those of images.
+
+        Where parameters stay whole for several micro-batches, layers are summed one after another here, and the largest
+        one counts.
+        """
         peak, root = self.peak, self.peak.root_numbers
-        every = peak.gradient_bytes(peak.all_numbers)
-        before = self._shard_bytes if self.load.later else every - peak.gradient_bytes(root)
+        all_gradients = peak.gradient_bytes(peak.all_numbers)
+        gradients_before = self._shard_bytes if self.load.later else all_gradients - peak.gradient_bytes(root)
         rows = self.load.rows * peak.row_bytes
         if peak.stays_whole:  # layer by layer, then the root
             largest = max((peak.numbers.layers[i] for i in peak.stage.layers), key=lambda n: n.trained)
             sent, root_bytes = (n.trained * peak.settings.reduce_bytes for n in (largest, root))
-            whole = self._root_weights + sum(self._whole_weights) + self._whole_gradients + sent
-            yield self._make_moment(gradients=peak.gradient_bytes(largest), gathered=whole, kept=0.0, work=rows)
-            yield self._make_moment(gradients=every, gathered=self._root_weights + 2 * root_bytes, kept=0.0, work=rows)
+            whole_bytes = self._root_weights + sum(self._whole_weights) + self._whole_gradients + sent
+            yield self._make_moment(gradients=peak.gradient_bytes(largest), gathered=whole_bytes, kept=0.0, work=rows)
+            yield self._make_moment(
+                gradients=all_gradients, gathered=self._root_weights + 2 * root_bytes, kept=0.0, work=rows
+            )
         else:
-            yield self._make_moment(gradients=before, gathered=peak.summing_bytes(root), kept=0.0, work=rows)
+            yield self._make_moment(gradients=gradients_before, gathered=peak.summing_bytes(root), kept=0.0, work=rows)
         images = EncoderBytes(peak)
         if images.rows:
             yield self._make_moment(
-                gradients=every, gathered=images.whole_bytes, kept=images.backward_bytes, work=images.block_work
+                gradients=all_gradients, gathered=images.whole_bytes, kept=images.backward_bytes, work=images.block_work
             )

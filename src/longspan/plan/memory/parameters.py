@@ -38,6 +38,7 @@ class Numbers:
     share: float = 0.0
 
     def __add__(self, other: "Numbers") -> "Numbers":
+        """Add up the numbers of two parts of a model."""
         return Numbers(
             self.whole + other.whole,
             self.trained + other.trained,
@@ -141,7 +142,11 @@ def reason_uncounted(config: object) -> str:
 def _layer_numbers(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, home: Layout, settings: MemorySettings
 ) -> Numbers:
-    """Count the parameters of one layer of this kind, on a rank before it is sharded over slots."""
+    """Count the parameters of one layer of this kind, on a rank before it is sharded over slots.
+
+    Linear layers are split over tp, experts over ep, and norms are on every rank. `share`
+    has the experts of all ep neighbours, which are among the ranks that it is sharded over.
+    """
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:
         parts.append(attention_weights(read))
@@ -149,22 +154,26 @@ def _layer_numbers(
         parts.append(Weights(mixer.weights, mixer.last))
     if kind.feeds:
         parts.append(feed_forward_weights(read, kind.feeds))
-    experts = sum(part.of_experts + part.unvisited for part in parts)
-    dense = sum(part.all for part in parts) - sum(part.of_experts for part in parts)
+    experts = sum(weights.of_experts + weights.unvisited for weights in parts)
+    dense = sum(weights.all for weights in parts) - sum(weights.of_experts for weights in parts)
     norms = (1 + bool(kind.feeds)) * hidden
-    whole = dense / home.tp + norms + experts / home.ep
+    numbers_of_rank = dense / home.tp + norms + experts / home.ep
     share = (dense + experts) / home.tp + norms
     if settings.trains_all:
-        return Numbers(whole, whole, 0.0, share)
+        return Numbers(numbers_of_rank, numbers_of_rank, 0.0, share)
     adapters = settings.lora_rank * sum(
         a + b for name, a, b in adapter_linears(read, kind, mixer) if settings.has_adapter(name)
     )
     adapters /= home.tp
-    return Numbers(whole + adapters, adapters, adapters, share + adapters)
+    return Numbers(numbers_of_rank + adapters, adapters, adapters, share + adapters)
 
 
 def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
-    """Return the linears of a layer that adapters go into: name, and numbers of a row before and behind."""
+    """Return the linears of a layer that adapters go into: name, and numbers of a row before and behind.
+
+    Widths that a configuration does not name follow from the counted weights: a gate of attention is what its weights
+    have beyond queries, keys, values and output.
+    """
     hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
     if kind.attention:
         query, key = attention_widths(read)
@@ -212,22 +221,27 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
     counts = [1] * stages
     for _ in range(layers - stages):
-        least = min(range(stages), key=lambda stage: (load[stage], -stage))
-        load[least] += 1
-        counts[least] += 1
+        least_loaded = min(range(stages), key=lambda stage: (load[stage], -stage))
+        load[least_loaded] += 1
+        counts[least_loaded] += 1
     starts = [sum(counts[:stage]) for stage in range(stages)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
 def make_stages(layers: int, home: Layout, settings: MemorySettings, *, of_depths: int = 0) -> tuple[Stage, ...]:
-    """Make the stages of `layers`; those `of_depths` behind them stand with the last stage."""
+    """Make what each pipeline rank holds of `layers`; those `of_depths` behind them stand with the last stage.
+
+    With virtual stages rank r has stages r, r + pp and so on, or for ZBV stage r from the front and from the end.
+    """
     stages = home.pp * (settings.vpp if home.pp > 1 else 1)
     parts: Sequence[Sequence[int]] = stage_layers(layers, stages)
-    parts = [tuple(part) for part in parts]
+    parts = [tuple(layers_of_stage) for layers_of_stage in parts]
     parts[-1] = (*parts[-1], *range(layers, layers + of_depths))
     places: list[Stage] = []
     for place in range(home.pp):
         folded = settings.schedule == "zbv"
-        here = (place, stages - 1 - place) if folded and home.pp > 1 else tuple(range(place, stages, home.pp))
-        places.append(Stage(tuple(tuple(parts[i]) for i in here), 0 in here, stages - 1 in here))
+        stage_numbers = (place, stages - 1 - place) if folded and home.pp > 1 else tuple(range(place, stages, home.pp))
+        places.append(
+            Stage(tuple(tuple(parts[i]) for i in stage_numbers), 0 in stage_numbers, stages - 1 in stage_numbers)
+        )
     return tuple(places)

@@ -71,18 +71,25 @@ class MemoryPrices:
     load: SlotLoad
 
     def seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds that a plan adds: its layers', and those of gathers and states."""
+        """Return the seconds that a plan adds: its layers', and those of gathers and states.
+
+        States on the host go there and back once, both ways at a time.
+        """
         tiled = bool(memory.mlp_tile_rows)
         layers = sum(self._layer_seconds(index, word, tiled=tiled) for index, word in enumerate(memory.measures))
         if memory.segment_layers > 1:  # all but the last layer of a segment run forward once more, attention included
-            again = sum(word != "none" for word in memory.measures) * (1 - 1 / memory.segment_layers)
-            layers += again * (self._full_seconds + self._exchange_seconds.get("full", 0.0))
+            layers_run_again = sum(word != "none" for word in memory.measures) * (1 - 1 / memory.segment_layers)
+            layers += layers_run_again * (self._full_seconds + self._exchange_seconds.get("full", 0.0))
         gather = 0.0 if memory.gathered_once else self._gather_seconds
         states = memory.host.states if memory.offload_states else 0
         state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
         return layers + gather + state_copies
 
     def _layer_seconds(self, index: int, word: str, *, tiled: bool = False) -> float:
+        """Return the seconds that a layer's measure adds: what is computed and exchanged again, and copies to the host.
+
+        A tiled MLP runs forward once more, and TILED_SHARE of a plain layer's time is lost to smaller products.
+        """
         kind, _, host = word.partition("+")
         if kind == "none":
             return self._selective_seconds + TILED_SHARE * self._plain_seconds if tiled else 0.0
@@ -126,7 +133,7 @@ class MemoryPrices:
 
     @cached_property
     def _exchange_seconds(self) -> dict[str, float]:
-        """Queries, keys and values of a layer once more; under "full" its outputs too."""
+        """Return queries, keys and values of a layer once more; under "full" its outputs too."""
         if not self.load.exchanged_rows:
             return {}
         shape = ModelShape.of(self.config, depths=self.place.settings.depths)
@@ -149,11 +156,13 @@ class MemoryPrices:
 
     @cached_property
     def _gather_seconds(self) -> float:
-        """The second gather of weights in a micro-batch."""
+        """Return the seconds of the second gather of weights in a micro-batch: copies, and the part of the wire's time
+        that shows.
+        """
         place, machine = self.place, self.machine
         if place.shards == 1 or place.stays_whole:
             return 0.0
-        every = sum(numbers.whole for numbers in place.numbers.layers)
-        wire = every * place.settings.compute_bytes * (place.shards - 1) / place.shards
+        numbers_of_layers = sum(numbers.whole for numbers in place.numbers.layers)
+        wire = numbers_of_layers * place.settings.compute_bytes * (place.shards - 1) / place.shards
         wire /= machine.sharding_bytes_per_second
-        return machine.weight_copy_seconds * every + machine.sharding_share * wire
+        return machine.weight_copy_seconds * numbers_of_layers + machine.sharding_share * wire

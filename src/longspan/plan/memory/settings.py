@@ -70,6 +70,7 @@ class MemorySettings:
     encoder_trained: Literal["all", "projector", "none"] = "all"
 
     def __post_init__(self) -> None:
+        """Raise PlanError for numbers that cannot be."""
         for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):
             check_count(f"{name} of memory settings", getattr(self, name))
         for name in ("lora_rank", "depths", "mlp_tile_rows", "segment_layers", "loss_chunk_rows", "encoder_rows"):

@@ -90,11 +90,14 @@ class StepPeak:
 
     @cached_property
     def resident_bytes(self) -> Bytes:
-        """This rank's shards of weights and states, and what every GPU has."""
-        settings, every, tower = self.settings, self.all_numbers, self.numbers.tower
-        trained = every.share if settings.trains_all else every.adapters
+        """Return the bytes of this rank's shards of weights and states, and of what every GPU has.
+
+        Trained weights may be of another dtype than frozen ones; a tower is trained by keys of its own.
+        """
+        settings, all_numbers, tower = self.settings, self.all_numbers, self.numbers.tower
+        trained = all_numbers.share if settings.trains_all else all_numbers.adapters
         trained += tower.trained - tower.share if settings.trains_all else tower.trained
-        weights = (every.share - trained) * settings.parameter_bytes + trained * settings.weight_bytes
+        weights = (all_numbers.share - trained) * settings.parameter_bytes + trained * settings.weight_bytes
         return Bytes(
             weights=int(weights / self.shards),
             states=0 if settings.offload_states else self._optimizer_state_bytes(),
@@ -116,6 +119,9 @@ class StepPeak:
         return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every
 
     def _communicator_bytes(self) -> int:
+        """Return the bytes of CUDA's context and NCCL's communicators: two of slots, one of each other kind, and the
+        plan's.
+        """
         if not self.settings.gpu:
             return 0
         home = self.home
@@ -157,12 +163,15 @@ class StepPeak:
         return self.layer_bytes(layer, load, "full+host" if begins else measure).host
 
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
-        """Return the bytes that wait on the host: activations of the largest load, and states."""
+        """Return the bytes that wait on the host: activations of the largest load, and states.
+
+        Of a segment only the first layer's input waits.
+        """
         places = places_in_segments([measures[i] for i in self.stage.layers], self.settings.segment_layers)
         if self.settings.segment_layers < 2:
             places = [0] * len(places)
-        first = [i for i, place in zip(self.stage.layers, places, strict=True) if place == 0]
-        activations = max(sum(self._host_bytes(i, load, measures[i]) for i in first) for load in loads)
+        first_layers = [i for i, place in zip(self.stage.layers, places, strict=True) if place == 0]
+        activations = max(sum(self._host_bytes(i, load, measures[i]) for i in first_layers) for load in loads)
         states = self._optimizer_state_bytes() if self.settings.offload_states else 0
         return Bytes(kept=int(activations * self.in_flight) if self.settings.backward else 0, states=states)
 

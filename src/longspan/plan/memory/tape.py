@@ -104,11 +104,14 @@ class Tape:
         """
         forward = self._forward_peak(held, frozenset())
         saved = self.names_saved()
-        least = self._forward_peak(held, frozenset(saved), stop_early=True) if again else 0.0
-        return Peaks(forward, max(least + self.sizes[self.output] * again, self._backward_peak(held)))
+        second_forward = self._forward_peak(held, frozenset(saved), stop_early=True) if again else 0.0
+        return Peaks(forward, max(second_forward + self.sizes[self.output] * again, self._backward_peak(held)))
 
     def _forward_peak(self, held: Collection[str], saved: frozenset[str], *, stop_early: bool = False) -> float:
-        """Return the most bytes alive in a forward pass: of tensors until their last use, and of saved ones."""
+        """Return the most bytes alive in a forward pass: of tensors until their last use, and of saved ones.
+
+        With `stop_early` it ends with the last operation that saves anything, as recomputation does.
+        """
         operations = self.operations
         if stop_early:
             last = max((i for i, op in enumerate(operations) if op.saves), default=-1)
@@ -125,7 +128,12 @@ class Tape:
         return peak
 
     def _backward_peak(self, held: Collection[str]) -> float:
-        """Return the most bytes alive in a backward pass: of saved tensors that are left, and of gradients."""
+        """Return the most bytes alive in a backward pass: of saved tensors that are left, and of gradients.
+
+        Operations run in reverse. Each makes gradients of its inputs in new buffers, or passes its output's buffer on
+        if it is a sum; a second gradient of a tensor is added in place, or waits as a summand until that tensor's own
+        operation runs. Then what the operation saved is freed unless another saved it too.
+        """
         users: dict[str, int] = {}
         for operation in self.operations:
             for name in set(operation.saves):
@@ -145,16 +153,16 @@ class Tape:
                 if operation.through and name not in gradient_of:
                     gradient_of[name] = buffer
                     continue
-                new = len(buffers) + max(buffers)
-                buffers[new] = 0.0 if operation.through else self.sizes[name]
+                new_buffer = len(buffers) + max(buffers)
+                buffers[new_buffer] = 0.0 if operation.through else self.sizes[name]
                 peak = max(peak, sum(alive.values()) + sum(buffers.values()) + weights + operation.work.backward)
-                before = gradient_of.get(name)
-                if before is None or list(gradient_of.values()).count(before) > 1:
-                    gradient_of[name] = new
+                buffer_before = gradient_of.get(name)
+                if buffer_before is None or list(gradient_of.values()).count(buffer_before) > 1:
+                    gradient_of[name] = new_buffer
                 elif self.added_in_place:
-                    del buffers[new]
+                    del buffers[new_buffer]
                 else:
-                    summands.setdefault(name, []).append(new)
+                    summands.setdefault(name, []).append(new_buffer)
             weights += operation.weights
             peak = max(peak, sum(alive.values()) + sum(buffers.values()) + weights)
             if buffer not in gradient_of.values():

@@ -16,22 +16,22 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
     leaves = 1
     while leaves < min(len(lengths), 2 * sum(lengths) // room + 1):  # two neighbours overflow a bin, so this many do
         leaves *= 2
-    most = [room] * (2 * leaves)
+    most_room = [room] * (2 * leaves)
     bins: list[int] = []
     for length in lengths:
         node = 1
         while node < leaves:
             node *= 2
-            node += most[node] < length
+            node += most_room[node] < length
         bins.append(node - leaves)
-        value = most[node] = most[node] - length
+        value = most_room[node] = most_room[node] - length
         while node > 1:
-            sibling = most[node ^ 1]
+            sibling = most_room[node ^ 1]
             node //= 2
             value = max(value, sibling)
-            if most[node] == value:
+            if most_room[node] == value:
                 break
-            most[node] = value
+            most_room[node] = value
     return bins
 
 
@@ -41,7 +41,7 @@ def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, 
     Lengths must be in falling order. Bins that are too full for a document wait in `full` until the documents have
     become short enough for the room that is left in them.
     """
-    left = [room] * bins
+    room_left = [room] * bins
     idle = [(0.0, b) for b in range(bins)]
     full: list[tuple[int, int, float]] = []  # (−room left, bin, load)
     heapify(idle)
@@ -50,13 +50,13 @@ def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, 
         while full and -full[0][0] >= length:
             _, b, load = heappop(full)
             heappush(idle, (load, b))
-        while idle and left[idle[0][1]] < length:
+        while idle and room_left[idle[0][1]] < length:
             load, b = heappop(idle)
-            heappush(full, (-left[b], b, load))
+            heappush(full, (-room_left[b], b, load))
         if not idle:
             return None
         load, b = idle[0]
         heapreplace(idle, (load + seconds, b))
-        left[b] -= length
+        room_left[b] -= length
         places.append(b)
     return places

@@ -64,8 +64,8 @@ def plan_fixed(
     packer = Packer.of(request, request.check_degree(home, cp))
     if not request.lengths:
         return request.plan((), "fixed")
-    best = min(packer.assignments(), key=packer.seconds)
-    return request.plan(packer.micro_batches(best), "fixed")
+    fastest = min(packer.assignments(), key=packer.seconds)
+    return request.plan(packer.micro_batches(fastest), "fixed")
 
 
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
@@ -106,12 +106,16 @@ class Packer:
         return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
 
     def assignments(self) -> Iterator[Ints]:
-        """Yield assignments worth pricing: few bins, level bins, each with one more round, and chains."""
-        few = self._sort_bins(pack_first_fit(self.lengths, self.room))
-        yield self._place_bins(self._level_groups(few))
+        """Yield assignments that are worth pricing.
+
+        These are the fewest bins; level bins, in as few micro-batches and in one round more; and in free mode a chain
+        of micro-batches for each group.
+        """
+        fewest_bins = self._sort_bins(pack_first_fit(self.lengths, self.room))
+        yield self._place_bins(self._level_groups(fewest_bins))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
-        least = self._round_up(1 + int(few.max()) // groups)
-        for count in (least, least + multiple):
+        least_rounds = self._round_up(1 + int(fewest_bins.max()) // groups)
+        for count in (least_rounds, least_rounds + multiple):
             level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
                 yield self._place_bins(self._level_groups(self._sort_bins(level)))
@@ -143,7 +147,7 @@ class Packer:
         return rank[places]
 
     def _level_groups(self, assignment: Ints) -> Ints:
-        """Spread the documents of each micro-batch anew over its groups, if that is faster."""
+        """Spread the documents of each micro-batch anew over its groups, where that makes its slowest group faster."""
         groups, count = len(self.inside), self._count_micro_batches(assignment)
         batch, fresh = assignment // groups, assignment.copy()
         members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
@@ -151,10 +155,10 @@ class Packer:
             ids: list[int] = documents.tolist()
             bins = pack_least_loaded([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
             fresh[documents] = assignment[documents] if bins is None else m * groups + np.array(bins, dtype=np.int64)
-        before, after = (
+        seconds_before, seconds_after = (
             self._seconds_of_places(places, inside=True, count=count).max(axis=1) for places in (assignment, fresh)
         )
-        return np.where((after < before)[batch], fresh, assignment)
+        return np.where((seconds_after < seconds_before)[batch], fresh, assignment)
 
     def _place_bins(self, assignment: Ints) -> Ints:
         """Give the bins of each micro-batch to groups: the longest inside a node, or to the least loaded group."""
@@ -171,10 +175,10 @@ class Packer:
         groups, all_rows = len(self.inside), sum(self.lengths)
         chain = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
         assignment = np.empty_like(chain)
-        for g in range(groups):
-            documents = np.flatnonzero(chain == g)
+        for group in range(groups):
+            documents = np.flatnonzero(chain == group)
             bins = pack_first_fit([self.lengths[i] for i in documents.tolist()], self.room)
-            assignment[documents] = np.array(bins, dtype=np.int64) * groups + g
+            assignment[documents] = np.array(bins, dtype=np.int64) * groups + group
         return assignment
 
     def _seconds_of_places(
@@ -240,7 +244,9 @@ def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
 
 
 def _deal_round(request: Request, cp: int, documents: range) -> MicroBatch:
-    """Deal documents to groups in turn, round after round."""
+    """Deal documents to groups in turn, as one micro-batch in which all documents are padded to the longest of the
+    plan.
+    """
     pad, groups = max(request.lengths), request.slots // cp
     documents_of_groups = [documents[g::groups] for g in range(min(groups, len(documents)))]
     return MicroBatch(

@@ -176,7 +176,11 @@ class Request(PlanOptions):
         return self.partition if degree > 1 else "zigzag"
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
-        """Make the checked plan of these micro-batches, with dummies up to the next multiple, times and a bound."""
+        """Make the checked plan of these micro-batches, with dummies up to the next multiple, times and a bound.
+
+        At least one micro-batch is there. The bound has the times of the update and of free mode's closing, as
+        predictions do.
+        """
         micro_batches = self.resolve_types(micro_batches)
         dummies = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
         batches = (*micro_batches, *[MicroBatch()] * (dummies - len(micro_batches)))
@@ -206,8 +210,8 @@ class Request(PlanOptions):
         table = GroupTable.of(micro_batches)
         ways = list(replace(self.cost, cp_comm_type="auto").ways(int(table.degree.max(initial=1))))
         seconds = np.array([table.seconds_under(way, self.node_size) for way in ways])
-        least = seconds.min(axis=0)
-        choice: Iterator[int] = iter(np.argmax(seconds <= least * (1 + SAME), axis=0).tolist())
+        least_seconds = seconds.min(axis=0)
+        choice: Iterator[int] = iter(np.argmax(seconds <= least_seconds * (1 + SAME), axis=0).tolist())
         return [
             MicroBatch(tuple(self._with_type(group, ways[next(choice)]) for group in b.groups)) for b in micro_batches
         ]

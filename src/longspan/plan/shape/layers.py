@@ -102,19 +102,23 @@ def _read_types(read: ConfigReader) -> list[str] | None:
 
 
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
-    """Infer the types of a configuration that names none from its other attributes."""
+    """Infer the types of a configuration that names none from its other attributes.
+
+    Those are lists of layers that attend, an interval at which one does, or keys that only models of mixers have. The
+    list is empty where nothing speaks of mixers: all layers attend.
+    """
     linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
     if (full := linear.value("full_attn_layers")) is not None:
         attending = [layer - 1 for layer in full]
     if attending is not None:
-        other = "conv" if read.count("conv_L_cache") else "linear_attention"
-        return ["full_attention" if layer in attending else other for layer in range(layers)]
+        other_type = "conv" if read.count("conv_L_cache") else "linear_attention"
+        return ["full_attention" if layer in attending else other_type for layer in range(layers)]
     if read.count("mamba_d_ssm"):
         return ["hybrid"] * layers
     if read.count("linear_num_value_heads"):
-        every = read.count("full_attention_interval") or _INTERVAL
-        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+        interval = read.count("full_attention_interval") or _INTERVAL
+        return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
     if read.count("mamba_n_heads") or _is_mamba2(read):
         return ["linear_attention"] * layers
     return []
@@ -139,9 +143,9 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     if isinstance(moe_layers := read.value("mlp_layer_types"), list):
         return cast(list[str], moe_layers)[layer] == "sparse"
     dense = cast(Sequence[int], read.value("mlp_only_layers") or ())
-    every = read.count("decoder_sparse_step") or 1
-    first = read.count("first_k_dense_replace", "num_dense_layers")
-    return layer not in dense and (layer + 1) % every == 0 and layer >= first
+    interval = read.count("decoder_sparse_step") or 1
+    first_sparse = read.count("first_k_dense_replace", "num_dense_layers")
+    return layer not in dense and (layer + 1) % interval == 0 and layer >= first_sparse
 
 
 _GATED_QUERIES = ("qwen3_next", "qwen3_5")  # families whose query projection has a gate for each query
@@ -168,7 +172,11 @@ class Widths(NamedTuple):
 
 
 def attention_widths(read: ConfigReader) -> Widths:
-    """Return the widths of queries and keys; those of latent attention as it is computed, with its full heads."""
+    """Return the widths of queries and keys.
+
+    Latent attention counts as it is computed, with full heads: the mean of key and value size, as a pair takes one
+    product of each. A shared block attends to rows of twice the hidden size.
+    """
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     if has_latent_attention(read):
         keys, values = _latent_sizes(read)
@@ -213,7 +221,11 @@ def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> We
 
 
 def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
-    """Count the weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits."""
+    """Count the weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits.
+
+    Experts count as those that a token visits, with a shared expert and the router; the number of all experts' weights
+    that a token does not visit is returned as well.
+    """
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate
     if kind == "dense":
@@ -268,7 +280,11 @@ def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
 
 
 def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
-    """Count the weights of latent attention, whose queries, keys and values go through narrow products."""
+    """Count the weights of latent attention, whose queries, keys and values go through narrow products.
+
+    Queries go through `q_lora_rank` numbers if there is one. Keys and values come from `kv_lora_rank` numbers a row,
+    and the rotary part of keys, which all heads share, straight from the row.
+    """
     heads, (size, value) = read.count("num_attention_heads"), _latent_sizes(read)
     rank, query_rank = read.count("kv_lora_rank"), read.count("q_lora_rank")
     queries = query_rank * (hidden + heads * size) if query_rank else hidden * heads * size

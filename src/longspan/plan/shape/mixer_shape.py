@@ -61,7 +61,7 @@ class MixerShape:
 
     @property
     def summary_flops(self) -> int:
-        """The FLOPs of a row in the forward pass that summarizes a run.
+        """Return the FLOPs of a row in the forward pass that summarizes a run.
 
         A summary is the final state that the run gives from an empty state, and what the run does to a state before it.
         """
@@ -104,7 +104,11 @@ def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
 
 
 def _gated_delta_net_shape(read: ConfigReader, hidden: int) -> MixerShape:
-    """Return the shape of a gated delta net, as of Qwen3-Next."""
+    """Return the shape of a gated delta net, as of Qwen3-Next.
+
+    Its weights are projections of queries, keys, values, gate and output, beta and decay of each head, and a
+    convolution.
+    """
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
     read.check_counts(*names)
     key_heads, heads = read.count("linear_num_key_heads"), read.count("linear_num_value_heads")
@@ -125,7 +129,11 @@ def _gated_delta_net_shape(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _kimi_shape(read: ConfigReader, hidden: int) -> MixerShape:
-    """Return the shape of Kimi's delta attention, which has a decay for each number of a key."""
+    """Return the shape of Kimi's delta attention, which has a decay for each number of a key.
+
+    Its weights are projections of queries, keys, values and output, a rate (beta) for each head, two gates, and
+    convolutions over queries, keys and values.
+    """
     linear = read.section("linear_attn_config")  # as it is published
     heads = linear.count("num_heads") or read.count("linear_num_heads")
     size = linear.count("head_dim") or read.require_count("linear_head_dim")

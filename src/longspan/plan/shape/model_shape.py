@@ -124,8 +124,8 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
         parts.append(Weights(mixer.weights, mixer.last))
     if kind.feeds:
         parts.append(feed_forward_weights(read, kind.feeds))
-    experts, unvisited = sum(part.of_experts for part in parts), sum(part.unvisited for part in parts)
-    return Weights(sum(part.all for part in parts), parts[-1].last, experts, unvisited)
+    experts, unvisited = sum(weights.of_experts for weights in parts), sum(weights.unvisited for weights in parts)
+    return Weights(sum(weights.all for weights in parts), parts[-1].last, experts, unvisited)
 
 
 def _read_mixer(read: ConfigReader) -> MixerShape | None:

@@ -76,10 +76,10 @@ class PlannerComparison:
         return plan_sensitivity(make_plan, self.options.cost, plan_seconds)
 
     def degrees(self) -> list[int]:
-        """List the degree that is given, or the lowest powers of two that are possible.
+        """List the degrees to compare: the one that is given, or the lowest powers of two that are possible.
 
-        These divide the slots, hold the longest document and suit the query heads; without such a degree it is all
-        slots.
+        These divide the slots, hold the longest document and suit the query heads; if none does, all slots are one
+        group.
         """
         if self.cp:
             return [self.cp]

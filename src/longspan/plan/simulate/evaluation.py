@@ -43,16 +43,16 @@ def plan_evaluation(
     the plan slower. Raises what `make` raises at the limit itself.
     """
     options = evaluation_options(options)
-    best = make(options)
+    fastest = make(options)
     if home.pp == 1 or not lengths:
-        return best
-    seconds = simulate(best, pp=home.pp).seconds
+        return fastest
+    seconds = simulate(fastest, pp=home.pp).seconds
     for rows in _lower_limits(lengths, home, options, widest):
         plan = make(replace(options, max_tokens_per_slot=rows))
         if (simulated_seconds := simulate(plan, pp=home.pp).seconds) > seconds:
             break
-        best, seconds = plan, simulated_seconds
-    return best
+        fastest, seconds = plan, simulated_seconds
+    return fastest
 
 
 def evaluation_options(options: PlanOptions) -> PlanOptions:
@@ -73,9 +73,9 @@ def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, wi
     They end at those that just hold the longest document.
     """
     multiple, share = options.row_multiple, sum(lengths) / home.slots
-    least = -(-max(lengths) // (widest * multiple)) * multiple
-    most = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
-    doubled = [least << doubling for doubling in range(32) if least << doubling < most]
+    least_rows = -(-max(lengths) // (widest * multiple)) * multiple
+    limit = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
+    doubled = [least_rows << doubling for doubling in range(32) if least_rows << doubling < limit]
     yield from (rows for rows in reversed(doubled) if rows * home.pp * MOST_ROUNDS >= share)
 
 
@@ -130,12 +130,12 @@ class DegreeComparison:
         """
         best = self.best
         by_time = sorted(self.choices, key=lambda choice: choice.planned.seconds)
-        others = [choice for choice in self.choices if choice in by_time[1 : 1 + NAMED]]
-        more = len(by_time) - 1 - len(others)
+        named_choices = [choice for choice in self.choices if choice in by_time[1 : 1 + NAMED]]
+        count_left_out = len(by_time) - 1 - len(named_choices)
         kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
         documents = plural(len(best.planned.plan.lengths), "document")
-        slower = ", ".join(f"cp {choice.cp} {self._time_text(choice.planned)}" for choice in others)
-        slower += f", {more} more slower" if more else ""
+        slower = ", ".join(f"cp {choice.cp} {self._time_text(choice.planned)}" for choice in named_choices)
+        slower += f", {count_left_out} more slower" if count_left_out else ""
         dynamic = [f"dynamic plan {self._time_text(self.dynamic)}"] if self.dynamic else []
         head = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: {documents}"
         if self.best.planned.cost.source:
@@ -205,11 +205,11 @@ def which_degree(
     degrees_to_try = list(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
     refused = {cp: reason for cp in degrees_to_try if (reason := _refusal_text(evaluation, cp))}
     if len(refused) == len(degrees_to_try):
-        least = evaluation.least_cap(home.slots)
+        least_cap = evaluation.least_cap(home.slots)
         raise PlanError(
             f"no degree of {tuple(degrees_to_try)} is possible for an evaluation whose longest document has "
             f"{max(evaluation.lengths)} rows, at max_tokens_per_slot {evaluation.cap}: {'; '.join(refused.values())}; "
-            f"raise max_tokens_per_slot to {least} or more, or use another cp_comm_type"
+            f"raise max_tokens_per_slot to {least_cap} or more, or use another cp_comm_type"
         )
     choices = tuple(_price_degree(evaluation, cp) for cp in degrees_to_try if cp not in refused)
     comparison = DegreeComparison(choices, None, tuple(refused.values()))
@@ -264,10 +264,12 @@ def _fastest_plan(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOpt
     The limit of rows that suits the pipeline suits every type.
     """
     lengths, home = evaluation.lengths, evaluation.home
-    first, *others = list_type_options(evaluation.options, home, cp)
-    plan = plan_evaluation(lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first, cp)
-    planned = [(evaluation.simulation(plan), first)]
-    for options in others:
+    first_options, *further_options = list_type_options(evaluation.options, home, cp)
+    plan = plan_evaluation(
+        lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first_options, cp
+    )
+    planned = [(evaluation.simulation(plan), first_options)]
+    for options in further_options:
         limited = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
         planned.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited)), options))
     return min(planned, key=lambda one: one[0].seconds)

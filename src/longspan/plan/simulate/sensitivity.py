@@ -53,12 +53,12 @@ def plan_sensitivity(
     def plan_seconds(plan: Plan) -> float:
         return price(plan) if price else plan.timeline(cost).step_seconds
 
-    right = make(cost)
-    right_rows, right_seconds = rows_by_way(right), plan_seconds(right)
+    right_plan = make(cost)
+    right_rows, right_seconds = rows_by_way(right_plan), plan_seconds(right_plan)
     for constant, factor, wrong in wrong_costs(cost, share):
         plan = make(wrong)
         rows = rows_by_way(plan)
-        moved = sum((right_rows - rows).values()) / max(1, right.tokens)
+        moved = sum((right_rows - rows).values()) / max(1, right_plan.tokens)
         yield Sensitivity(constant, factor, plan, moved, plan_seconds(plan) / right_seconds - 1)
 
 
@@ -81,8 +81,8 @@ def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, 
             if value := getattr(cost, name):
                 yield constant, factor, replace(cost, **{name: value * factor})
         if cost.network and cost.network.half_speed_rows:
-            half = replace(cost.network, half_speed_rows=cost.network.half_speed_rows * factor)
-            yield "rows at which kernels reach half their speed", factor, replace(cost, network=half)
+            network = replace(cost.network, half_speed_rows=cost.network.half_speed_rows * factor)
+            yield "rows at which kernels reach half their speed", factor, replace(cost, network=network)
         yield "latency of a message", factor, _with_latency(cost, factor)
         for level in LEVELS:
             yield f"speed of links {level} hosts", factor, _with_speed(cost, level, factor)

@@ -71,9 +71,11 @@ def _pipeline_order(micro_batches: int, stages: int, chunks: int, backward: bool
 
 
 def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backward: bool) -> list[Action]:
-    """List the actions of a stage: 1F1B after a warm-up.
+    """List the actions of a stage: forward passes to warm up, then one forward and one backward in turn, then the rest.
 
-    With chunks they come in rounds of `stages` micro-batches, chunk by chunk (Narayanan et al. 2021).
+    The warm-up has as many forward passes as stages behind this one, so that its first backward pass never waits for
+    its own forward. With chunks actions come in rounds of `stages` micro-batches, chunk by chunk (Narayanan et al.
+    2021).
     """
     total = micro_batches * chunks
     if not backward:
@@ -87,7 +89,10 @@ def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backw
 
 
 def _schedule_action(kind: Literal["forward", "backward"], k: int, stages: int, chunks: int) -> Action:
-    """Return the k-th forward or backward pass of a stage: which chunk it runs, and which micro-batch."""
+    """Return the k-th forward or backward pass of a stage: which chunk it runs, and which micro-batch.
+
+    Rounds of `stages` micro-batches go through chunk after chunk, backward from the last chunk to the first.
+    """
     if chunks == 1:
         return Action(kind, 0, k)
     chunk = k // stages % chunks
@@ -96,7 +101,10 @@ def _schedule_action(kind: Literal["forward", "backward"], k: int, stages: int, 
 
 
 def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], ...], chunks: int) -> float:
-    """Run all stages, each action when its stage is free and its input is there; returns when the last one ends."""
+    """Run all stages, each action when its stage is free and its input is there; return when the last one ends.
+
+    A stage goes on until an input is missing; then others run, as long as any makes progress.
+    """
     stages, end_times = len(order), dict[tuple[Action, int], float]()
     clock, place = [0.0] * stages, [0] * stages
     while any(place[s] < len(order[s]) for s in range(stages)):
@@ -118,15 +126,19 @@ def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], 
 def _input_time(
     action: Action, stage: int, stages: int, chunks: int, ended: dict[tuple[Action, int], float]
 ) -> float | None:
-    """Return when the input of an action is there: 0.0 for the model's own input, None for not yet."""
+    """Return when the input of an action is there: 0.0 for the model's own input, None for not yet.
+
+    Forward it is when the part of the model before this one ended, backward when the part after it did, and for the
+    last part when its own forward pass ended.
+    """
     kind, chunk, micro_batch = action
     position = chunk * stages + stage  # among all parts of the model
     if kind == "backward" and position == stages * chunks - 1:
         return ended.get((Action("forward", chunk, micro_batch), stage))
-    before = position - 1 if kind == "forward" else position + 1
-    if before < 0:
+    position_before = position - 1 if kind == "forward" else position + 1
+    if position_before < 0:
         return 0.0
-    return ended.get((Action(kind, before // stages, micro_batch), before % stages))
+    return ended.get((Action(kind, position_before // stages, micro_batch), position_before % stages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,12 +232,15 @@ def _pass_cost(cost: Cost, backward: bool) -> Cost:
 
 
 def _run_plan(plan: Plan, cost: Cost, pp: int, vpp: int) -> PipelineRun:
-    """Run the plan's micro-batches through the stages; each takes the seconds of its slowest slot."""
-    whole = np.maximum(plan.timeline(cost).busy.max(axis=1), cost.launch_seconds)
+    """Run the plan's micro-batches through the stages; each takes the seconds of its slowest slot.
+
+    The backward pass is what the whole takes beyond the forward pass.
+    """
+    pass_seconds = np.maximum(plan.timeline(cost).busy.max(axis=1), cost.launch_seconds)
     if cost.passes == "forward":
-        return run_pipeline(whole.tolist(), None, pp, vpp)
-    forward = np.minimum(plan.timeline(cost.forward_only()).busy.max(axis=1), whole)
-    return run_pipeline(forward.tolist(), (whole - forward).tolist(), pp, vpp)
+        return run_pipeline(pass_seconds.tolist(), None, pp, vpp)
+    forward = np.minimum(plan.timeline(cost.forward_only()).busy.max(axis=1), pass_seconds)
+    return run_pipeline(forward.tolist(), (pass_seconds - forward).tolist(), pp, vpp)
 
 
 def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
@@ -238,7 +253,10 @@ def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
 
 
 def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray[np.float64]:
-    """Return the most rows that each slot's first stage, which holds most, keeps for its backward passes (slots,)."""
+    """Return the most rows that each slot's first stage, which holds most, keeps for its backward passes (slots,).
+
+    A forward pass adds its micro-batch's rows, a backward pass frees them; the peak is of their running sum.
+    """
     sign = np.array([1 if action.kind == "forward" else -1 for action in run.actions[0]], np.int64)
     rows_of_actions = rows[[action.micro_batch for action in run.actions[0]]]
     if not (sign < 0).any():  # nothing is kept: one micro-batch passes at a time
@@ -247,7 +265,10 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
 
 
 def _link_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
-    """Return the bytes that all groups put on links inside and between nodes, by their own communication types."""
+    """Return the bytes that all groups put on links inside and between nodes, by their own communication types.
+
+    A group with a type for each layer counts by the commonest. States of mixers go between nodes if the group does.
+    """
     inside = across = 0.0
     for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):
         kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type

@@ -66,10 +66,12 @@ def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | 
 
 def plan_type_text(plan: Plan) -> str:
     """Write the communication types of a plan's groups of several slots; "" if no group has several slots."""
-    groups = [g for g in chain.from_iterable(batch.groups for batch in plan.micro_batches) if g.degree > 1]
-    kinds = (g.cp_comm_type if isinstance(g.cp_comm_type, str) else "/".join(g.cp_comm_type) for g in groups)
+    groups = [group for group in chain.from_iterable(batch.groups for batch in plan.micro_batches) if group.degree > 1]
+    kinds = (
+        group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(group.cp_comm_type) for group in groups
+    )
     names = list(dict.fromkeys(chain.from_iterable(kind.split("/") for kind in kinds)))
-    return type_text(names, (g.hierarchical_context_parallel_sizes for g in groups)) if names else ""
+    return type_text(names, (group.hierarchical_context_parallel_sizes for group in groups)) if names else ""
 
 
 def _with_type(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | None = None) -> PlanOptions:
@@ -118,19 +120,19 @@ class PartitionChoice:
 
     @property
     def reason(self) -> str:
-        """Why it was chosen, in one line: the seconds of each way, or ratios under a cost that is of no machine.
+        """Return why it was chosen, in one line: the seconds of each way, or ratios under a cost that is of no machine.
 
         >>> print(choice.reason)  # doctest: +SKIP
         contiguous under a2a: 1.2 s predicted; zigzag under p2p 1.9 s; contiguous under p2p 2.1 s
         """
-        best, *others = self.ways
-        has_seconds = bool(best.options.cost.source)
+        chosen_way, *further_ways = self.ways
+        has_seconds = bool(chosen_way.options.cost.source)
 
         def way_time(way: PricedWay) -> str:
-            return f"{way.seconds:.3g} s" if has_seconds else f"{way.seconds / best.seconds:.3f} x as long"
+            return f"{way.seconds:.3g} s" if has_seconds else f"{way.seconds / chosen_way.seconds:.3f} x as long"
 
-        first = f"{best}: {way_time(best)} predicted" if has_seconds else f"{best}, by cost"
-        return "; ".join([first, *(f"{way} {way_time(way)}" for way in others), *self.left_out])
+        first = f"{chosen_way}: {way_time(chosen_way)} predicted" if has_seconds else f"{chosen_way}, by cost"
+        return "; ".join([first, *(f"{way} {way_time(way)}" for way in further_ways), *self.left_out])
 
 
 def which_partition(
@@ -152,10 +154,10 @@ def which_partition(
             refused[way_text(way)] = str(error)
     if not ways:
         raise PlanError(f"no way to deal out rows is possible: {'; '.join(refused.values())}")
-    least = min(way.seconds for way in ways)
-    choice = next(way for way in ways if way.seconds <= CLOSE * least)
-    others = sorted((way for way in ways if way is not choice), key=lambda way: way.seconds)
-    return PartitionChoice((choice, *others), tuple(f"{name} is not possible" for name in refused))
+    least_seconds = min(way.seconds for way in ways)
+    choice = next(way for way in ways if way.seconds <= CLOSE * least_seconds)
+    further_ways = sorted((way for way in ways if way is not choice), key=lambda way: way.seconds)
+    return PartitionChoice((choice, *further_ways), tuple(f"{name} is not possible" for name in refused))
 
 
 def plan_with_partition(

@@ -25,7 +25,7 @@ _WORDS = {"waiting": "waits", "running": "trains", "done": "done", "stopped": "s
 
 
 def live_page(live: LiveRun, *, nonce: str) -> str:
-    """The whole page, whose script asks for the parts that change."""
+    """Return the whole page, whose script asks for the parts that change."""
     parts = (tag("div", markup, data_part=name) for name, markup in live_parts(live).items())
     style, script = room_text("follow.css"), room_text("follow.js")
     return page(live_title(live), [*parts], style=style, script=script, nonce=nonce)
@@ -38,7 +38,7 @@ def live_title(live: LiveRun) -> str:
 
 
 def live_parts(live: LiveRun) -> dict[str, str]:
-    """The parts by name, in their order. A part that its records make impossible says so."""
+    """Return the parts by name, in their order. A part that its records make impossible says so."""
     parts: dict[str, Callable[[LiveRun], str]] = {
         "status": _status,
         "figures": _figure_cards,
@@ -55,6 +55,7 @@ def live_parts(live: LiveRun) -> dict[str, str]:
 
 
 def _markup_or_note(make: Callable[[LiveRun], str], live: LiveRun, name: str) -> str:
+    """Return a part of the page, or a note in its place where records hold values that no run writes."""
     try:
         return make(live)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError) as error:
@@ -63,7 +64,7 @@ def _markup_or_note(make: Callable[[LiveRun], str], live: LiveRun, name: str) ->
 
 
 def _status(live: LiveRun) -> str:
-    """The name of the run, whether it is at work, and how far it is."""
+    """Return the name of the run, whether it is at work, and how far it is."""
     title = tag("p", "longspan", class_="brand") + tag("h1", text(live.run.name))
     state = tag("span", text(_WORDS[live.state]), class_=f"state {live.state}", role="status")
     story = tag("p", state, text(" · ".join(_progress_words(live))), class_="story")
@@ -73,6 +74,7 @@ def _status(live: LiveRun) -> str:
 
 
 def _progress_words(live: LiveRun) -> Iterator[str]:
+    """Yield how far the run is, how long its steps will take, and whether it seems to have stalled."""
     if live.state != "running":
         yield live.last_line()
         if live.state == "waiting":
@@ -92,6 +94,7 @@ def _progress_words(live: LiveRun) -> Iterator[str]:
 
 
 def _figure_cards(live: LiveRun) -> str:
+    """Return the key figures as cards; "" where there are none yet."""
     cards = [
         tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
         for name, value, detail in _figures(live)
@@ -129,6 +132,7 @@ def _loss_section(live: LiveRun) -> str:
 
 
 def _speed_section(live: LiveRun) -> str:
+    """Return the charts of tokens per second and seconds of each step; "" before the first step."""
     if not len(live.run.step):
         return ""
     charts = _column_chart(live, "Speed", "tokens_per_second", 0), _column_chart(live, "Time of a step", "seconds", 3)
@@ -137,6 +141,10 @@ def _speed_section(live: LiveRun) -> str:
 
 
 def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
+    """Return the chart of a column of the steps.
+
+    With 100 values or more they are faint, and a running mean is drawn over them.
+    """
     run, values = live.run, live.run.train[name]
     window = max(5, len(values) // 60) if len(values) >= 100 else 1
     faint = Series("each step", run.step, values, color, "faint" if window > 1 else "line")
@@ -147,7 +155,7 @@ def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
 
 
 def _plan_part(live: LiveRun) -> str:
-    """The plan of the newest step: its groups by degree and type as a table, and its picture."""
+    """Return the plan of the newest step: its groups by degree and type as a table, and its picture."""
     if live.plan is None:
         return ""
     step, plan = live.plan
@@ -165,6 +173,7 @@ def _plan_part(live: LiveRun) -> str:
 
 
 def _evaluation_section(live: LiveRun) -> str:
+    """Return the table of the newest evaluations; "" where there are none."""
     rows = live.run.evaluations[::-1]
     if not rows:
         return ""
@@ -187,7 +196,7 @@ def _evaluation_section(live: LiveRun) -> str:
 
 
 def _save_section(live: LiveRun) -> str:
-    """The checkpoints of the folder, and what the last saves took."""
+    """Return the checkpoints of the folder, and what the last saves took."""
     lines = list[str]()
     if live.checkpoints:
         lines.append(f"in the folder: {', '.join(f'step {step:,}' for step in live.checkpoints)}")
@@ -205,7 +214,7 @@ def _save_section(live: LiveRun) -> str:
 
 
 def _rank_section(live: LiveRun) -> str:
-    """Who holds the folder, the ranks, and what the run said before its first step."""
+    """Return who holds the folder, the ranks, and what the run said before its first step."""
     facts = live.run.facts
     items = [("at work", live.holder)] if live.holder else []
     if facts is not None:
@@ -230,8 +239,11 @@ def _note_section(live: LiveRun) -> str:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]], minor: Sequence[str] = ()) -> str:
-    """A table; narrow pages leave out its `minor` columns."""
+    """Return a table; narrow pages leave out its `minor` columns."""
     classes = ["minor" if name in minor else None for name in names]
-    head = tag("tr", *(tag("th", text(name), class_=c) for name, c in zip(names, classes, strict=True)))
-    body = (tag("tr", *(tag("td", text(cell), class_=c) for cell, c in zip(row, classes, strict=True))) for row in rows)
+    head = tag("tr", *(tag("th", text(name), class_=css_class) for name, css_class in zip(names, classes, strict=True)))
+    body = (
+        tag("tr", *(tag("td", text(cell), class_=css_class) for cell, css_class in zip(row, classes, strict=True)))
+        for row in rows
+    )
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body), class_="plain"), class_="scroll")

@@ -74,7 +74,7 @@ class LiveRun:
         return train.get("steps") if isinstance(train, dict) else 0
 
     def last_line(self) -> str:
-        """What came of the run, in a sentence without a full stop, once it is not at work any more."""
+        """Return what came of the run, in a sentence without a full stop, once it is not at work any more."""
         of = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
         match self.state:
             case "running":
@@ -110,7 +110,7 @@ class LiveRecords:
         self._live: LiveRun | None = None
 
     def read(self) -> LiveRun:
-        """The run as it is now, or was at most half a second ago."""
+        """Return the run as it is now, or was at most half a second ago."""
         with self._lock:
             if self._live is None or time.monotonic() - self._read_at >= AT_MOST_EVERY:
                 holder = lock_holder(self.path)  # first: what a run that ends writes is there once its lock is gone
@@ -120,6 +120,9 @@ class LiveRecords:
             return self._live
 
     def _read_metrics(self) -> None:
+        """Read the new lines of metrics.jsonl: steps and evaluations. A file that began anew replaces what was read
+        before.
+        """
         for line in self._metrics.lines():
             if self._metrics.is_first:
                 self._forget()
@@ -136,6 +139,7 @@ class LiveRecords:
             self._forget()
 
     def _forget(self) -> None:
+        """Forget all steps, evaluations and saves that were read."""
         self._step, self._columns = array("q"), {name: array("d") for name in COLUMNS}
         self._evaluations.clear()
         self._saves.clear()
@@ -155,6 +159,9 @@ class LiveRecords:
             self._saves = [*(save for save in self._saves if save.step < step), Save(step, *figures)][-LAST_SAVES:]
 
     def _add_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Enter an evaluation in place of an earlier one of the same set, step and degree; note one that cannot be
+        read.
+        """
         try:
             if (evaluation := EvalRow.from_row(row)) is not None:
                 self._evaluations[evaluation.place] = evaluation
@@ -162,14 +169,14 @@ class LiveRecords:
             self._notes["evaluation"] = str(error)
 
     def _read_plans(self) -> None:
-        """Keep the newest line, and the newest with a cost, which is that of the lines after it."""
-        before = self._plan_line
+        """Read the newest plan, under its cost: a line without a cost has that of the last line with one."""
+        line_before = self._plan_line
         for line in self._plans.lines():
             if self._plans.is_first:
                 self._cost_line = b""
             self._cost_line = line if has_cost(line) else self._cost_line
             self._plan_line = line
-        if self._plan_line == before:
+        if self._plan_line == line_before:
             return
         try:
             where = f"{self.path / 'plans.jsonl'}, its last line,"
@@ -180,6 +187,7 @@ class LiveRecords:
             self._plan, self._notes["plan"] = None, str(error)
 
     def _compose(self, holder: str) -> LiveRun:
+        """Make the run as it is now from what was read so far and the small files of its folder."""
         notes = list[str]()
         facts = RunFacts.from_json(read_json_object(self.path / "run.json", notes))
         summary = read_json_object(self.path / "summary.json", notes)
@@ -215,7 +223,7 @@ class LiveRecords:
 
 
 def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
-    """Whether a run is at work, and if not what came of it: its summary counts if it is of the last step."""
+    """Return whether a run is at work, and if not what came of it: its summary counts if it is of the last step."""
     if holder:
         return "running"
     if is_empty and not run.summary:
@@ -228,7 +236,7 @@ def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
 
 
 def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The steps of the checkpoints that lie in the run's folder, and of those that are not complete, in order."""
+    """Return the steps of the checkpoints in the run's folder, and of those that are not complete, in order."""
     section = config.get("run")
     if isinstance(section, dict) and section.get("checkpoints"):
         return (), ()  # elsewhere, perhaps in a store
@@ -241,7 +249,7 @@ def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int,
 
 
 def _find_reports(path: Path) -> Iterator[str]:
-    """Sentences about folders that a run writes where something went wrong."""
+    """Yield sentences about folders that a run writes where something went wrong."""
     if (path / "hang").is_dir():
         yield "a collective failed or timed out; what torch recorded is in the folder hang"
     if (path / "memory").is_dir():
@@ -249,7 +257,7 @@ def _find_reports(path: Path) -> Iterator[str]:
 
 
 def _seconds_since_change(path: Path) -> float:
-    """Seconds since metrics.jsonl or run.json was written; 0 where neither is there."""
+    """Return seconds since metrics.jsonl or run.json was written; 0 where neither is there."""
     times = list[float]()
     for name in ("metrics.jsonl", "run.json"):
         try:

@@ -38,7 +38,7 @@ _HEADERS = {
 
 
 def _policy(nonce: str) -> str:
-    """What the browser may do for the page: run its one script, and ask this server."""
+    """Return what the browser may do for the page: run its one script, and ask this server."""
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'nonce-{nonce}'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -117,6 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
+        """Answer with the page, or with the parts of it that changed; refuse who does not know the address."""
         follower: Follower = self.server.follower
         path, _, query = self.path.partition("?")
         key, _, name = path.removeprefix("/").partition("/")
@@ -138,6 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         return secrets.compare_digest(key.encode(), follower.key.encode()) and host in HOSTS
 
     def _send(self, status: int, kind: str, words: str, nonce: str = "") -> None:
+        """Send a text with its headers, compressed where it is long and the browser takes that."""
         body = words.encode("utf-8", "replace")
         packed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
         body = gzip.compress(body, 1) if packed else body
@@ -162,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _changes(live: LiveRun, tags: dict[str, str], *, over: bool) -> dict[str, Any]:
-    """What a page has to change that shows parts with these tags."""
+    """Return what a page has to change that shows parts with these tags."""
     changed = dict[str, tuple[str, str]]()
     for name, markup in live_parts(live).items():
         tag = blake2b(markup.encode("utf-8", "replace"), digest_size=8).hexdigest()

@@ -31,7 +31,7 @@ class Tail:
         self._path, self._most = path, most
         self._file: tuple[int, int] | None = None  # device and number of the file that was read
         self._offset = 0  # behind the last whole line
-        self._last = 0, b""  # where the last line begins, and its first bytes
+        self._last_line = 0, b""  # where the last line begins, and its first bytes
 
     def lines(self) -> Iterator[bytes]:
         """Yield the lines that are new, without those that are too long; none where there is no such file.
@@ -48,17 +48,18 @@ class Tail:
             status = os.fstat(file.fileno())
             name = status.st_dev, status.st_ino
             if name != self._file or status.st_size < self._offset or not self._stands(file):
-                self._file, self._offset, self._last = name, 0, (0, b"")
+                self._file, self._offset, self._last_line = name, 0, (0, b"")
                 self.is_first = True
             yield from self._new_lines(file)
 
     def _stands(self, file: BinaryIO) -> bool:
-        """Whether the line that was read last is still where it was."""
-        start, words = self._last
+        """Return whether the line that was read last is still where it was."""
+        start, words = self._last_line
         file.seek(start)
         return file.read(len(words)) == words
 
     def _new_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yield the complete lines after the last one that was read; longer ones than the limit are passed over."""
         file.seek(self._offset)
         while line := file.readline(self._most + 1):
             length, is_long = len(line), len(line) > self._most and not line.endswith(b"\n")
@@ -67,14 +68,14 @@ class Tail:
                 length += len(line)
             if not line.endswith(b"\n"):
                 return
-            self._last, self._offset = (self._offset, words), self._offset + length
+            self._last_line, self._offset = (self._offset, words), self._offset + length
             if not is_long:
                 yield line
                 self.is_first = False
 
 
 def lock_holder(folder: Path) -> str:
-    """Which process is at work in a run's folder, as its lock names it; "" where none is.
+    """Return which process is at work in a run's folder, as its lock names it; "" where none is.
 
     The lock is only asked for and never taken, so that a run which begins meanwhile is not refused.
     """
@@ -90,7 +91,10 @@ def lock_holder(folder: Path) -> str:
 
 
 def _is_locked(descriptor: int, holder: str) -> bool:
-    """Whether another process holds the lock; where the system has none for files, whether one is named in it."""
+    """Return whether another process holds the lock.
+
+    Where the system has no locks of files, it is whether the file names a process.
+    """
     os.lseek(descriptor, 0, os.SEEK_SET)
     try:
         os.lockf(descriptor, os.F_TEST, 0)

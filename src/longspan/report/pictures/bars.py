@@ -78,13 +78,16 @@ class PlanBars:
 
     @cached_property
     def color_of(self) -> dict[int, int]:
-        """A colour of FILLS for each document, the same in time and in rows; see `_document_colors`."""
+        """Return a colour of FILLS for each document, the same in time and in rows; see `_document_colors`."""
         bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
         largest_bars = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
         return dict.fromkeys(range(len(self.plan.lengths)), 0) | _document_colors(largest_bars)
 
     def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
-        """At most `limit` bars worth drawing at these scales (pixels a unit, pixels a slot); the others summed up."""
+        """Select at most `limit` bars that are large enough to see at these scales (pixels a unit, pixels a slot).
+
+        The largest are drawn; returned with them are the others, summed up.
+        """
         areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
         large_enough = [
             i for i, b in enumerate(self.bars) if (b.stop - b.start) * x_scale >= 1.2 and b.slots * y_scale >= 3
@@ -106,8 +109,10 @@ def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> P
 
 
 def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
-    """A colour for each document of these bars, the largest first: of hues that no neighbour has, the one with the
-    least area so far. So large documents all differ, and small ones repeat the colours of small ones.
+    """Return a colour for each document of these bars, chosen for the largest first.
+
+    Of the hues that no neighbour has, a document gets the one with the least area so far. So large documents all
+    differ, and small ones repeat the colours of small ones.
     """
     neighbours, areas = _find_neighbours(bars), np.zeros(len(FILLS))
     colors: dict[int, int] = {}
@@ -126,7 +131,10 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
 
 
 def _find_neighbours(bars: Sequence[Bar]) -> list[list[int]]:
-    """The bars that touch each bar, next to it or above it, or nearly."""
+    """Return the bars that touch each bar: next to it in time on shared slots, or above or below it at the same time.
+
+    Bars on shared slots count as neighbours also across a gap of NEAR times the picture's length.
+    """
     slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))
     gap = NEAR * float(stop.max(initial=0.0))
     shared = (slot[:, None] < (slot + slots)[None]) & (slot[None] < (slot + slots)[:, None])
@@ -138,14 +146,17 @@ def _find_neighbours(bars: Sequence[Bar]) -> list[list[int]]:
 
 
 def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
-    """Seconds that each group takes of each of its slots, per micro-batch, without the micro-batch's launches."""
+    """Return the seconds that each group takes of each of its slots, per micro-batch.
+
+    The micro-batch's launches are left out.
+    """
     table = GroupTable.of(plan.micro_batches)
     seconds = table.seconds(cost, plan.node_size)
     return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
 
 
 def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """Panels and bars in time: a panel for each micro-batch, or one for all in free mode."""
+    """Return panels and bars in time: a panel for each micro-batch, or one for all in free mode."""
     when, widths = plan.timeline(cost), group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -158,7 +169,7 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 
 
 def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """Panels and bars in rows: each micro-batch has a panel as wide as the cap."""
+    """Return panels and bars in rows: each micro-batch has a panel as wide as the cap."""
     most_rows = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
     cap = float(plan.max_tokens_per_slot or most_rows)
     panels, bars = [], []
@@ -173,26 +184,30 @@ def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 def _stack_groups(
     index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost | None
 ) -> Iterator[Bar]:
-    """Bars of one micro-batch: every slot's groups one after another from `begin`, the widest first."""
+    """Yield the bars of one micro-batch: every slot's groups one after another from `begin`, the widest first.
+
+    A group over slots that are no neighbours, or that begin at different times, is drawn as a bar for each run of
+    slots.
+    """
     clock = begin.copy()  # (slots,)
-    order = sorted(range(len(micro_batch.groups)), key=lambda g: (-micro_batch.groups[g].degree, g))
-    for g in order:
-        group = micro_batch.groups[g]
+    order = sorted(range(len(micro_batch.groups)), key=lambda number: (-micro_batch.groups[number].degree, number))
+    for number in order:
+        group = micro_batch.groups[number]
         slots = np.sort(np.asarray(group.slots, np.int64))
         shares = _document_shares(group, cost)
         breaks = np.flatnonzero((np.diff(slots) != 1) | (np.abs(np.diff(clock[slots])) > 1e-9)) + 1
-        width = float(widths[g])
+        width = float(widths[number])
         for run in np.split(slots, breaks):
             start = float(clock[run[0]])
             for document, share in shares:
                 stop = start + share * width
-                yield Bar(index, g, document, int(run[0]), len(run), start, stop)
+                yield Bar(index, number, document, int(run[0]), len(run), start, stop)
                 start = stop
         clock[slots] += width
 
 
 def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
-    """What part of a group's bar each document takes, longest first: by work, or by rows without a cost."""
+    """Return what part of a group's bar each document takes, longest first: by work, or by rows without a cost."""
     rows = np.asarray(group.laid_out, float)
     work = rows if cost is None else cost.linear_seconds * rows + cost.attention_seconds * rows * rows
     total = float(work.sum()) or 1.0
@@ -201,7 +216,7 @@ def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]
 
 
 def _summarize_bars(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
-    """Bars that are too small, over up to `merge` neighbouring slots of a micro-batch that begin together."""
+    """Yield bars that are too small, over up to `merge` neighbouring slots of a micro-batch that begin together."""
     by_micro_batch: dict[int, list[Bar]] = {}
     for bar in small:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)
@@ -222,6 +237,7 @@ def _summarize_bars(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float
 
 
 def _runs_of_slots(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np.ndarray]:
+    """Yield runs of neighbouring slots that begin at about the same time, in pieces of at most `merge` slots."""
     busy = np.flatnonzero(np.isfinite(first))
     if not len(busy):
         return

@@ -27,7 +27,7 @@ def row_height(slots: int) -> float:
 def gantt_svg(
     plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", limit: int = 2400, width: int = WIDTH
 ) -> str:
-    """An SVG of slots × time (or × rows of each micro-batch's cap), coloured by document, at most `limit` bars.
+    """Return an SVG of slots × time (or × rows of each micro-batch's cap), coloured by document, at most `limit` bars.
 
     It is `width` pixels wide, with as many words as have room there.
 
@@ -43,7 +43,7 @@ def gantt_svg(
     return tag(
         "svg",
         canvas.panels(),
-        *(canvas.summary(part) for part in summaries),
+        *(canvas.summary(summary) for summary in summaries),
         *(canvas.bar(bar) for bar in bars),
         canvas.axes(),
         class_=f"gantt {'narrow' if width < WIDTH else 'wide'}",
@@ -56,7 +56,10 @@ def gantt_svg(
 
 
 def time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
-    """A function that writes times under a cost: as durations, or as shares of the step if it is of no machine."""
+    """Return a function that writes times under a cost.
+
+    Times are written as durations, or as shares of the step if the cost is of no machine.
+    """
     if cost.source:
         return seconds_text
     return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
@@ -78,11 +81,11 @@ class _Canvas:
         return _LEFT + value * self.x_scale
 
     def panels(self) -> str:
-        """The background of each micro-batch, with the time of its launch."""
+        """Return the background of each micro-batch, with the time of its launch."""
         parts = []
         for panel in self.picture.panels:
-            left, width = self.x(panel.start), (panel.stop - panel.start) * self.x_scale
-            box = {"x": left, "y": _TOP, "height": self.bottom - _TOP}
+            x, width = self.x(panel.start), (panel.stop - panel.start) * self.x_scale
+            box = {"x": x, "y": _TOP, "height": self.bottom - _TOP}
             parts.append(tag("rect", class_="panel", width=width, **box))
             parts.append(tag("rect", fill="url(#idle)", width=width, **box))
             if panel.work > panel.start:
@@ -90,7 +93,7 @@ class _Canvas:
         return "".join(parts)
 
     def bar(self, bar: Bar) -> str:
-        """The rectangle of a document on its slots, with its name if there is room."""
+        """Return the rectangle of a document on its slots, with its name if there is room."""
         x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
         y, tall = _TOP + bar.slot * self.height, bar.slots * self.height
         inset = 0.5 if self.height >= 5 else 0.0
@@ -106,13 +109,14 @@ class _Canvas:
         return rect + self._bar_label(bar, x + width / 2, y + tall / 2 + 3.8, width, tall)
 
     def _bar_label(self, bar: Bar, x: float, y: float, width: float, tall: float) -> str:
+        """Return the longest name of a document that its bar has room for; "" where none has."""
         length = self.plan.lengths[bar.document]
         names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
         name = next((n for n in names if width >= 6.4 * len(n) + 6), "")
         return tag("text", name, class_="name", x=x, y=y) if name and tall >= 12 else ""
 
     def summary(self, part: Summary) -> str:
-        """The rectangle of documents that are too small to draw, with words for a pointer over it."""
+        """Return the rectangle of documents that are too small to draw, with words for a pointer over it."""
         slots = ranges_text(range(part.slot, part.slot + part.slots))
         info = [plural(part.documents, "short document"), plural(part.tokens, "token")]
         info.append(f"micro-batch {part.micro_batch}, slots {slots}")
@@ -132,11 +136,14 @@ class _Canvas:
         return self._slot_axis() + self._value_axis() + self._panel_names()
 
     def _slot_axis(self) -> str:
-        """The numbers of slots, as many as have room, and a line between nodes."""
+        """Return the numbers of slots, as many as have room, and a line between nodes.
+
+        Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart.
+        """
         slots, parts = self.plan.slots, [label("slot", _LEFT - 8, _TOP - 9, "end")]
-        every = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
-        for slot in range(0, slots, every):
-            y = _TOP + slot * self.height + (self.height / 2 + 3.5 if every == 1 else 9)
+        slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
+        for slot in range(0, slots, slot_step):
+            y = _TOP + slot * self.height + (self.height / 2 + 3.5 if slot_step == 1 else 9)
             parts.append(label(str(slot), _LEFT - 8, y, "end", "tick"))
         nodes = range(self.plan.node_size, slots, self.plan.node_size)
         if nodes and self.plan.node_size * self.height >= 6:
@@ -145,7 +152,7 @@ class _Canvas:
         return "".join(parts)
 
     def _value_axis(self) -> str:
-        """Ticks of seconds or rows, and what they count."""
+        """Return ticks of seconds or rows, and what they count."""
         parts = []
         seconds = self.picture.unit == "seconds"
         for start, value in self._tick_values():
@@ -172,7 +179,7 @@ class _Canvas:
         return [(panel.start, value) for panel in panels for value in values]
 
     def _panel_names(self) -> str:
-        """A line at the end of each micro-batch, and its name if there is room."""
+        """Return a line at the end of each micro-batch, and its name if there is room."""
         parts, last = [], -100.0
         for index, panel in enumerate(self.picture.panels):
             middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
@@ -188,16 +195,24 @@ class _Canvas:
 
 
 def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
-    """Data of the tooltip: for each drawn document its group, and for each such group its slots and rows."""
+    """Return the data of the tooltip: for each drawn document its group, and for each such group its slots and rows."""
     times, write_time = group_times(plan, cost), time_format(cost, plan.timeline(cost).step_seconds)
     places = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)
     groups = {place: number for number, place in enumerate(places)}
     documents = {bar.document: [plan.lengths[bar.document], groups[bar.micro_batch, bar.group]] for bar in bars}
-    described = [_group_facts(plan.micro_batches[m].groups[g], m, write_time(float(times[m][g]))) for m, g in groups]
+    described = [
+        _group_facts(
+            plan.micro_batches[micro_batch].groups[group], micro_batch, write_time(float(times[micro_batch][group]))
+        )
+        for micro_batch, group in groups
+    ]
     return {"documents": documents, "groups": described}
 
 
 def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
+    """Return what the tooltip says of a group: micro-batch, slots, degree, communication, documents, rows, time,
+    padding.
+    """
     comm = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(dict.fromkeys(group.cp_comm_type))
     padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
     rows = group.rows_per_slot
@@ -205,7 +220,10 @@ def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
 
 
 def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
-    """The plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document."""
+    """Return the plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document.
+
+    A document that several slots share has an event on each of them.
+    """
     process, thread = {"ph": "M", "name": "process_name", "pid": 0}, {"ph": "M", "name": "thread_name", "pid": 0}
     events: list[dict[str, Any]] = [process | {"args": {"name": f"longspan plan of {plural(plan.slots, 'slot')}"}}]
     events += [thread | {"tid": slot, "args": {"name": f"slot {slot}"}} for slot in range(plan.slots)]

@@ -56,14 +56,15 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
 
 
 def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float, y_scale: float) -> None:
-    """Write the number of its document and its length into each bar, or only the number, upright in narrow ones;
-    scales are pixels a unit.
+    """Write the number and the length of its document into each bar, upright in narrow ones.
+
+    Where there is no room for both it is the number, or nothing. Scales are pixels a unit.
     """
     for b in bars:
-        wide, tall = (b.stop - b.start) * x_scale, b.slots * y_scale
+        width, height = (b.stop - b.start) * x_scale, b.slots * y_scale
         names = f"{b.document} · {picture.plan.lengths[b.document]:,}", f"{b.document}"
-        upright = wide < LETTER * len(names[1]) + 4
-        across, along = (wide, tall) if upright else (tall, wide)
+        upright = width < LETTER * len(names[1]) + 4
+        across, along = (width, height) if upright else (height, width)
         name = next((name for name in names if along >= LETTER * len(name) + 4), "")
         if name and across >= LINE:
             middle = ((b.start + b.stop) / 2, b.slot + b.slots / 2)
@@ -77,13 +78,14 @@ def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float
 
 
 def _legend_entries(unit: Unit) -> tuple[tuple[str, str], ...]:
-    """(colour, what it means) of each entry of the legend."""
+    """Yield the colour and the meaning of each entry of the legend."""
     idle = "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch"
     document = "a document: one block over the slots that share it, in another colour than its neighbours"
     return (FILLS[0], document), (MANY, "busy with documents too short to draw apart"), (IDLE, idle)
 
 
 def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
+    """Set limits, titles and ticks of the axes; `timed` says whether the cost is of a machine."""
     slots, seconds = picture.plan.slots, "predicted seconds" if timed else "predicted time, of no machine"
     axes.set(xlim=(0, picture.end or 1.0), ylim=(slots, 0), ylabel="slot")
     axes.set_xlabel(seconds if picture.unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
@@ -110,6 +112,7 @@ def _name_panels(axes: Any, picture: PlanBars) -> None:
 
 
 def _picture_title(plan: Plan) -> str:
+    """Return the title: planner, documents, slots, micro-batches, predicted seconds and their ratio to the bound."""
     ratio = plan.predicted_seconds / plan.lower_bound_seconds if plan.lower_bound_seconds else 0.0
     bound = f" · {ratio:.3f} × the lower bound" if ratio else ""
     seconds = f" · {plan.predicted_seconds:.3g} s" if plan.cost.source else ""

@@ -99,6 +99,7 @@ def check_eval_sets(config: RunConfig) -> None:
 
 
 def _check_passkey_set(entry: EvalConfig) -> None:
+    """Raise ConfigError for keys of passkey retrieval at a set of texts, and for values that make no documents."""
     if entry.path != PASSKEY:
         if entry.passkey_lengths:
             raise ConfigError(
@@ -113,8 +114,9 @@ def _check_passkey_set(entry: EvalConfig) -> None:
 
 
 def _check_metric_names(key: str, names: Iterable[str]) -> None:
+    """Raise ConfigError for a metric that is not named as a function with its module."""
     for name in names:
-        if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
+        if not all(word.isidentifier() for word in name.split(".")) or "." not in name:
             raise ConfigError(
                 f"{key} has {name!r}; give a function with its module, as in 'my_package.my_metrics.top_five'"
             )

@@ -134,8 +134,8 @@ def _check_adapter_parts(config: RunConfig) -> None:
     if not parts or not {*parts} <= {*PARTS} or len({*parts}) < len(parts):
         raise ConfigError(f"lora.parts is {list(parts)}; name some of {', '.join(PARTS)}, each once")
     train = config.encoder.train
-    whole = {"all": (PROJECTOR, TOWER), "projector": (PROJECTOR,)}.get(train, ())
-    if both := [part for part in parts if part in whole]:
+    trained_parts = {"all": (PROJECTOR, TOWER), "projector": (PROJECTOR,)}.get(train, ())
+    if both := [part for part in parts if part in trained_parts]:
         raise ConfigError(
             f"lora.parts has {both[0]!r}, and encoder.train is {train!r}, which trains its weights whole; leave one out"
         )

@@ -72,7 +72,7 @@ class _Limit(NamedTuple):
 def _plan_choices(
     config: RunConfig, *, training: bool, heads: int | None = None
 ) -> Iterator[tuple[PlanChoice, _Limit]]:
-    """How training and evaluations are planned; a preset's query heads are known, a folder's once it is read."""
+    """Yield how training and evaluations are planned; a preset's query heads are known, a folder's once it is read."""
     if heads is None and config.model.preset_name:
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = _Limit("data.max_document_tokens", config.data.max_document_tokens)
@@ -87,7 +87,7 @@ def _plan_choices(
 
 
 def _kernel_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Every key of an attention kernel, and its value."""
+    """Yield every key of an attention kernel, and its value."""
     context = config.context
     yield "context.attention_kernel", context.attention_kernel
     for entry in config.evaluations:
@@ -100,6 +100,7 @@ def _check_kernel_name(key: str, name: str) -> None:
 
 
 def _check_mixer_kernels(names: tuple[str, ...]) -> None:
+    """Raise ConfigError for kernels of state-space layers that are unknown or exclude each other."""
     for name in names:
         if name not in MIXER_KERNELS:
             raise ConfigError(
@@ -123,6 +124,7 @@ def _check_degree_divides(choice: PlanChoice, home: Layout) -> None:
 
 
 def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, title: str) -> None:
+    """Raise ConfigError where the longest document does not fit, with advice where a limit of rows is to blame."""
     try:
         choice.check(longest, home, title)
     except ConfigError as error:

@@ -53,7 +53,7 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
 
 
 def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collection[str]:
-    """Keys whose value is not needed, or is known later."""
+    """Return keys whose value is not needed, or is known later."""
     if section != "train":
         return ()
     follows_from_corpus = config.train.epochs and config.train.warmup_steps == NOT_GIVEN  # it follows from the corpus

@@ -29,7 +29,7 @@ from longspan.train.plans import home_of
 
 
 def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
-    """The home of the run on `ranks` ranks, if every value is possible there.
+    """Return the home of the run on `ranks` ranks, if every value is possible there.
 
     Without `training` (of a run that is only evaluated) what plans its training steps is left aside.
     Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers and what fits.

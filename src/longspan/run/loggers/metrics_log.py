@@ -80,14 +80,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file like metrics.jsonl that can be read, and how many lines cannot."""
+    """Return the rows of a file like metrics.jsonl that can be read, and how many lines cannot."""
     lines = [line for line in read_lines(path, _MOST_BYTES) if line is None or line.strip()]
     rows = [row for line in lines if line is not None and (row := read_json_row(line)) is not None]
     return rows, len(lines) - len(rows)
 
 
 def read_json_row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line of such a file; None for a line that cannot be read."""
+    """Return the row in a line of such a file; None for a line that cannot be read."""
     try:
         row = parse_json(line.decode("utf-8", "replace"))
         step = row.get("step") if isinstance(row, dict) else None

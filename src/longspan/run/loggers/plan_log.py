@@ -50,7 +50,7 @@ class PlanLog:
 
 
 def _bytes_up_to(path: Path, after_step: int) -> int:
-    """The length of the file up to its first line that is torn, or of a later step."""
+    """Return the length of the file up to its first line that is torn, or of a later step."""
     length = 0
     with path.open("rb") as lines:
         for line in lines:

@@ -73,7 +73,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def logger_class(name: str) -> LoggerClass:
-    """The class of a logger. Raises ConfigError if it cannot be imported."""
+    """Return the class of a logger. Raises ConfigError if it cannot be imported."""
     module, _, attribute = BUILT_IN.get(name, name).rpartition(".")
     kind = import_object(BUILT_IN.get(name, name), f"run.loggers has {name!r}")
     if not all(callable(getattr(kind, method, None)) for method in ("log", "close")):
@@ -83,7 +83,7 @@ def logger_class(name: str) -> LoggerClass:
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row by display name; an evaluation's names contain its set and its degree.
+    """Return the numbers of a row by display name; an evaluation's names contain its set and its degree.
 
     >>> scalars({"step": 2, "loss": 3.5, "lr": 0.1})
     {'train/loss': 3.5, 'train/lr': 0.1}

@@ -98,6 +98,9 @@ class TensorBoardLogger:
             self._writer.close()
 
     def _open_writer(self) -> "SummaryWriter":
+        """Open the writer of TensorBoard's files, which drops rows after the step that was done, and write the run's
+        facts.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         start = self._start

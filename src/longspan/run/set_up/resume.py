@@ -37,7 +37,7 @@ _OLD_NODE_SIZE = 8
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
-    """The checkpoint that this run resumes from, None if it begins; entered by all ranks.
+    """Return the checkpoint that this run resumes from, None if it begins; entered by all ranks.
 
     Raises CheckpointError if `run.resume` does not allow that, ConfigError if another run saved it.
     """
@@ -60,7 +60,7 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
 
 
 def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -> RunConfig:
-    """The configuration with "auto" held-out documents resolved as when the run began; entered by all ranks."""
+    """Return the configuration with "auto" held-out documents resolved as when the run began; entered by all ranks."""
     if checkpoint is None or config.data.eval_documents != AUTO:
         return config
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
@@ -68,9 +68,9 @@ def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -
 
 
 def drop_old_node_size(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> RunConfig:
-    """The configuration with "auto" for a `context.node_size` that older versions had by default; entered by all ranks.
+    """Return the configuration with "auto" for a `context.node_size` that older versions had by default.
 
-    They wrote the number into config.toml, whatever hosts the run had. A line is logged where this world has others.
+    All ranks enter.
     """
     if checkpoint is None or config.context.node_size != _OLD_NODE_SIZE or world.node_size == _OLD_NODE_SIZE:
         return config
@@ -105,17 +105,27 @@ def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: Log
 
 
 def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
-    """A line about a learning rate that differs from the checkpoint's schedule at the next step; "" if it does not."""
+    """Return a line about a learning rate that differs from the checkpoint's schedule at the next step.
+
+    It is "" where the two agree.
+    """
     done, kinds = int(state["step"]), fields(TrainConfig)
     trained = state.get("config", {}).get("train", {})
-    before = TrainConfig(**{f.name: _as_tuple(trained[f.name]) for f in kinds if f.name in trained})
-    was, now = (Schedule.of(train).lr_at(done) for train in (before, config.train))
-    if math.isclose(was, now):
+    train_before = TrainConfig(
+        **{field.name: _as_tuple(trained[field.name]) for field in kinds if field.name in trained}
+    )
+    rate_before, rate_now = (Schedule.of(train).lr_at(done) for train in (train_before, config.train))
+    if math.isclose(rate_before, rate_now):
         return ""
     keys = ("lr", "steps", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio")
-    changes = [f"train.{key} was {a}" for key in keys if (a := getattr(before, key)) != getattr(config.train, key)]
+    changes = [
+        f"train.{key} was {value_before}"
+        for key in keys
+        if (value_before := getattr(train_before, key)) != getattr(config.train, key)
+    ]
     return (
-        f"the schedule now ends at step {config.train.steps}: lr {now:.3g} at step {done + 1}, where it had {was:.3g} "
+        f"the schedule now ends at step {config.train.steps}: lr {rate_now:.3g} at step {done + 1}, "
+        f"where it had {rate_before:.3g} "
         f"({', '.join(changes)})"
     )
 
@@ -137,15 +147,15 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
             f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
             f"order {ORDER}: resume it with the version that saved it, or set run.dir to a new folder"
         )
-    before, now = _both_configurations(config, state)
-    fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in now[section]] + list(_FIXED_KEYS)
+    sections_before, sections_now = _both_configurations(config, state)
+    fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
     fixed += ["encoder.train"] if config.lora.rank else []  # beside an adapter a checkpoint has what is trained alone
     for name in (name for name in fixed if name not in _FREE_KEYS):
         section, _, key = name.partition(".")
-        was, value = before.get(section, {}).get(key), now[section][key]
-        if was is not None and value not in (was, AUTO):
+        value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]
+        if value_before is not None and value not in (value_before, AUTO):
             raise ConfigError(
-                f"{name} was {was!r} when {path} was saved and is {value!r} now; "
+                f"{name} was {value_before!r} when {path} was saved and is {value!r} now; "
                 f"set it back, or set run.dir to a new folder"
             )
 

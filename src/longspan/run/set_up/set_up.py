@@ -102,6 +102,7 @@ def check_targets(config: RunConfig, world: World) -> None:
         return
 
     def check() -> None:
+        """Make an empty model with its depths and adapter, which raises for what does not fit the configuration."""
         configuration = model_configuration(config, config.data.vocab_size)
         architecture = images_class(configuration, images=False)
         if architecture is not None or not hasattr(configuration, "vision_config"):
@@ -151,7 +152,10 @@ def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
 
 
 def _fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
-    """The model's configuration for this vocabulary and the longest document; raises if the tokenizer does not fit."""
+    """Return the model's configuration for this vocabulary and the longest document.
+
+    Raises ConfigError if the tokenizer does not fit.
+    """
     vocabulary = _corpus_vocabulary_size(data, config)
     configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
     check_tokenizer(config, configuration, data.tokenizer_size)
@@ -229,14 +233,17 @@ def _open_run_documents(
 def _choose_run_partition(
     config: RunConfig, data: RunData, configuration: Any, world: World, log: LogLine
 ) -> tuple[RunConfig, str]:
-    """The configuration with a partition in place of "auto", and why; before memory is planned, as types need it."""
+    """Return the configuration with a partition in place of "auto", and why it was chosen.
+
+    This comes before memory is planned, as the communication types depend on it.
+    """
     price = partial(_model_cost, config, world, configuration, data.corpus, lambda line: None, None)
     cost = run_on_every_rank(world, price, ConfigError)
     return choose_partition_on_ranks(config, data.order, world, log, cost=cost, heads=query_heads(data.model))
 
 
 def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: World, done: int) -> RunMemory:
-    """What the measures of the remaining steps are chosen by."""
+    """Return what the measures of the remaining steps are chosen by."""
     ahead = ComingSteps(data.order.lengths_of_step, world.home, query_heads(data.model), done, config.train.steps)
     rows = math.ceil(UNEVEN * data.image_rows(config.train.tokens_per_step) / world.home.slots)
     return RunMemory(
@@ -250,7 +257,7 @@ def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: Wor
 
 
 def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
-    """The run with its evaluation sets, and with "auto" resolved: rows of a slot, evaluation degrees."""
+    """Return the run with its evaluation sets, and with "auto" resolved: rows of a slot, evaluation degrees."""
     world, cost, heads = run.world, run.cost, query_heads(data.model)
     config, image_rows = run.config, data.image_rows(run.config.train.tokens_per_step)
     first_guess = run.memory.rows if run.memory is not None else None
@@ -264,7 +271,7 @@ def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun
 def _model_cost(
     config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: MemoryPlan | None
 ) -> Cost:
-    """The cost of a model of this configuration, whose layers keep what the keys, or a plan of memory, say."""
+    """Return the cost of a model of this configuration, whose layers keep what the keys, or a plan of memory, say."""
     gpu, share = world.device.type == "cuda", _target_share(corpus)
     slots = world.home.slots
     cost = find_run_cost(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)

@@ -62,9 +62,12 @@ def kind_of_group(group: Group) -> GroupKind:
 
     >>> kind_of_group(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
     Kind(degree=2, cp_comm_type='p2p', sizes=None, partition='zigzag', documents=0, whole=1, short=0)
+
+    Groups are of one kind if they start the same kernels: one document, a few or many; none, one or several that have a
+    row in every chunk; and for short chunks, in steps of SHORT_STEP, the longest chunk.
     """
     rows, chunks = group.laid_out, 2 * group.degree
-    longest = -(-max(rows) // chunks)
+    longest_chunk = -(-max(rows) // chunks)
     return GroupKind(
         group.degree,
         group.cp_comm_type,
@@ -72,12 +75,12 @@ def kind_of_group(group: Group) -> GroupKind:
         group.partition,
         (len(rows) > 1) + (len(rows) > MANY),
         min(2, sum(n >= chunks for n in rows)),
-        -(-longest // SHORT_STEP) if longest <= SHORT else 0,
+        -(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0,
     )
 
 
 def smallest_group_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[GroupKind] = ()) -> dict[GroupKind, Group]:
-    """The group with the fewest rows of each kind in these plans, large ones first."""
+    """Return the group with the fewest rows of each kind in these plans, large ones first."""
     smallest: dict[GroupKind, Group] = {}
     for plan in plans:
         for group in (group for batch in plan.micro_batches for group in batch.groups):
@@ -125,7 +128,7 @@ def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
 
 
 def number_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
-    """A plan of these micro-batches with documents numbered from 0, with the mode and slots of another plan."""
+    """Return a plan of these micro-batches with documents numbered from 0, with the mode and slots of another plan."""
     lengths, numbered = list[int](), list[MicroBatch]()
     for batch in batches:
         groups = list[Group]()
@@ -227,7 +230,10 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
 
 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
-    """The warm-up of some plans, with `in_flight` copies of the largest micro-batch, as a pipeline holds at once."""
+    """Return the warm-up of some plans, with `in_flight` copies of the largest micro-batch.
+
+    A pipeline holds as many at once.
+    """
     groups = smallest_group_of_each_kind(plans)
     largest, batches = largest_micro_batch(plans), list[MicroBatch]()
     for group in groups.values():
@@ -251,7 +257,7 @@ def _list_mixed_batches(plan: Plan) -> list[MicroBatch]:
 
 
 def _forward_plan(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int, *, most: int) -> Plan:
-    """The kinds of groups that only evaluation has, and its largest micro-batch.
+    """Return the kinds of groups that only evaluation has, and its largest micro-batch.
 
     That is cut short where it has no more rows than training had at `most`: evaluation keeps less of a row.
     """
@@ -293,7 +299,7 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
 
 
 def _peak_memory_text(device: torch.device) -> str:
-    """Peak memory of the first rank, and the memory that its allocator has reserved."""
+    """Return peak memory of the first rank, and the memory that its allocator has reserved."""
     line = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
     if device.type == "cuda":
         line += f" of {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB reserved"
@@ -301,7 +307,7 @@ def _peak_memory_text(device: torch.device) -> str:
 
 
 def _out_of_memory_error(training: Training, work: WarmUp, error: BaseException) -> ConfigError:
-    """The error of a rank that has too little memory for the coming plans."""
+    """Return the error of a rank that has too little memory for the coming plans."""
     rows = _most_rows(work.kinds_of_training)
     cap = training.config.context.max_tokens_per_slot
     return ConfigError(

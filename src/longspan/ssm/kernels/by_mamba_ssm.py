@@ -42,8 +42,8 @@ class _Chunks:
         self.runs = runs.cut_chunks(_CHUNK)
         self.c = self.lay_out(inputs.q if scale == 1.0 else inputs.q * scale)
         self.b, self.x = self.lay_out(inputs.k), self.lay_out(inputs.v)
-        g = self.lay_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
-        self.sums = g.cumsum(1).permute(2, 0, 1).contiguous().unsqueeze(0)
+        log_decays = self.lay_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
+        self.sums = log_decays.cumsum(1).permute(2, 0, 1).contiguous().unsqueeze(0)
         self.whole = self.sums[0, :, :, -1].t().contiguous()  # (N, H)
         self.base_two = self.whole / math.log(2)
         self.steps = self.sums.new_ones(1).expand(self.sums.shape)  # dt: values come multiplied by it
@@ -122,7 +122,12 @@ class MambaBackward:
         self._h = self._chunks.entering_states(self._states)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""
+        """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states.
+
+        dh are the gradients at the states that leave chunks. In mamba_ssm's names x are values, B keys and C queries:
+        dx, dB and dC come from dh and from inside chunks (through the products C Bᵀ, whose gradient goes to both). The
+        gradient of log-decays sums what each position's decay has scaled, over the positions behind it.
+        """
         chunks, dh = self._chunks, torch.empty_like(self._h)
         self._chunk_sums(leaving.mT.contiguous(), into=dh)
         products, groups = chunks.products(), self._inputs.k.shape[1]

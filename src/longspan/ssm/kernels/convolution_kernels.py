@@ -105,8 +105,9 @@ def arrived_gradients_kernel(
 ):
     """Compute the gradients of rows that arrived for a run, which no other run reads.
 
-    One program does BLOCK channels of all (up to COLUMNS) rows before one run; with SILU it computes the run's first
-    outputs again.
+    The row in column c before the run has Σ rows weight[c − row] · dy over the run's first rows ≤ c, where dy = dout ·
+    σ(y) (1 + y (1 − σ(y))) with SILU. One program does BLOCK channels of all (up to COLUMNS) rows before one run; with
+    SILU it computes the run's first outputs y again.
     """
     run = tl.program_id(1)
     channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
@@ -122,8 +123,8 @@ def arrived_gradients_kernel(
                 x, arrived, weight, bias, table, start, channel, inside, stride_x, stride_x_channel,
                 row, CHANNELS, BEFORE, BIAS, BLOCK,
             )  # fmt: skip
-            share = tl.sigmoid(y)
-            gradient = gradient * share * (1 + y * (1 - share))
+            sigmoid = tl.sigmoid(y)
+            gradient = gradient * sigmoid * (1 + y * (1 - sigmoid))
         reads = (column >= row) & (column < BEFORE) & inside[None, :]
         factor = tl.load(weight + channel[None, :] * (BEFORE + 1) + column - row, mask=reads, other=0.0)
         total += factor.to(tl.float32) * gradient[None, :]

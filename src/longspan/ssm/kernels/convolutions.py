@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.ssm.kernels.packages import TORCH_ONLY, check_names, fla_function, fla_lack, package_lack, refuse_kernel
+from longspan.ssm.kernels.packages import (
+    TORCH_ONLY,
+    check_kernel_names,
+    fla_function,
+    fla_lack,
+    package_lack,
+    refuse_kernel,
+)
 from longspan.ssm.kernels.runs import LocalRuns
 
 
@@ -89,15 +96,18 @@ def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolate
 def _torch_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
 ) -> ConvolutionGradients:
-    """Compute the gradients of rows and parameters by running the convolution again."""
+    """Compute the gradients of rows and parameters by running the convolution again.
+
+    Parameters that need no gradient get None.
+    """
     weight, bias, silu = convolution
     with torch.enable_grad():
         leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
         bias_leaf = None if bias is None else bias.detach().requires_grad_(bias.requires_grad)
         out = _convolve_runs(leaves[0], arrived, Convolution(leaves[1], bias_leaf, silu), before)
-    every = [y if y is not None and y.requires_grad else None for y in (*leaves, bias_leaf)]
-    gradients = iter(torch.autograd.grad(out, [y for y in every if y is not None], dout))
-    dx, dweight, dbias = (None if y is None else next(gradients) for y in every)
+    inputs = [y if y is not None and y.requires_grad else None for y in (*leaves, bias_leaf)]
+    gradients = iter(torch.autograd.grad(out, [y for y in inputs if y is not None], dout))
+    dx, dweight, dbias = (None if y is None else next(gradients) for y in inputs)
     assert dx is not None
     return dx, dweight, dbias
 
@@ -296,7 +306,7 @@ PACKAGE_CONVOLUTION = ConvolutionKernel(
 
 def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
     """Choose the kernel for rows x (T, C) and weight (C, W). Raises LayoutError if a named one is unknown or cannot."""
-    check_names(kernel_names)
+    check_kernel_names(kernel_names)
     if TORCH_ONLY in kernel_names:
         return TORCH_CONVOLUTION
     if PACKAGE_CONVOLUTION.name in kernel_names:

@@ -28,10 +28,11 @@ def scan_chunks(
     into: Tensor | None = None,
     backwards: bool = False,
 ) -> Tensor:
-    """Scan the final state (R, H, K, V) of each run, from `states` (R, H, K, V), float32.
+    """Scan the chunks of each run from `states` (R, H, K, V); return their final states, float32.
 
-    added (N, G, K, H / G · V) float32 and decays (N, H) in base 2 of each chunk. `into` (1, N, H, K, V) gets the state
-    before each chunk. `backwards`: chunks in reverse, for gradients: what is kept for a chunk is its final state's.
+    Each chunk fades the state by its decay (N, H), a power of two, and adds its addition (N, G, K, H / G · V), float32.
+    `into` (1, N, H, K, V) gets the state before each chunk. `backwards` goes through chunks in reverse, for gradients:
+    `into` then gets the gradient at the state after each chunk.
     """
     final = torch.empty_like(states)
     heads, size, width = states.shape[1:]

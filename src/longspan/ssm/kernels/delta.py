@@ -20,6 +20,7 @@ class KimiForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._runs, self._scale = pieces.runs, scale
         self._q, k, v, _, beta = add_batch_dim(inputs)
@@ -44,6 +45,7 @@ class KimiBackward:
     """A backward pass; see `Backward`. Its kernels work out the states of chunks themselves, after the exchange."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Compute again what the forward pass did not keep, and the gradients inside chunks."""
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
@@ -96,6 +98,7 @@ class DeltaForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._runs, self._scale = pieces.runs, scale
         self._q, self._k, v, _, beta = add_batch_dim(inputs)
@@ -134,18 +137,18 @@ class DeltaBackward:
         dv = chunk_kernel(**self._read, scale=scale, chunk_size=CHUNK, **indices)
         self._states = DeltaGradients({**self._read, "w": self._w, "dv": dv}, pieces, transitions, scale)
         self.entry_gradients = self._states.entry_gradients
-        self._h = self._new = inputs.v[:0]
+        self._h = self._new_values = inputs.v[:0]
 
     def prepare_chunks(self) -> None:
         """Compute the states of chunks once more."""
         rows = {"k": self._k, "w": self._w, "u": self._u, "g": self._g}
-        self._h, self._new = compute_chunk_states(rows, self._entering, self._runs)
+        self._h, self._new_values = compute_chunk_states(rows, self._entering, self._runs)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
         indices = run_indices(self._runs)
-        arguments = {**self._read, "v": self._new, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
+        arguments = {**self._read, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         outputs_backward = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk_outputs, dw, dg_outputs = outputs_backward(**arguments, scale=self._scale, chunk_size=CHUNK, **indices)
         arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}

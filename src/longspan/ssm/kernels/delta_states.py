@@ -50,7 +50,7 @@ def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tenso
 
 
 def _kernel_sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
-    """Return the kernel's compile-time sizes, and its warps and stages."""
+    """Return the kernel's compile-time sizes, and its warps and stages: fewer warps and more stages for narrow keys."""
     heads, size = rows["w"].shape[2:]
     keys = max(16, 1 << (size - 1).bit_length())
     sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": chunk}

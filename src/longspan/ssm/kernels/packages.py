@@ -127,7 +127,7 @@ def refuse_kernel(name: str, lacking: str) -> None:
         raise LayoutError(f"the kernel {name} of state-space layers was asked for and needs {lacking}; leave it out")
 
 
-def check_names(kernel_names: Sequence[str]) -> None:
+def check_kernel_names(kernel_names: Sequence[str]) -> None:
     """Raise LayoutError for names that are no kernels, or that exclude each other."""
     names = (TORCH_ONLY, *PACKAGES)
     for name in kernel_names:

@@ -25,6 +25,7 @@ class Pieces:
     """
 
     def __init__(self, runs: LocalRuns, heads: int) -> None:
+        """Cut shared runs into pieces, as many as fill a GPU with these heads; other runs are one piece each."""
         most_pieces = -(-_AT_ONCE // heads)
         sizes = [
             _piece_sizes(int(n), most_pieces) if s else [int(n)] for n, s in zip(runs.lengths, runs.shared, strict=True)
@@ -39,7 +40,7 @@ class Pieces:
 
     @cached_property
     def pieces_with_maps(self) -> tuple[LocalRuns, slice]:
-        """The pieces from `first` to before `stop` as runs of their own, and which of all rows are theirs."""
+        """Return the pieces from `first` to before `stop` as runs of their own, and which of all rows are theirs."""
         lengths, begin = self.runs.lengths, int(self.runs.lengths[: self.first].sum())
         runs = LocalRuns(lengths[self.first : self.stop], self.runs.device)
         return runs, slice(begin, begin + runs.rows)
@@ -50,61 +51,78 @@ class Pieces:
         return bool((self._counts > 1).any())
 
     def run_maps(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
-        """Return B and M of some shared runs from those of pieces. They may be views of these."""
-        first = self._starts[runs] - self.first
-        b, m = take_runs(states, first), take_runs(transitions, first)
+        """Return B and M of some shared runs, composed from those of their pieces. They may be views of these.
+
+        The map S → M S + B of a run is that of its pieces one after another: B ← M_p B + B_p, M ← M_p M.
+        """
+        first_pieces = self._starts[runs] - self.first
+        b, m = take_runs(states, first_pieces), take_runs(transitions, first_pieces)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             with_place = np.flatnonzero(self._counts[runs] > place)
-            number = first[with_place] + place
-            later = take_runs(transitions, number)
-            b = _replace_rows(b, with_place, apply_maps(later, take_runs(b, with_place), take_runs(states, number)))
-            m = _replace_rows(m, with_place, later @ take_runs(m, with_place))
+            number = first_pieces[with_place] + place
+            next_transitions = take_runs(transitions, number)
+            b = _replace_rows(
+                b, with_place, apply_maps(next_transitions, take_runs(b, with_place), take_runs(states, number))
+            )
+            m = _replace_rows(m, with_place, next_transitions @ take_runs(m, with_place))
         return b, m
 
     def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
-        """Return the state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces."""
+        """Return the state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces.
+
+        The first piece of a run gets the run's; each further one the map of the piece before it, applied to that one's
+        state.
+        """
         if not self.has_cuts:
             return of_runs
         result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
         put_runs(result, self._starts, of_runs)
         for place in range(1, int(self._counts.max())):
-            before = self._starts[self._counts > place] + place - 1
-            number = before - self.first
+            pieces_before = self._starts[self._counts > place] + place - 1
+            number = pieces_before - self.first
             put_runs(
                 result,
-                before + 1,
-                apply_maps(take_runs(transitions, number), take_runs(result, before), take_runs(states, number)),
+                pieces_before + 1,
+                apply_maps(take_runs(transitions, number), take_runs(result, pieces_before), take_runs(states, number)),
             )
         return result
 
     def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces."""
-        last = self._starts[runs] + self._counts[runs] - 1
-        result = take_runs(entry_gradients, last - self.first)
+        """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces.
+
+        Pieces are followed backwards: the gradient after a piece goes through its transposed M, plus that piece's own.
+        """
+        last_pieces = self._starts[runs] + self._counts[runs] - 1
+        result = take_runs(entry_gradients, last_pieces - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             with_place = np.flatnonzero(self._counts[runs] > place)
-            number = last[with_place] - place - self.first
-            entered = apply_maps(
+            number = last_pieces[with_place] - place - self.first
+            gradient_before = apply_maps(
                 take_runs(transitions, number).mT, take_runs(result, with_place), take_runs(entry_gradients, number)
             )
-            result = _replace_rows(result, with_place, entered)
+            result = _replace_rows(result, with_place, gradient_before)
         return result
 
     def leaving_gradients(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
-        """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs."""
+        """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs.
+
+        The last piece of a run gets the run's; each one before it what enters the piece after it.
+        """
         if entry_gradients is None or not self.has_cuts:
             return leaving
-        last = self._starts + self._counts - 1
+        last_pieces = self._starts + self._counts - 1
         result = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
-        put_runs(result, last, leaving)
+        put_runs(result, last_pieces, leaving)
         for place in range(1, int(self._counts.max())):
-            after = last[self._counts > place] - place + 1
-            number = after - self.first
+            pieces_after = last_pieces[self._counts > place] - place + 1
+            number = pieces_after - self.first
             put_runs(
                 result,
-                after - 1,
+                pieces_after - 1,
                 apply_maps(
-                    take_runs(transitions, number).mT, take_runs(result, after), take_runs(entry_gradients, number)
+                    take_runs(transitions, number).mT,
+                    take_runs(result, pieces_after),
+                    take_runs(entry_gradients, number),
                 ),
             )
         return result
@@ -120,7 +138,10 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
 
 
 def _piece_sizes(rows: int, most: int) -> list[int]:
-    """Return rows of the pieces of a run: whole chunks except for the last, nearly equal, at most so many."""
+    """Return how many rows each piece of a run has, for `most` pieces at most: whole chunks except for the last.
+
+    Pieces are nearly equal.
+    """
     chunks = -(-rows // CHUNK)
     count = max(1, min(most, rows // _SHORTEST))
     ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]

@@ -12,7 +12,7 @@ from longspan.layout.segments import Flags, Integers
 
 
 def apply_maps(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
-    """Compute M S + B of (n, H, ·, ·); a transition of one number a head is (n, H, 1, 1)."""
+    """Compute M S + B of (n, H, ·, ·), or a decay times S, plus B, where M (n, H, 1, 1) is one number a head."""
     if transition.shape[2:] == (1, 1):
         return torch.addcmul(added, transition, state)
     shape = added.shape
@@ -83,7 +83,10 @@ class LocalRuns:
 
     @cached_property
     def padded_rows(self) -> Tensor | None:
-        """(N · chunk,) int64: the row of each place of full chunks, or the number of rows; None if all are full."""
+        """Return the row of each place of full chunks (N · chunk,), the number of rows where there is none.
+
+        It is None if all chunks are full.
+        """
         if (self._sizes == self.chunk).all():
             return None
         rows = self._first_rows[:, None] + np.arange(self.chunk)

@@ -38,7 +38,11 @@ class _Chunks(NamedTuple):
 
 @lru_cache(maxsize=32)  # all layers have the same runs
 def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
-    """Cut runs of these lengths into chunks, and order them: first chunks of all runs, longest runs first."""
+    """Cut runs of these lengths into chunks, and order them: first chunks of all runs, longest runs first.
+
+    So the runs that have an i-th chunk are the first few, and chunks of one place are scanned together. Places without
+    a row read row `total`, which is zeros; `back` gives each row's place, `order` and `inverse` the runs'.
+    """
     size, total = np.array(lengths, dtype=np.int64), sum(lengths)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
@@ -60,6 +64,11 @@ def scan(
     """Scan all runs: the outputs (T, H, V), and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
 
     `lengths` (R,): rows of each run, one after another. Without q there is no o: an empty tensor.
+
+    With b the decays from a chunk's start on, all chunks at once solve (I + tril(β k kᵀ, decayed)) [u | w] = β [v | k
+    e^b], so that the rows of a chunk add k (u − w S) to the state S that enters it. Then chunk after chunk, all runs at
+    once: o = q e^b S + tril(q kᵀ, decayed) (u − w S), and S becomes e^(b of its last row) S + k (u − w S), k decayed to
+    the chunk's end. Without beta u is v and w absent.
     """
     if not len(k):
         return v[:0] + 0 * k.sum() * g.sum(), initial + 0 * (k.sum() + g.sum())
@@ -71,19 +80,19 @@ def scan(
         return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
 
     k, v, g = cut_rows(k), cut_rows(v), cut_rows(g)
-    decay, last = g.cumsum(2), g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
-    later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(last)], 2).flip(2).cumsum(2).flip(2)  # last − decay
+    decay, chunk_decay = g.cumsum(2), g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
+    later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(chunk_decay)], 2).flip(2).cumsum(2).flip(2)  # last − decay
     new_values, state_share = v, None
     fades = None if q is None and beta is None else _pair_decays(g)
     if beta is not None and fades is not None:
         weight = cut_rows(beta.unsqueeze(-1))
         system = _products_under_decay(weight * k, k, fades).tril(-1) + torch.eye(chunk, dtype=k.dtype, device=k.device)
-        right = torch.cat([weight * v, weight * k * decay.exp()], -1)
-        solution = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        right_side = torch.cat([weight * v, weight * k * decay.exp()], -1)
+        solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
         new_values, state_share = solution.split([v.shape[-1], k.shape[-1]], -1)
     inner = None if q is None or fades is None else _products_under_decay(cut_rows(q), k, fades)
     decayed_q = None if q is None else cut_rows(q) * decay.exp()
-    writing, fading = (k * later_decay.exp()).mT, last.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
+    writing, fading = (k * later_decay.exp()).mT, chunk_decay.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
 
     state, outs, chunks_done = initial.index_select(0, chunks.order), [v[:0, :, :, : v.shape[-1]]], 0
     for size in chunks.sizes:
@@ -129,27 +138,28 @@ def summaries(
 ) -> tuple[Tensor, Tensor]:
     """Return B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
 
-    The columns [v | 0] from the state [0 | I] are [B | M] of the delta rule, M (m, H, K, K); without one (m, H, 1, 1).
+    Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, M (m, H, K, K). Without a delta
+    term M (m, H, 1, 1) is the product of a run's decays.
     """
     heads, size, width = k.shape[1], k.shape[2], v.shape[2]
-    either = np.union1d(leaving, carrying)
-    starts = (np.cumsum(lengths) - lengths)[either]
-    rows = to_device(expand_runs(starts, starts + lengths[either]), k.device)
+    summed_runs = np.union1d(leaving, carrying)
+    starts = (np.cumsum(lengths) - lengths)[summed_runs]
+    rows = to_device(expand_runs(starts, starts + lengths[summed_runs]), k.device)
     k, v, g = (x.index_select(0, rows) for x in (k, v, g))
     beta = None if beta is None else beta.index_select(0, rows)
-    at = [to_device(np.searchsorted(either, runs), k.device) for runs in (leaving, carrying)]
-    zero = k.new_zeros((len(either), heads, size, width))
+    at = [to_device(np.searchsorted(summed_runs, runs), k.device) for runs in (leaving, carrying)]
+    zero = k.new_zeros((len(summed_runs), heads, size, width))
     if beta is None:
-        runs = to_device(np.repeat(np.arange(len(either)), lengths[either]), k.device)
-        total = g.new_zeros((len(either), heads, 1)).index_add_(0, runs, g)
-        state = scan(None, k, v, g, None, zero, lengths[either])[1]
+        runs = to_device(np.repeat(np.arange(len(summed_runs)), lengths[summed_runs]), k.device)
+        total = g.new_zeros((len(summed_runs), heads, 1)).index_add_(0, runs, g)
+        state = scan(None, k, v, g, None, zero, lengths[summed_runs])[1]
         return state.index_select(0, at[0]), total.exp().unsqueeze(-1).index_select(0, at[1])
     if not len(carrying):
-        state = scan(None, k, v, g, beta, zero, lengths[either])[1]
+        state = scan(None, k, v, g, beta, zero, lengths[summed_runs])[1]
         return state.index_select(0, at[0]), zero.new_zeros((0, heads, size, size))
-    unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(either), heads, size, size)
+    unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(summed_runs), heads, size, size)
     padded_v = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
-    state = scan(None, k, padded_v, g, beta, torch.cat([zero, unit], -1), lengths[either])[1]
+    state = scan(None, k, padded_v, g, beta, torch.cat([zero, unit], -1), lengths[summed_runs])[1]
     return state[..., :width].index_select(0, at[0]), state[..., width:].index_select(0, at[1])
 
 
@@ -204,6 +214,6 @@ def _repeat_heads(inputs: Inputs, scale: float) -> Inputs:
     """Repeat the heads of q and k to as many as v has, and scale q; in the dtype of states."""
     q, k, v, g, beta = (None if x is None else x.to(state_dtype(x.dtype)) for x in inputs)
     assert q is not None and k is not None and v is not None and g is not None
-    groups = v.shape[1] // k.shape[1]
-    q, k = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (q * scale, k))
+    heads_per_key = v.shape[1] // k.shape[1]
+    q, k = (x if heads_per_key == 1 else x.repeat_interleave(heads_per_key, 1) for x in (q * scale, k))
     return Inputs(q, k, v, g, beta)

@@ -28,9 +28,10 @@ def scan_chunks_kernel(
     KEEP: tl.constexpr,
     BACKWARDS: tl.constexpr,
 ):
-    """Compute the state after each chunk of a run.
+    """Compute the state after each chunk of a run: S ← 2^decay S + addition.
 
-    One program does BLOCK numbers of one head's state, for one run, chunk after chunk.
+    One program does BLOCK numbers of one head's state, for one run, chunk after chunk. KEEP stores the state before
+    each chunk in `into`; BACKWARDS goes from the last chunk to the first.
     """
     head = tl.program_id(1)
     run = tl.program_id(2).to(tl.int64)
@@ -39,10 +40,10 @@ def scan_chunks_kernel(
     row, column = place // WIDTH, place % WIDTH
     of_added = (head // SHARED) * SIZE * SHARED * WIDTH + row * SHARED * WIDTH + (head % SHARED) * WIDTH + column
     of_state = head * SIZE * WIDTH + place
-    first, last = tl.load(chunk_ends + run), tl.load(chunk_ends + run + 1)
+    first_chunk, end_chunk = tl.load(chunk_ends + run), tl.load(chunk_ends + run + 1)
     state = tl.load(states + run * HEADS * SIZE * WIDTH + of_state, mask=inside, other=0.0)
-    for step in range(last - first):
-        chunk = last - 1 - step if BACKWARDS else first + step
+    for step in range(end_chunk - first_chunk):
+        chunk = end_chunk - 1 - step if BACKWARDS else first_chunk + step
         if KEEP:
             state_before = into + chunk * HEADS * SIZE * WIDTH + of_state
             tl.store(state_before, state.to(state_before.dtype.element_ty), mask=inside)
@@ -72,27 +73,27 @@ def maps_kernel(
 ):
     """Compute B and M of each run, where S_out = M S_in + B.
 
-    One program does COLUMNS columns of one head's B or M, for one run, chunk after chunk.
-
+    One program does COLUMNS columns of one head's B or M, for one run, chunk after chunk: S ← decay · S + kᵀ (u − w S).
     Columns of B begin at zeros and take the values u. Columns of M begin as those of the identity, and take no values.
+    What the next chunk reads is loaded while this one is computed.
     """
     first_of_units: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS * COLUMNS
     head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first = tl.load(ends + run)
-    length = (tl.load(ends + run + 1) - first).to(tl.int32)
+    first_row = tl.load(ends + run)
+    length = (tl.load(ends + run + 1) - first_row).to(tl.int32)
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # columns of B, then those of M
     unit = value - first_of_units
     key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
     key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
 
-    keys = k + ((first + row)[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
-    weights = w + ((first + row)[:, None] * HEADS + head) * SIZE + key[None, :]
-    values = u + ((first + row)[None, :] * HEADS + head) * WIDTH + value[:, None]
-    decays = g + (first * HEADS + head) * (SIZE if BY_CHANNEL else 1)
+    keys = k + ((first_row + row)[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
+    weights = w + ((first_row + row)[:, None] * HEADS + head) * SIZE + key[None, :]
+    values = u + ((first_row + row)[None, :] * HEADS + head) * WIDTH + value[:, None]
+    decays = g + (first_row * HEADS + head) * (SIZE if BY_CHANNEL else 1)
 
     state = tl.where(unit[:, None] == key[None, :], 1.0, 0.0)
     b_u = tl.load(values, mask=inside & (row < length)[None, :], other=0.0)
-    last, decay = _chunk_decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    chunk_decay, decay = _chunk_decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for start in range(0, length, CHUNK):
         rows_left = length - start
         mask = (row < rows_left)[:, None] & key_mask
@@ -101,12 +102,12 @@ def maps_kernel(
         values += CHUNK * HEADS * WIDTH
         decays += CHUNK * HEADS * (SIZE if BY_CHANNEL else 1)
         next_u = tl.load(values, mask=inside & (row < rows_left - CHUNK)[None, :], other=0.0)
-        next_last, next_decay = _chunk_decays(decays, rows_left - CHUNK, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        next_chunk_decay, next_decay = _chunk_decays(decays, rows_left - CHUNK, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
         new_values = b_u - tl.dot(state.to(b_w.dtype), tl.trans(b_w))
         if not BY_CHANNEL:
-            new_values *= tl.exp2(last - decay)[None, :]
-        state = tl.dot(new_values.to(b_k.dtype), b_k, state * _chunk_fading(last, BY_CHANNEL))
-        b_u, last, decay = next_u, next_last, next_decay
+            new_values *= tl.exp2(chunk_decay - decay)[None, :]
+        state = tl.dot(new_values.to(b_k.dtype), b_k, state * _chunk_fading(chunk_decay, BY_CHANNEL))
+        b_u, chunk_decay, decay = next_u, next_chunk_decay, next_decay
         weights += CHUNK * HEADS * SIZE
         keys += CHUNK * (HEADS // SHARED) * SIZE
 
@@ -137,28 +138,32 @@ def entry_gradients_kernel(
     COLUMNS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """Compute COLUMNS of the gradient of a head's outputs by the state that entered a run, last chunk first."""
+    """Compute COLUMNS of the gradient of a head's outputs by the state that entered a run, last chunk first.
+
+    Through a chunk the gradient G becomes decay · G + scale · qᵀ do − wᵀ (k G + dv), q and k decayed. What the chunk
+    before reads is loaded while this one is computed.
+    """
     head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first = tl.load(ends + run)
-    length = (tl.load(ends + run + 1) - first).to(tl.int32)
+    first_row = tl.load(ends + run)
+    length = (tl.load(ends + run + 1) - first_row).to(tl.int32)
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
     key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
 
     begin = tl.maximum((length - 1) // CHUNK, 0) * CHUNK
-    at = first + begin + row
+    at = first_row + begin + row
     keys = k + (at[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
     reads = q + (at[:, None] * (HEADS // Q_SHARED) + head // Q_SHARED) * SIZE + key[None, :]
     weights = w + (at[:, None] * HEADS + head) * SIZE + key[None, :]
     of_values = (at[None, :] * HEADS + head) * WIDTH + value[:, None]
     outputs, values = do + of_values, dv + of_values
-    decays = g + ((first + begin) * HEADS + head) * (SIZE if BY_CHANNEL else 1)
+    decays = g + ((first_row + begin) * HEADS + head) * (SIZE if BY_CHANNEL else 1)
 
     state = tl.zeros((COLUMNS, KEYS), dtype=tl.float32)
     rows_left = length - begin
     b_do = tl.load(outputs, mask=inside & (row < rows_left)[None, :], other=0.0)
     b_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
-    last, decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    chunk_decay, decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for rows_done in range(0, length, CHUNK):
         mask = (row < length - begin + rows_done)[:, None] & key_mask
         b_k = tl.load(keys, mask=mask, other=0.0)
@@ -170,14 +175,14 @@ def entry_gradients_kernel(
         rows_left = tl.minimum(begin - rows_done, CHUNK)  # rows of the chunk before, which is whole, or 0
         next_do = tl.load(outputs, mask=inside & (row < rows_left)[None, :], other=0.0)
         next_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
-        next_last, next_decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
-        gradient, outer = tl.dot(state.to(b_k.dtype), tl.trans(b_k)), b_do.to(tl.float32) * scale
+        next_chunk_decay, next_decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        gradient, decayed_do = tl.dot(state.to(b_k.dtype), tl.trans(b_k)), b_do.to(tl.float32) * scale
         if not BY_CHANNEL:
-            gradient *= tl.exp2(last - decay)[None, :]
-            outer *= tl.exp2(decay)[None, :]
-        state = tl.dot(outer.to(b_q.dtype), b_q, state * _chunk_fading(last, BY_CHANNEL))
+            gradient *= tl.exp2(chunk_decay - decay)[None, :]
+            decayed_do *= tl.exp2(decay)[None, :]
+        state = tl.dot(decayed_do.to(b_q.dtype), b_q, state * _chunk_fading(chunk_decay, BY_CHANNEL))
         state = tl.dot((-gradient - b_dv).to(b_w.dtype), b_w, state)
-        b_do, b_dv, last, decay = next_do, next_dv, next_last, next_decay
+        b_do, b_dv, chunk_decay, decay = next_do, next_dv, next_chunk_decay, next_decay
         keys -= CHUNK * (HEADS // SHARED) * SIZE
         reads -= CHUNK * (HEADS // Q_SHARED) * SIZE
         weights -= CHUNK * HEADS * SIZE
@@ -199,15 +204,18 @@ def _chunk_decays(
     KEYS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """Load log-decays of a chunk of `left` rows: its last row's, one or one a key number, and all rows' where one."""
-    last = tl.minimum(left, CHUNK) - 1
+    """Load the log-decays of a chunk of which `left` rows are left: of its last row, and of all its rows.
+
+    Where each channel has a decay (BY_CHANNEL) both are the last row's, a number for each key.
+    """
+    last_row = tl.minimum(left, CHUNK) - 1
     if BY_CHANNEL:
         key = tl.arange(0, KEYS)
-        end = tl.load(decays + last * HEADS * SIZE + key, mask=key < tl.where(left > 0, SIZE, 0), other=0.0)
+        end = tl.load(decays + last_row * HEADS * SIZE + key, mask=key < tl.where(left > 0, SIZE, 0), other=0.0)
         row_decays = end
     else:
         row = tl.arange(0, CHUNK)
-        end = tl.load(decays + last * HEADS, mask=left > 0, other=0.0)
+        end = tl.load(decays + last_row * HEADS, mask=left > 0, other=0.0)
         row_decays = tl.load(decays + row * HEADS, mask=row < left, other=0.0)
     return end, row_decays
 

@@ -7,7 +7,7 @@ import torch
 from longspan.ssm.kernels import by_mamba_ssm, decay, delta
 from longspan.ssm.kernels.call import Recurrence, ScanKernel
 from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION
-from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY, check_names, fla_lack, refuse_kernel
+from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY, check_kernel_names, fla_lack, refuse_kernel
 from longspan.ssm.kernels.scan import TorchBackward, TorchForward
 
 TORCH = ScanKernel("torch", lambda _: "", TorchForward, TorchBackward)
@@ -27,7 +27,7 @@ def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ())
 
     Raises LayoutError if the named one cannot, or is unknown.
     """
-    check_names(kernel_names)
+    check_kernel_names(kernel_names)
     if TORCH_ONLY in kernel_names:
         return TORCH
     if MAMBA.name in kernel_names and not recurrence.delta:
@@ -38,7 +38,7 @@ def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ())
 
 def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
     """Raise LayoutError for names that are no kernels, and for kernels that cannot be used in this dtype here."""
-    check_names(kernel_names)
+    check_kernel_names(kernel_names)
     if MAMBA.name in kernel_names:
         refuse_kernel(MAMBA.name, MAMBA.lacks(Recurrence(dtype, device, 2, 2, delta=False, by_channel=False)))
     if PACKAGE_CONVOLUTION.name in kernel_names:

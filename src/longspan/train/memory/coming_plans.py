@@ -47,7 +47,10 @@ class ComingSteps:
 
         Raises PlanError for documents that fit no group.
         """
-        choices = [PlanChoice.training(c, cost=cost, heads=self.heads) for c in self._with_planners(config)]
+        choices = [
+            PlanChoice.training(planner_config, cost=cost, heads=self.heads)
+            for planner_config in self._with_planners(config)
+        ]
         steps = self.fullest_steps(choices[0]) if self._sees_all(config) else self.heaviest_steps()
         return [choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps]
 
@@ -85,8 +88,8 @@ class ComingSteps:
     def heaviest_steps(self) -> Sequence[int]:
         """Return the step with the longest document, and that with most tokens."""
         lengths = {step: self.lengths_of_step(step) for step in self.steps}
-        longest = max(lengths, key=lambda step: max(lengths[step], default=0))
-        return sorted({longest, max(lengths, key=lambda step: sum(lengths[step]))})
+        longest_step = max(lengths, key=lambda step: max(lengths[step], default=0))
+        return sorted({longest_step, max(lengths, key=lambda step: sum(lengths[step]))})
 
     def rows_to_try(self, config: RunConfig) -> list[int]:
         """List the rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
@@ -96,11 +99,11 @@ class ComingSteps:
         """
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]
-        longest, tokens = max(max(step, default=1) for step in lengths), max(sum(step) for step in lengths)
+        longest_document, tokens = max(max(step, default=1) for step in lengths), max(sum(step) for step in lengths)
         most_slots = choice.widest_degree(self.home) or self.home.slots
         widest = max(d for d in range(1, most_slots + 1) if self.home.slots % d == 0)
         multiple = 2 * choice.options.row_multiple  # of the two parts of a document that a slot has
-        rows = [-(-longest // widest) + multiple]
+        rows = [-(-longest_document // widest) + multiple]
         while rows[-1] < tokens / self.home.slots + multiple:
             rows.append(2 * rows[-1])
         return [-(-count // multiple) * multiple for count in rows]

@@ -86,9 +86,9 @@ def _measure_row_bytes(encoder: Encoder, tokens: ImageTokens) -> float:
             rows = _run_encoder(encoder, image)
             peak = torch.cuda.max_memory_allocated(device) - bytes_before
         else:
-            with LiveBytes() as counted:
+            with LiveBytes() as live_bytes:
                 rows = _run_encoder(encoder, image)
-            peak = counted.peak
+            peak = live_bytes.peak
         reshard(module)
         return peak / len(rows)
 

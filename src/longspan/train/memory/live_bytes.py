@@ -38,6 +38,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _note_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of a storage once, until it is freed."""
         key = storage._cdata
         if key in self._live:
             return

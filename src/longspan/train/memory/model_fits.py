@@ -55,6 +55,7 @@ def check_model_fits(
     """
 
     def check_rank() -> None:
+        """Raise ConfigError where this rank has no room for what the model needs."""
         room = free_room(world)
         if room is not None:
             _check_room(

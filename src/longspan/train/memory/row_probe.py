@@ -90,9 +90,9 @@ def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan,
         bytes_before = torch.cuda.memory_allocated(world.device)
         run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows, mtp=mtp_loss(config))
         return torch.cuda.max_memory_allocated(world.device) - bytes_before
-    with LiveBytes() as counted:
+    with LiveBytes() as live_bytes:
         run_step(model, plan, documents, world, loss_chunk_rows=config.train.loss_chunk_rows, mtp=mtp_loss(config))
-    return counted.peak
+    return live_bytes.peak
 
 
 def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:

@@ -49,8 +49,8 @@ def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer,
     if device.type == "cuda":
         torch.cuda.empty_cache()
         taken_bytes = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
-        most = train.memory_fraction * (torch.cuda.mem_get_info(device)[0] + taken_bytes)
-        return (train.memory_bytes or most) - taken_bytes - states
+        most_bytes = train.memory_fraction * (torch.cuda.mem_get_info(device)[0] + taken_bytes)
+        return (train.memory_bytes or most_bytes) - taken_bytes - states
     if not train.memory_bytes:
         return float(CPU_BUDGET)
     moments = [] if on_host else tree_leaves(list(optimizer.state.values()))
@@ -68,6 +68,7 @@ def measure_state_bytes(choice: OptimizerChoice, model: nn.Module) -> int:
 def _measure_tensor_states(
     choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> int:
+    """Measure the bytes of states that an optimizer has for a parameter of this shape, by one step of it."""
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = choice.build([parameter])

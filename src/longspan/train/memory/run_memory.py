@@ -174,11 +174,12 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
     They are the least of all ranks, which call it together.
     """
     device, host = _rank_budget(config, world)
-    least = world.control.largest_of([-float(device), -float(host)], "the least free memory")
-    return MemoryBudget(device=int(-least[0]), host=int(-least[1]))
+    negative_bytes = world.control.largest_of([-float(device), -float(host)], "the least free memory")
+    return MemoryBudget(device=int(-negative_bytes[0]), host=int(-negative_bytes[1]))
 
 
 def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
+    """Return the bytes that this rank may fill of its device and of its host, which its host's ranks share."""
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     if config.train.memory_bytes:
         return config.train.memory_bytes, host

@@ -43,12 +43,15 @@ def set_epoch_steps(config: RunConfig, order: StepOrder | PackOrder, log: LogLin
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """Advise how to make more steps of the same documents; a step takes at least one document."""
     tokens, tokens_per_step = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
-    least = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
-    fewer = max(tokens // FEW_STEPS, least)
+    longest_document = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
+    tokens_of_step = max(tokens // FEW_STEPS, longest_document)
     line = f"few updates: {plural(config.train.steps, 'step')} of up to {tokens_per_step:,} tokens may change little; "
-    if tokens // fewer <= config.train.steps:
+    if tokens // tokens_of_step <= config.train.steps:
         return line + "more epochs (train.epochs), or more documents, make more"
-    return line + f"--train.tokens_per_step {fewer} makes at least {tokens // fewer} of the same documents"
+    return (
+        line
+        + f"--train.tokens_per_step {tokens_of_step} makes at least {tokens // tokens_of_step} of the same documents"
+    )
 
 
 def count_held_out(setting: int | str, documents: int) -> int:

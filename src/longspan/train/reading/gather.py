@@ -81,6 +81,7 @@ def _read_local_documents(documents: Callable[[], Iterable[tuple[int, Any]]], wo
     """Read this rank's documents, by number; where a rank cannot, all raise DataError."""
 
     def read_local() -> "_Local":
+        """Read the documents that this rank brings."""
         local = _Local()
         for number, document in documents():
             local.add_document(number, document)
@@ -193,7 +194,11 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 
 
 def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
-    """Gather all ranks' documents; `numbers` are those of each rank's own, by default in the order of ranks."""
+    """Gather what all ranks must know of all documents: lengths, targets, and where their rows are.
+
+    `numbers` are those of each rank's own, by default in the order of ranks. Rows of all documents count in one line,
+    rank after rank: `ends` are where those of each rank end.
+    """
     shares = world.control.gather_objects(local.describe_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)
     if numbers is None:
@@ -217,8 +222,8 @@ def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] 
 def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
     """Raise DataError, on every rank, where documents of some ranks have values that those of others have not."""
     having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
-    every = sorted({name for _, share in having for name in share.names})
-    for name in every:
+    all_names = sorted({name for _, share in having for name in share.names})
+    for name in all_names:
         brings = [rank for rank, share in having if name in share.names]
         if len(brings) < len(having):
             lacking = [rank for rank, share in having if name not in share.names]

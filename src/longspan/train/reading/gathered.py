@@ -140,21 +140,21 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
 
     def read(self, column: str, document: int, positions: Any) -> Integers:
         """Return what rows of a document hold. Raises IndexError outside it, DataError for rows that are not here."""
-        length, here = int(self._facts.lengths[document]), self._here
+        length, local_rows = int(self._facts.lengths[document]), self._here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
         if positions.size and not (positions.min() >= 0 and positions.max() < length):
             raise IndexError(f"positions {positions.min()} to {positions.max()} of a document of {length} tokens")
         rows = positions + int(self._facts.starts[document])
-        places = np.searchsorted(here.numbers, rows)
-        is_here = places < len(here.numbers)
-        is_here[is_here] = here.numbers[places[is_here]] == rows[is_here]
+        places = np.searchsorted(local_rows.numbers, rows)
+        is_here = places < len(local_rows.numbers)
+        is_here[is_here] = local_rows.numbers[places[is_here]] == rows[is_here]
         if not is_here.all():
             raise DataError(
                 f"row {positions[~is_here][0]} of document {document} is not on rank {self.world.rank}, which read "
                 f"{plural(len(self.local), 'document')} of {len(self)}; run_step brings rows to the ranks that compute "
                 "them, and in a loop of one's own documents.rows_under(plan) does"
             )
-        return here.columns[places, self.names.index(column)]
+        return local_rows.columns[places, self.names.index(column)]
 
     def facts(self, document: int) -> Mapping[str, int]:
         """Return what all ranks know of a document, by the names of `Facts`."""

@@ -132,7 +132,7 @@ def _document_prefixes(
     shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield the number and the prefix of each document whose rows this rank may hold."""
-    groups = [part.group for part in shard.parts if part.index >= 0]
+    groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]
     for group in groups:
         for number, length in zip(group.documents, group.lengths, strict=True):
             document = documents[number]
@@ -155,8 +155,8 @@ def count_prefix_rows(document: Any, number: int, length: int, items: ItemTable 
 
     The first token is no target, but one of a document without labels may follow it.
     """
-    if (before := getattr(document, "rows_before_targets", None)) is not None:  # of documents whose rows move
-        return before
+    if (known_rows := getattr(document, "rows_before_targets", None)) is not None:  # of documents whose rows move
+        return known_rows
     for start in range(0, length, _RUN):
         positions = np.arange(start, min(start + _RUN, length))
         targets = positions > 0

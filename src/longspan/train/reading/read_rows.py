@@ -55,13 +55,13 @@ class NamesOfValues:
     """The names of the values of the first document that is read, which all others of a step must have as well."""
 
     def __init__(self) -> None:
-        self._first: tuple[int, set[str]] | None = None
+        self._first_names: tuple[int, set[str]] | None = None
 
     def check(self, document: int, values: Mapping[str, Any]) -> None:
         """Raise DataError where another document's values have other names; weights may be left out."""
         names = set(values) - {WEIGHTS}
-        first, others = self._first = self._first or (document, names)
-        for name in sorted(names ^ others):
+        first, first_names = self._first_names = self._first_names or (document, names)
+        for name in sorted(names ^ first_names):
             having, lacking = (document, first) if name in names else (first, document)
             raise DataError(
                 f"document {having} has {name!r} and document {lacking} has not; give the documents of a step the same "
@@ -82,14 +82,14 @@ def read_rows(
     `names` are shared by the micro-batches of a step; `depths` is how many tokens further ahead are read.
     """
     reader = _Reader(documents, shard.local_rows, vocabulary, items, names or NamesOfValues(), depths)
-    for part in shard.parts:
-        if part.index < 0:
+    for shard_part in shard.parts:
+        if shard_part.index < 0:
             continue
-        for local, start, stop, offset in part.segments():
-            length = part.group.lengths[local]
+        for local, start, stop, offset in shard_part.segments():
+            length = shard_part.group.lengths[local]
             stop = min(stop, length)  # a document laid out longer than it is ends in padding
             if stop > start:
-                reader.read(part.group.documents[local], start, stop, part.start + offset, length=length)
+                reader.read(shard_part.group.documents[local], start, stop, shard_part.start + offset, length=length)
     return reader.batch(shard)
 
 
@@ -102,10 +102,10 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
     """Return the document and the position of each local row (T,), on the host; the document of padding is −1."""
     documents: list[Integers] = []
     positions: list[Integers] = []
-    for part in shard.parts:
-        segments = part.segments()
+    for shard_part in shard.parts:
+        segments = shard_part.segments()
         sizes = segments.stop - segments.start
-        documents.append(np.asarray(part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)])
+        documents.append(np.asarray(shard_part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)])
         positions.append(np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes))
     return np.concatenate(documents), np.concatenate(positions)
 

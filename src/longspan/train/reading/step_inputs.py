@@ -69,7 +69,7 @@ class StepDocuments:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """How many tokens each document predicts.
+        """Return how many tokens each document predicts.
 
         Raises PlanError for a document that is missing, is no sequence of token ids, or has another length.
         """

@@ -18,12 +18,14 @@ DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 _PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
 
 
-def check_names(names: Sequence[str]) -> tuple[str, ...]:
+def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return names of numbers, each once. Raises LossError for one that there is not."""
     unique = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
-    others = [name for name in unique if isinstance(names, str) or name not in DISTRIBUTION_VALUES]
-    if others:
-        raise LossError(f"also has {short_text(others[0])}; give a list of some of {', '.join(DISTRIBUTION_VALUES)}")
+    unknown_names = [name for name in unique if isinstance(names, str) or name not in DISTRIBUTION_VALUES]
+    if unknown_names:
+        raise LossError(
+            f"also has {short_text(unknown_names[0])}; give a list of some of {', '.join(DISTRIBUTION_VALUES)}"
+        )
     return unique
 
 
@@ -43,9 +45,9 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     values = logits.new_empty((len(names), len(logits)), dtype=dtype)
-    for part in cut_into_chunks(len(logits), max(1, len(logits) // _PARTS)):
+    for chunk in cut_into_chunks(len(logits), max(1, len(logits) // _PARTS)):
         for value, name in zip(values, names, strict=True):
-            value[part] = _distribution_number(logits[part].detach(), ids[part], name, dtype)
+            value[chunk] = _distribution_number(logits[chunk].detach(), ids[chunk], name, dtype)
     return values
 
 

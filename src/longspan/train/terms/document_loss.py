@@ -169,22 +169,22 @@ class DocumentPasses:
             for group in micro_batch.groups
             for document in group.documents
         }
-        self._inside: dict[int, list[tuple[int, ...]]] = {}  # sets by the micro-batch that holds them
-        self._across: list[tuple[int, ...]] = []
+        self._sets_inside: dict[int, list[tuple[int, ...]]] = {}  # sets by the micro-batch that holds them
+        self._sets_across: list[tuple[int, ...]] = []
         for documents in sets:
             indices = {self._index.get(document, -1) for document in documents}
             if len(indices) == 1 and plan.mode == "lockstep":
-                self._inside.setdefault(indices.pop(), []).append(documents)
+                self._sets_inside.setdefault(indices.pop(), []).append(documents)
             else:
-                self._across.append(documents)
+                self._sets_across.append(documents)
 
     def refuse_dropout(self, model: nn.Module) -> None:
         """Raise ModelError where dropout would make the two forward passes of a set differ; entered by all ranks."""
-        if self._across:
-            sets = plural(len(self._across), "set")
+        if self._sets_across:
+            sets = plural(len(self._sets_across), "set")
             refuse_two_pass_dropout(model, f"{sets} of documents in several micro-batches")
         adapter = model_adapter(model)
-        rate = adapter.dropout if adapter is not None and self._inside else 0.0
+        rate = adapter.dropout if adapter is not None and self._sets_inside else 0.0
         if rate and self._world.control.any_rank(_head_is_adapted(model)):
             raise on_all_ranks(
                 ModelError(
@@ -195,13 +195,13 @@ class DocumentPasses:
 
     def look_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
         """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
-        indices = sorted({self._index.get(document, -1) for documents in self._across for document in documents})
+        indices = sorted({self._index.get(document, -1) for documents in self._sets_across for document in documents})
         if not indices:
             return
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
         sums = collect_log_probs(passes, ahead, self._chunk_rows).sums
-        self._loss_ahead, self._coefficients = self._take_sets(self._across, sums)
+        self._loss_ahead, self._coefficients = self._take_sets(self._sets_across, sums)
         self.forward_twice: int = len(indices)
 
     def loss_ahead(self) -> float:
@@ -235,14 +235,14 @@ class DocumentPasses:
 
     def _batch_sets(self, batch: LocalBatch) -> list[tuple[int, ...]]:
         groups = batch.shard.micro_batch.groups
-        return self._inside.get(self._index[groups[0].documents[0]], []) if groups else []
+        return self._sets_inside.get(self._index[groups[0].documents[0]], []) if groups else []
 
     def _take_sets(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
         """Run the caller's function over sets: their loss, and coefficients (D,). An error is kept in `error`."""
         if self.error is None:
             try:
                 loss, coefficients = set_losses(self._function, sets, sums)
-                self._check.add(loss, coefficients, inside=sets is not self._across)
+                self._check.add(loss, coefficients, inside=sets is not self._sets_across)
                 return loss, coefficients
             except Exception as error:  # of the caller's function
                 self.error = error

@@ -76,9 +76,12 @@ class PartClock:
         return event
 
 
-def share_times(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
-    """Share the times of all ranks, which enter together; `predicted` are seconds and balance."""
-    phases, towers = (sum(clock.seconds(part) for clock in clocks) for part in ("phases", "towers"))
+def gather_times(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
+    """Share the times of all ranks, which enter together: mean seconds, the busiest rank's, and its ratio to the mean.
+
+    `predicted` are seconds and balance by the plan.
+    """
+    phases, towers = (sum(clock.seconds(timed_part) for clock in clocks) for timed_part in ("phases", "towers"))
     ranks = len(world.home.ranks)
     all_phases, all_towers = world.control.sum_over_ranks([phases, towers], "times of encoders")
     (busiest,) = world.control.largest_of([towers], "times of encoders")

@@ -29,7 +29,7 @@ from longspan.train.passes import Term
 from longspan.train.reading.local_batch import read_agreed
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
-from longspan.train.terms.encoder_times import EncoderTimes, PartClock, share_times
+from longspan.train.terms.encoder_times import EncoderTimes, PartClock, gather_times
 from longspan.train.terms.modality_pass import ModalityPass
 
 
@@ -71,7 +71,7 @@ class EncodersTerm(Term):
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         """Return what the encoders took of a step with a backward pass."""
         assert self._encoding is not None
-        return {"encoders": self._encoding.share_times()} if self._inputs.backward else {}
+        return {"encoders": self._encoding.gather_times()} if self._inputs.backward else {}
 
 
 class Encoding:
@@ -128,23 +128,25 @@ class Encoding:
         `micro_batches` are those of the `batches`, equal to those that the waves were planned for.
         """
         with ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.open())
+            for modality_pass in self._parts:
+                stack.enter_context(modality_pass.open())
             with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
-                self._raise_agreed([part.encode() for part in self._parts])
-                for part in self._parts:
-                    part.deliver_rows(micro_batches, batches)
+                self._raise_agreed([modality_pass.encode() for modality_pass in self._parts])
+                for modality_pass in self._parts:
+                    modality_pass.deliver_rows(micro_batches, batches)
             yield
             with self._clock.time_part("phases"), self._name_part("gradients to encoders, and their backward passes"):
-                for part in reversed(self._parts):
-                    part.backward()
+                for modality_pass in reversed(self._parts):
+                    modality_pass.backward()
 
-    def share_times(self) -> EncoderTimes:
+    def gather_times(self) -> EncoderTimes:
         """Return the times of all parts, read after the step has waited for the device; all ranks enter together."""
-        plans = [part.plan for part in self._parts]
+        plans = [modality_pass.plan for modality_pass in self._parts]
         seconds = sum(plan.plan.predicted_seconds for plan in plans)
         balance = max((plan.balance for plan in plans), default=1.0)
-        return share_times([self._clock, *(part.clock for part in self._parts)], self._world, (seconds, balance))
+        return gather_times(
+            [self._clock, *(modality_pass.clock for modality_pass in self._parts)], self._world, (seconds, balance)
+        )
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
         return self._world.watch.naming(part, self._world.home.ranks)

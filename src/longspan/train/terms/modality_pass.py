@@ -183,7 +183,10 @@ class ModalityPass:
         return None
 
     def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
-        """Exchange the rows of every wave, and give the shard of each of these micro-batches its own."""
+        """Exchange the rows of every wave, and give the shard of each of these micro-batches its own.
+
+        Rows of the embedding are spliced in at each depth of prediction; those for deeper layers are added there.
+        """
         arrived: list[Tensor] = []
         for wave in self.waves:
             assert wave.output is not None
@@ -195,20 +198,20 @@ class ModalityPass:
         by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
         for index, micro_batch in enumerate(micro_batches):
             needed_rows = self.plan.item_rows_at(self.world.rank, index)
-            rows = np.concatenate([part.row for part in needed_rows])
+            rows = np.concatenate([item_rows.row for item_rows in needed_rows])
             if not len(rows):
                 continue
             shard = by_micro_batch[id(micro_batch)]
             leaf = self._collect_rows(self.plan.wave_of_row[rows], arrived, starts).requires_grad_(self.trains)
             with torch.set_grad_enabled(self.trains):
-                parts = leaf.split([len(part.row) for part in needed_rows])
+                rows_by_depth = leaf.split([len(item_rows.row) for item_rows in needed_rows])
             spliced, added = dict[int, RowsAt](), dict[int, RowsAt]()
-            for ahead, (part, part_rows) in enumerate(zip(needed_rows, parts, strict=True)):
-                places = to_device(part.local, shard.device)
-                first, *deeper = self._rows_by_layer(part_rows)
-                spliced[ahead] = ((places, first),)
+            for ahead, (item_rows, part_rows) in enumerate(zip(needed_rows, rows_by_depth, strict=True)):
+                places = to_device(item_rows.local, shard.device)
+                embedding_rows, *layer_rows = self._rows_by_layer(part_rows)
+                spliced[ahead] = ((places, embedding_rows),)
                 if not ahead:
-                    added = {layer: ((places, rows_of_layer),) for layer, rows_of_layer in enumerate(deeper)}
+                    added = {layer: ((places, rows_of_layer),) for layer, rows_of_layer in enumerate(layer_rows)}
             shard.derived.add_items(leaf, spliced, added)
 
     def _rows_by_layer(self, rows: Tensor) -> Sequence[Tensor]:

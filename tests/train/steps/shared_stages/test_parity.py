@@ -85,7 +85,7 @@ MUTANTS: dict[str, tuple[Change, Callable[[dict[str, float]], bool]]] = {
         lambda errors: errors["gradients"] > 1e-3,
     ),
     "the sum over stages of a rank": (
-        (f"{ROOM}.copies", "add_gradient(first.parameter, other.parameter.grad)", "pass"),
+        (f"{ROOM}.copies", "add_gradient(trained_place.parameter, copied_place.parameter.grad)", "pass"),
         lambda errors: errors["gradients"] > 1e-3,
     ),
     "the embedding on later stages": (

@@ -62,6 +62,7 @@ def are_on_gpus(tensors: Sequence[Tensor]) -> bool:
 class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, formula: NormFormula) -> Tensor:
+        """Compute the norm of all rows by one kernel, which also stores 1 / root of each row and group for backward."""
         rows, gates = _flatten_rows(x), None if gate is None else _flatten_rows(gate)
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
@@ -75,6 +76,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Compute the gradients of x, weight and gate by one kernel; the weight's is summed over programs here."""
         (x, weight, gate, inverse), formula = ctx.saved_tensors, ctx.formula
         rows, gates, dout = _flatten_rows(x), None if gate is None else _flatten_rows(gate), _flatten_rows(gradients[0])
         dx, dgate = rows.new_empty(rows.shape), None if gates is None else gates.new_empty(gates.shape)

@@ -39,16 +39,16 @@ def norm_rows_kernel(
     y = tl.load(x + row[:, None] * x_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
     factor = OFFSET + tl.load(weight + feature, mask=column < width, other=0.0).to(tl.float32)
     if GATE_FIRST or GATE_LAST:
-        g = tl.load(gate + row[:, None] * gate_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
-        opened = tl.sigmoid(g)
+        gate_block = tl.load(gate + row[:, None] * gate_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
+        gate_factor = tl.sigmoid(gate_block)
         if SILU:
-            opened *= g
+            gate_factor *= gate_block
         if GATE_FIRST:
-            y *= opened
+            y *= gate_factor
     scale = 1.0 / tl.sqrt(tl.sum(y * y, 1) / width + eps)
     y = y * scale[:, None] * factor[None, :]
     if GATE_LAST:
-        y *= opened
+        y *= gate_factor
     tl.store(inverse + row * GROUPS + group, scale, mask=real)
     tl.store(out + row[:, None] * GROUPS * width + feature[None, :], y.to(out.dtype.element_ty), mask=inside)
 
@@ -78,7 +78,8 @@ def norm_rows_backward_kernel(
 ):
     """Compute the gradients of x and of the gate, and in `parts` each program's sum of the weight's gradient.
 
-    A program does every so many blocks of ROWS rows of one group, by the formula of `norm_rows_kernel`.
+    With n = x / root and d = dout · weight, dx = (d − n · mean(d n)) / root; a gate multiplies x or the norm by SiLU or
+    the sigmoid of it, whose derivative is `slope`. A program does every so many blocks of ROWS rows of one group.
     """
     group, column = tl.program_id(1), tl.arange(0, COLUMNS)
     valid = column < width
@@ -95,23 +96,25 @@ def norm_rows_backward_kernel(
         scale = tl.load(inverse + row * GROUPS + group, mask=real, other=0.0)
         y = raw
         if GATE_FIRST or GATE_LAST:
-            g = tl.load(gate + row[:, None] * gate_row + feature[None, :], mask=inside, other=0.0).to(tl.float32)
-            share = tl.sigmoid(g)
-            opened, slope = share, share * (1.0 - share)
+            gate_block = tl.load(gate + row[:, None] * gate_row + feature[None, :], mask=inside, other=0.0).to(
+                tl.float32
+            )
+            sigmoid = tl.sigmoid(gate_block)
+            gate_factor, slope = sigmoid, sigmoid * (1.0 - sigmoid)
             if SILU:
-                opened, slope = g * share, share + g * slope
+                gate_factor, slope = gate_block * sigmoid, sigmoid + gate_block * slope
             if GATE_FIRST:
-                y *= opened
+                y *= gate_factor
         normal = y * scale[:, None]
         if GATE_LAST:
             of_gate = dy * normal * factor[None, :] * slope
             tl.store(dgate + into, of_gate.to(dgate.dtype.element_ty), mask=inside)
-            dy *= opened
+            dy *= gate_factor
         of_weight += dy * normal
         dy *= factor[None, :]
         dy = scale[:, None] * (dy - normal * (tl.sum(dy * normal, 1) / width)[:, None])
         if GATE_FIRST:
             tl.store(dgate + into, (dy * raw * slope).to(dgate.dtype.element_ty), mask=inside)
-            dy *= opened
+            dy *= gate_factor
         tl.store(dx + into, dy.to(dx.dtype.element_ty), mask=inside)
     tl.store(parts + tl.program_id(0) * GROUPS * width + feature, tl.sum(of_weight, 0), mask=valid)

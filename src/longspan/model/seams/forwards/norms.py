@@ -33,9 +33,9 @@ def run_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if x.numel() <= MOST:
         return norm(x)
-    longest = max(range(x.ndim - 1), key=lambda dim: x.shape[dim])
-    at_once = max(1, MOST * x.shape[longest] // x.numel())
-    return torch.cat([norm(rows) for rows in x.split(at_once, longest)], longest)
+    longest_dim = max(range(x.ndim - 1), key=lambda dim: x.shape[dim])
+    at_once = max(1, MOST * x.shape[longest_dim] // x.numel())
+    return torch.cat([norm(rows) for rows in x.split(at_once, longest_dim)], longest_dim)
 
 
 def split_long_norms(model: nn.Module) -> None:
@@ -145,7 +145,10 @@ def _norm_kind(norm: nn.Module) -> Hashable:
 def _find_formula(norm: nn.Module) -> NormFormula | None:
     """Return what a norm computes; None for anything else."""
     if not type(norm).__name__.endswith("Gated"):
-        return next((f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)), None)
+        return next(
+            (f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)),
+            None,
+        )
     kinds = product(("first", "last"), ("silu", "sigmoid"))
     gated = (NormFormula(groups=_count_groups(norm), gate=gate, activation=act) for gate, act in kinds)
     return next((formula for formula in gated if _computes_formula(norm, formula)), None)

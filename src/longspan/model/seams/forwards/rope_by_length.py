@@ -94,11 +94,11 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
 def _group_rows(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
     """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
     rows: dict[int, list[Integers]] = {}
-    for part in shard.parts:
-        segments = part.segments()
-        lengths = np.asarray(part.group.lengths, dtype=np.int64)[segments.document]
+    for shard_part in shard.parts:
+        segments = shard_part.segments()
+        lengths = np.asarray(shard_part.group.lengths, dtype=np.int64)[segments.document]
         lengths = _representative_lengths(rotary, kind, layer_type, lengths)
-        first = part.start + segments.offset
+        first = shard_part.start + segments.offset
         for length in np.unique(lengths).tolist():
             is_length = lengths == length
             rows.setdefault(length, []).append(

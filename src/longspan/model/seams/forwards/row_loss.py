@@ -80,6 +80,11 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
     def forward_with_loss(
         *args: Any, row_loss: RowLoss | None = None, future_ids: Tensor | None = None, **kwargs: Any
     ) -> Any:
+        """Run the model's forward; with a `row_loss`, stop at the last hidden states and return the loss that it makes
+        of them.
+
+        The first such call proves that the model's own forward would make its logits of nothing else.
+        """
         nonlocal untried
         if row_loss is None:
             return forward(model, *args, **kwargs)
