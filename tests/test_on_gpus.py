@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from bench.on_gpus import RUNS, GpuRun, choose_runs, take_runs
 
 ROOT = Path(__file__).parents[1]

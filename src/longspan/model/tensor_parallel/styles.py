@@ -114,8 +114,8 @@ def _call_with_views(
         return inner(*args, **kwargs)
     if getattr(inner, "__func__", None) is nn.Linear.forward and len(args) == 1 and not kwargs:
         linear: Any = module
-        weight: Any = replaced["weight"] if "weight" in replaced else linear.weight
-        return nn.functional.linear(args[0], weight, replaced["bias"] if "bias" in replaced else linear.bias)
+        weight: Any = replaced.get("weight", linear.weight)
+        return nn.functional.linear(args[0], weight, replaced.get("bias", linear.bias))
     with ReplacedAttributes(module, replaced):
         return inner(*args, **kwargs)
 

@@ -7,7 +7,7 @@ a file; `Machine.known` holds figures of GPUs that were measured here, or follow
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost, Passes
@@ -22,6 +22,21 @@ from longspan.plan.shape.model_shape import ModelShape
 # Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
 RECOMPUTED_PASSES = 0.75
 
+Compiled = Literal["auto", "layers", "modules", "none"]
+COMPILED_WIDTH = 1024
+"""Features of hidden states from which "auto" compiles: below, a layer's kernels take less than the host."""
+
+
+def resolve_compiled(word: Compiled, *, hidden: int, tp: int) -> Compiled:
+    """Return what of layers is compiled on GPUs, where "auto" leaves the choice to the width and tensor parallelism.
+
+    >>> resolve_compiled("auto", hidden=4096, tp=1), resolve_compiled("auto", hidden=4096, tp=2)
+    ('layers', 'none')
+    """
+    if word != "auto":
+        return word
+    return "layers" if tp == 1 and hidden >= COMPILED_WIDTH else "none"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostSettings:
@@ -33,7 +48,7 @@ class CostSettings:
     gathers them for every micro-batch's forward pass, again for its backward pass unless `gathered_once`, and sums
     gradients. `weight_ranks` of a slot share its weights (0: those of tp). In free mode shards are 0:
     `Cost.with_closing` prices its gathers. Only the `target_share` of the rows predict a token: others have no logits.
-    Layers multiply in `float8` but for gradients of weights.
+    Layers multiply in `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs.
     """
 
     recomputation: Recomputation = "none"
@@ -49,6 +64,7 @@ class CostSettings:
     gathered_once: bool = False
     target_share: float = 1.0
     float8: bool = False
+    compiled: Compiled = "none"
     forward: bool = False
 
 
@@ -145,8 +161,11 @@ class Machine(MachineFigures):
 
     def _row_seconds(self, shape: ModelShape, settings: CostSettings) -> _RowSeconds:
         """Return what a row takes besides the products of its weights, without recomputation."""
+        tp = max(settings.tp, settings.weight_ranks)
+        compiled = resolve_compiled(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
+        pass_seconds = self.layer_pass_seconds * (self.compiled_share if compiled else 1.0)
         return _RowSeconds(
-            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * self.layer_pass_seconds,
+            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,
             logit_passes=settings.target_share * shape.logits * self.logit_pass_seconds,
             unused_head=(1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second,
             saved=self._float8_seconds(shape) if settings.float8 else 0.0,

@@ -13,7 +13,11 @@ from longspan.plan.check import check_count
 from longspan.plan.cost.links import LEVELS, Link
 
 VERSION = 1  # of the file
-_ABSENT_BEFORE: dict[str, Any] = {"memory_bytes": 0, "host_copy_bytes_per_second": 55e9}  # of files of older versions
+_ABSENT_BEFORE: dict[str, Any] = {
+    "memory_bytes": 0,
+    "host_copy_bytes_per_second": 55e9,
+    "compiled_share": 1.0,
+}  # of files of older versions
 _FLOAT8_OVER_BFLOAT16 = 1150 / 700  # speed of products, where float8 was not measured
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across; GiB.
 KNOWN: dict[str, tuple[float, float, float, float, int] | None] = {
@@ -32,8 +36,8 @@ class MachineFigures:
     `product_flops_per_second`: of products with weights, `float8_flops_per_second` of those in float8 by rows, with
     what brings rows and weights to float8 (of a layer: bench/training/float8_layer.py); `expert_flops_per_second`: of
     those of experts, with the moves of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's
-    passes over memory (norms, gates, sums), for each row and number of its width; `logit_pass_seconds`: of the loss,
-    for each row and logit. `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it
+    passes over memory (norms, gates, sums), for each row and number of its width, of which `compiled_share` is left in
+    compiled layers (bench/records/layer-time-H200.md); `logit_pass_seconds`: of the loss, for each row and logit. `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it
     reaches half. `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes
     that make a run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and
     gates. A ring makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`.
@@ -59,6 +63,7 @@ class MachineFigures:
     float8_flops_per_second: float = 1150e12
     expert_flops_per_second: float = 450e12
     layer_pass_seconds: float = 150e-12
+    compiled_share: float = 0.57
     logit_pass_seconds: float = 15e-12
     attention_flops_per_second: float = 617e12
     half_speed_rows: float = 300.0

@@ -7,8 +7,9 @@ layers, else by torch's or transformers' operations in float32.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from longspan.plan.cost.machine import resolve_compiled
 from longspan.plan.memory.loads import SlotLoad
-from longspan.plan.memory.settings import COMPILED_WIDTH, MemorySettings
+from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.tape import Tape, Work
 from longspan.plan.shape.config_reader import ConfigReader
 
@@ -80,9 +81,9 @@ class LayerBuilder:
     @property
     def compile_kind(self) -> str:
         """Return what of layers is compiled, "auto" resolved as for a run."""
-        if self.settings.compiled == "auto":
-            return "layers" if self.settings.gpu and self.tp == 1 and self.hidden >= COMPILED_WIDTH else "none"
-        return self.settings.compiled
+        if self.settings.compiled == "auto" and not self.settings.gpu:
+            return "none"
+        return resolve_compiled(self.settings.compiled, hidden=self.hidden, tp=self.tp)
 
     @property
     def lies_in_graph(self) -> bool:

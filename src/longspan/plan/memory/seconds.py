@@ -103,7 +103,11 @@ class MemoryPrices:
         """Return the cost of the load in the whole model, whose layers recompute so."""
         settings = self.place.settings
         costs = CostSettings(
-            recomputation=kind, depths=settings.depths, frozen=not settings.trains_all, float8=settings.float8
+            recomputation=kind,
+            depths=settings.depths,
+            frozen=not settings.trains_all,
+            float8=settings.float8,
+            compiled=settings.compiled if settings.gpu and self.place.home.tp == 1 else "none",
         )
         cost: Cost = self.machine.cost(self.config, costs).shared_by(self.place.home.tp)
         rows = self.load.rows * max(1, self.degree)

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from longspan.errors import PlanError
 from longspan.plan.check import check_count
+from longspan.plan.cost.machine import Compiled
 
 Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
 # What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output
@@ -14,8 +15,6 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 STATE_BUCKET_BYTES = 256 << 20
 """States in a bucket that an update copies from the host, of which two are on the device: 5 ms of a bus of 55 GB/s, a
 thousand times what it takes to start a copy."""
-COMPILED_WIDTH = 1024
-"""Features of hidden states from which "auto" compiles: below, a layer's kernels take less than the host."""
 MOMENTS = {"adamw": 2.0, "sgd": 0.0}  # numbers of state of a weight
 
 
@@ -63,7 +62,7 @@ class MemorySettings:
     gpu: bool = True
     scan_kernels: bool = True
     float8: bool = False
-    compiled: Literal["auto", "layers", "modules", "none"] = "none"
+    compiled: Compiled = "none"
     backward: bool = True
     encoder_rows: int = 0
     encoder_recomputed: bool = False

@@ -101,6 +101,7 @@ def run_cost_settings(
         gathered_once=not parallel.reshard_after_forward,
         target_share=target_share,
         float8=bool(train.float8),
+        compiled=train.compiled if gpu else "none",
     )
     return settings if memory is None else memory.cost_settings(settings)
 
