@@ -1,4 +1,4 @@
-"""How far plans are from the best: tiny cases in which every plan can be tried, and a published setting by its bound."""
+"""How far plans are from the best: tiny cases in which every plan can be tried, and a published setting."""
 
 import itertools
 import random
