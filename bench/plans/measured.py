@@ -195,22 +195,36 @@ def _kind(recompute: str) -> Recomputation:
 
 
 def _research_steps() -> Iterator[Measured]:
-    """Of bench/records/steps-2xH200.json."""
-    for row in _read("steps-2xH200")["rows"]:
-        slots, lengths = row["ranks"], row["lengths"]
-        again = not row.get("reshard", True)
-        settings = CostSettings(recomputation=_kind(row["recompute"]), shards=slots, gathered_once=again)
-        words = f"fixed, recomputation {row['recompute']}, FSDP2" + ", gathered once" * again
+    """Of bench/records/steps-2xH200.json, and with compiled layers of steps-compiled-2xH200.json."""
+    records = ("steps-2xH200", "steps-compiled-2xH200")
+    for name, row in [(record, row) for record in records for row in _read(record)["rows"]]:
+        slots, lengths, count, compiled = (
+            row["ranks"],
+            row["lengths"],
+            row.get("recompute_layers", 0),
+            "compiled" in name,
+        )
+        again = row.get("gathered_once", not row.get("reshard", True))
+        settings = CostSettings(
+            recomputation=_kind(row["recompute"]),
+            recomputed_layers=count,
+            shards=slots,
+            gathered_once=again,
+            compiled="layers" if compiled else "none",
+        )
+        words = f"fixed, recomputation {row['recompute']}{f' of {count} layers' if count else ''}, FSDP2"
+        words += ", gathered once" * again + ", compiled" * compiled
         cap = row.get("max_tokens_per_slot", 0)
+        speed = row.get("tokens_per_second") or row["tokens_per_second_per_device"]
         yield Measured(
-            record="steps-2xH200",
+            record=name,
             name=words,
             model=f"qwen3-8b, {row['layers']} layers",
             slots=slots,
             rows=_rows_text(lengths),
             kind="auto",
             settings=words,
-            seconds=sum(lengths) / slots / row["tokens_per_second"],
+            seconds=sum(lengths) / slots / speed,
             predict=partial(
                 _predict_step,
                 config=QWEN3_8B | {"num_hidden_layers": row["layers"]},

@@ -290,3 +290,32 @@ def test_products_in_float8_take_less_but_for_gradients_of_weights() -> None:
     assert saved(recomputation="full") == pytest.approx((4 + 2 * again) * faster)
     older = {name: value for name, value in H200.to_json().items() if name != "float8_flops_per_second"}
     assert Machine.from_json(older) == H200
+
+
+@pytest.mark.parametrize(
+    ("settings", "less"),
+    [
+        ({"compiled": "layers"}, True),
+        ({"compiled": "auto"}, True),
+        ({"compiled": "auto", "weight_ranks": 2}, False),  # not under tensor parallelism
+        ({"compiled": "modules"}, False),
+    ],
+)
+def test_compiled_layers_make_fewer_passes_over_memory(settings: dict[str, Any], less: bool) -> None:
+    shape, plain = ModelShape.of(CONFIG), {name: value for name, value in settings.items() if name != "compiled"}
+    before, after = (H200.cost(CONFIG, CostSettings(**values)) for values in (plain, settings))
+    saved = (1 - H200.compiled_share) * shape.layers * shape.hidden * H200.layer_pass_seconds
+    assert before.linear_seconds - after.linear_seconds == pytest.approx(saved if less else 0.0)
+    assert before.forward is not None and after.forward is not None
+    assert (after.forward.linear_seconds < before.forward.linear_seconds) == less
+
+
+def test_a_narrow_models_layers_are_compiled_by_name_only() -> None:
+    narrow = CONFIG | {"hidden_size": 512}
+    plain, chosen, named = (H200.cost(narrow, CostSettings(compiled=word)) for word in ("none", "auto", "layers"))
+    assert chosen == plain and named.linear_seconds < plain.linear_seconds
+
+
+def test_a_file_from_before_compiled_layers_prices_them_as_others() -> None:
+    older = {name: value for name, value in H200.to_json().items() if name != "compiled_share"}
+    assert Machine.from_json(older).compiled_share == 1.0

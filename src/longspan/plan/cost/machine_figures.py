@@ -37,7 +37,8 @@ class MachineFigures:
     what brings rows and weights to float8 (of a layer: bench/training/float8_layer.py); `expert_flops_per_second`: of
     those of experts, with the moves of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's
     passes over memory (norms, gates, sums), for each row and number of its width, of which `compiled_share` is left in
-    compiled layers (bench/records/layer-time-H200.md); `logit_pass_seconds`: of the loss, for each row and logit. `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it
+    compiled layers (bench/records/layer-time-H200.md); `logit_pass_seconds`: of the loss, for each row and logit.
+    `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it
     reaches half. `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes
     that make a run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and
     gates. A ring makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`.
