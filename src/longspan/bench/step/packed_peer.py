@@ -59,6 +59,16 @@ class PackedBatch:
         cu_seqlens = F.pad(ends, (1, 0)).to(device, torch.int32)
         return cls(*(x.to(device)[None] for x in (ids, labels, positions)), cu_seqlens, max(lengths))
 
+    def model_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the model, by transformers' names for packed documents."""
+        return {
+            "input_ids": self.ids,
+            "position_ids": self.positions,
+            "use_cache": False,
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), self.cu_seqlens),
+            **dict.fromkeys(("max_length_q", "max_length_k"), self.longest),
+        }
+
 
 def pack_on_ranks(lengths: Sequence[int], ranks: int, max_rows: int) -> list[list[list[int]]]:
     """Return the documents of every rank's micro-batches, by index; each rank has as many micro-batches.
@@ -219,15 +229,7 @@ def make_packed_step(
     def step() -> None:
         total = torch.zeros((), device=world.device, dtype=torch.float64)
         for batch in batches:
-            logits = model(
-                input_ids=batch.ids,
-                position_ids=batch.positions,
-                use_cache=False,
-                cu_seq_lens_q=batch.cu_seqlens,
-                cu_seq_lens_k=batch.cu_seqlens,
-                max_length_q=batch.longest,
-                max_length_k=batch.longest,
-            ).logits
+            logits = model(**batch.model_arguments()).logits
             loss = sum_losses(logits[0], batch.labels[0])
             (loss / targets).backward()
             total += loss.detach()
