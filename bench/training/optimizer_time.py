@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +46,6 @@ HEAD_START = 60_000_000  # cycles of a GPU, about 35 ms, in which the host launc
 class _Columns(RoundingBits):
     """As if each tensor were some columns of a parameter that is twice as wide, as under tensor parallelism."""
 
-    @cache  # noqa: B019  (of one bench)
     def places(self, parameter: nn.Parameter) -> Places:
         """Return the places of the second half of a wider parameter's columns."""
         rows, width = (1, *parameter.shape)[-2:]

@@ -57,7 +57,18 @@ class PackedBatch:
         labels = ids.roll(-1).index_fill(0, ends - 1, NO_TARGET)
         positions = torch.cat([torch.arange(n) for n in lengths])
         cu_seqlens = F.pad(ends, (1, 0)).to(device, torch.int32)
-        return cls(*(x.to(device)[None] for x in (ids, labels, positions)), cu_seqlens, max(lengths))
+        ids, labels, positions = (x.to(device)[None] for x in (ids, labels, positions))
+        return cls(ids, labels, positions, cu_seqlens, max(lengths))
+
+    def model_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the model, by transformers' names for packed documents."""
+        return {
+            "input_ids": self.ids,
+            "position_ids": self.positions,
+            "use_cache": False,
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), self.cu_seqlens),
+            **dict.fromkeys(("max_length_q", "max_length_k"), self.longest),
+        }
 
 
 def pack_on_ranks(lengths: Sequence[int], ranks: int, max_rows: int) -> list[list[list[int]]]:
@@ -140,8 +151,8 @@ def _register_attention(attend: Attend) -> None:
         if mask is not None or options.get("dropout") or options.get("sliding_window") or options.get("softcap"):
             raise ValueError(f"it attends causally within documents; {type(module).__name__} asks for more")
         scale = options.get("scaling") or q.shape[-1] ** -0.5
-        rows = (x[0].transpose(0, 1) for x in (q, k, v))
-        return attend(*rows, options["cu_seq_lens_q"], options["max_length_q"], scale)[None], None
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return attend(q, k, v, options["cu_seq_lens_q"], options["max_length_q"], scale)[None], None
 
     AttentionInterface.register(_ATTENTION, forward)
 
@@ -219,15 +230,7 @@ def make_packed_step(
     def step() -> None:
         total = torch.zeros((), device=world.device, dtype=torch.float64)
         for batch in batches:
-            logits = model(
-                input_ids=batch.ids,
-                position_ids=batch.positions,
-                use_cache=False,
-                cu_seq_lens_q=batch.cu_seqlens,
-                cu_seq_lens_k=batch.cu_seqlens,
-                max_length_q=batch.longest,
-                max_length_k=batch.longest,
-            ).logits
+            logits = model(**batch.model_arguments()).logits
             loss = sum_losses(logits[0], batch.labels[0])
             (loss / targets).backward()
             total += loss.detach()
