@@ -252,6 +252,8 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     """Return the tilings that cover what rows of `q` see of the later rows of their spans among the rows of `k`.
 
     Whole spans on both sides, however many, are one tiling; the runs of a span that a member holds a part of add few.
+    Tiles whose limits are on the left are tried as they are and split, which gives fewer masks for some spans and more
+    for others: the fewest tilings are taken.
     """
     if not len(spans):
         return ()

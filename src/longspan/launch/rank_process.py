@@ -166,7 +166,7 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
         if number >= 0:
             os.set_inheritable(number, True)
     program = f"import sys; sys.path[:] = {sys.path!r}; from longspan.launch import rank_process as process; "
-    program += "process.continue_restarted()"
+    program += "process.continue_restarted_rank()"
     os.execv(sys.executable, [sys.executable, "-c", program, str(file), *map(str, numbers)])
 
 
@@ -180,7 +180,7 @@ def _main_module() -> dict[str, Any]:
     return folder | ({"init_main_from_path": path} if path else {})
 
 
-def continue_restarted() -> NoReturn:
+def continue_restarted_rank() -> NoReturn:
     """Run the rank that `_restart_process` has put into the arguments of this process."""
     file, *numbers = sys.argv[1:]
     pipe, out, err, launcher = map(int, numbers)

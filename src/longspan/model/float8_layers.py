@@ -23,7 +23,7 @@ from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import model_depths
 from longspan.model.mtp.names import PREFIX
 from longspan.model.placement import Placement
-from longspan.model.seams.refusals import is_set_on_instance
+from longspan.model.seams.refusals import has_instance_forward
 from longspan.model.tensor_parallel import family_plans as styles
 from longspan.model.tensor_parallel.plan import list_styles
 
@@ -55,7 +55,7 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def _is_plain(name: str, module: nn.Linear) -> bool:
     """Return whether a module is a wide linear of torch's, no gate, that nobody has patched."""
     kind = [word for word in name.split(".") if word != "base_layer"][-1]
-    if type(module) is not nn.Linear or kind in _GATES or is_set_on_instance(module):
+    if type(module) is not nn.Linear or kind in _GATES or has_instance_forward(module):
         return False
     return min(module.in_features, module.out_features) >= _LEAST_WIDTH
 

@@ -22,14 +22,14 @@ from longspan.plan import Plan
 
 
 class CommunicatorChoice:
-    """Chooses, plan after plan, the slots that get a communicator, at most `most` for each slot.
+    """Chooses, plan after plan, the slots that get a communicator, at most `max_groups` for each slot.
 
     A group gains one where it recurs: where all groups of its plan have one degree (the fixed degrees of training and
     evaluation), or where it has been in two micro-batches so far. Order of slots does not matter: torch sorts ranks.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_groups: int) -> None:
+        self.max_groups = max_groups
         self._seen: Counter[tuple[int, ...]] = Counter()  # how many micro-batches had these slots as a group
         self._chosen: set[tuple[int, ...]] = set()
         self._load: Counter[int] = Counter()  # communicators per slot
@@ -55,7 +55,7 @@ class CommunicatorChoice:
 
     def _may_gain(self, slots: tuple[int, ...]) -> bool:
         """Whether they lack a communicator and have room for one, which slots never gain again."""
-        return slots not in self._chosen and all(self._load[slot] < self.most for slot in slots)
+        return slots not in self._chosen and all(self._load[slot] < self.max_groups for slot in slots)
 
 
 class Channels:

@@ -47,7 +47,7 @@ def stock_class_name(model: nn.Module) -> str:
     return type(model).__name__.removeprefix("FSDP")
 
 
-def is_set_on_instance(module: nn.Module) -> bool:
+def has_instance_forward(module: nn.Module) -> bool:
     """Return whether somebody else than longspan gave a module a forward in place of its class's.
 
     A forward with the code of the class's own is longspan's: a copy that calls other functions (`seams/mixers.py`).
@@ -71,7 +71,7 @@ def is_wrapped_by_others(module: nn.Module) -> bool:
 
 def find_set_forwards(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Return the modules, by name and class, to which somebody gave a forward in place of their class's."""
-    return [f"{name} ({type(module).__name__})" for name, module in modules if is_set_on_instance(module)]
+    return [f"{name} ({type(module).__name__})" for name, module in modules if has_instance_forward(module)]
 
 
 def _defining_module(function: Any) -> str:

@@ -58,7 +58,8 @@ def refuse_unknown_norm(name: str, norm: Any) -> None:
 def split_norm(norm: Any, world: World) -> None:
     """Have a norm take means of this rank's features by group, over the ranks that share a group.
 
-    Its weight is whole here, and must be this rank's while it runs.
+    Where tp does not divide the groups, a rank has a range of features that begins and ends inside groups: `sizes` are
+    how many it has of each. The norm's weight is whole here, and must be this rank's while it runs.
     """
     groups = _count_groups(norm)
     key, tp, total = world.key, world.home.tp, norm.weight.numel()

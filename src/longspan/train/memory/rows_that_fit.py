@@ -224,12 +224,12 @@ def fit_by_probes(
     probes.run(probes.first, warm=True)
     if first_guess is not None and (rows := probes.guess_rows(first_guess)) > probes.first:
         probes.run(rows)
-        return probes.fit_rows()
+        return probes.fit_largest_probes()
     probes.run(probes.choose_second_rows())
     third_rows = probes.choose_third_rows()
     if third_rows > probes.largest_rows:
         probes.run(third_rows)
-    return probes.fit_rows()
+    return probes.fit_largest_probes()
 
 
 class _Probes:
@@ -280,10 +280,15 @@ class _Probes:
 
     def choose_third_rows(self) -> int:
         """Choose the rows of the third probe: half of those that fit by the first two."""
-        return self._round_rows(min(self.fit_rows().rows / 2, FARTHEST * self.largest_rows, self._row_limit / 2))
+        return self._round_rows(
+            min(self.fit_largest_probes().rows / 2, FARTHEST * self.largest_rows, self._row_limit / 2)
+        )
 
-    def fit_rows(self) -> RowsThatFit:
-        """Return the fit of the two largest probes, on the rank where the fewest rows fit."""
+    def fit_largest_probes(self) -> RowsThatFit:
+        """Return the fit of the two largest probes, on the rank where the fewest rows fit.
+
+        Rows must stay below a limit that the caller may have: a fit that does not becomes half of the limit.
+        """
         smaller, larger = sorted(self._probed)[-2:]
         by_rank = [
             ([(smaller[0], fewer_bytes), (larger[0], more_bytes)], budget)

@@ -21,7 +21,7 @@ from torch.nn.functional import rms_norm
 
 from longspan.errors import ModelError
 from longspan.model.seams.forwards.norm_formula import NormFormula
-from longspan.model.seams.refusals import is_set_on_instance
+from longspan.model.seams.refusals import has_instance_forward
 
 MOST = 2**31 - 1  # elements of a call
 
@@ -71,7 +71,7 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
     Raises ModelError where the model has no such norm and one is required.
     """
     norms = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
-    weighted = [norm for norm in norms if _has_weight_and_eps(norm) and not is_set_on_instance(norm)]
+    weighted = [norm for norm in norms if _has_weight_and_eps(norm) and not has_instance_forward(norm)]
     first_of = {_norm_kind(norm): norm for norm in reversed(weighted)}
     formulas = {kind: _find_formula(norm) for kind, norm in first_of.items()}
     fused = [(norm, formula) for norm in weighted if (formula := formulas[_norm_kind(norm)]) is not None]

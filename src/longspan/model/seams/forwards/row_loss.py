@@ -122,7 +122,10 @@ def _output_embedding(model: PreTrainedModel) -> Any:
 
 
 def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
-    """Try that two rows come out as two rows of logits that depend on the hidden states; `required`: a pass must."""
+    """Try on the meta device that two rows come out as two rows of logits, which depend on the hidden states.
+
+    Raises ModelError if they do not; a forward pass that fails is an error only if it is `required`.
+    """
 
     def note_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
         with torch.enable_grad():
