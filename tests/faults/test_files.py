@@ -54,10 +54,10 @@ def train_with_fault(rank: int, config: Any, folder: Path, fault: Fault | None) 
 
     take = TrainingRun.take_step
 
-    def take_after_fault(self: Any, plan: Any, documents: Any, step: int) -> Any:
+    def take_after_fault(self: Any, plan: Any, documents: Any, step: int, *meanwhile: Any) -> Any:
         if rank == 0 and step == 3 and fault is not None:
             fault(folder)
-        return take(self, plan, documents, step)
+        return take(self, plan, documents, step, *meanwhile)
 
     TrainingRun.take_step = take_after_fault
     return train_rank(rank, config, 2).done

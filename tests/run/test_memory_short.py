@@ -21,10 +21,10 @@ def run_short(rank: int, config: Any, error: type[RuntimeError]) -> list[str]:
     """A run whose second step finds no memory; returns the notes of its error."""
     take_step = TrainingRun.take_step
 
-    def take(run: TrainingRun, plan: Any, documents: Any, step: int) -> Any:
+    def take(run: TrainingRun, plan: Any, documents: Any, step: int, *meanwhile: Any) -> Any:
         if step == 1:
             raise error(SHORT)
-        return take_step(run, plan, documents, step)
+        return take_step(run, plan, documents, step, *meanwhile)
 
     with mock.patch.object(TrainingRun, "take_step", take), pytest.raises(error) as raised:
         train_rank(rank, config, 1)

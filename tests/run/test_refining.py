@@ -42,11 +42,11 @@ def train_noting_plans(rank: int, config: RunConfig) -> TrainResult:
     def note_made(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
         note(run, plan, step, plan.timeline(TRUE.correct_cost(COST)).step_seconds)
 
-    def take_noting(run: TrainingRun, plan: Plan, documents: Any, step: int) -> Any:
+    def take_noting(run: TrainingRun, plan: Plan, documents: Any, step: int, *meanwhile: Any) -> Any:
         if rank == 0:
             with digests.open("a") as file:
                 file.write(f"{step} {plan.digest()}\n")
-        return take(run, plan, documents, step)
+        return take(run, plan, documents, step, *meanwhile)
 
     home = check_config(config, 2)
     with (

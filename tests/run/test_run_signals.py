@@ -109,10 +109,10 @@ def receive_on_rank_1(rank: int, config: Any) -> tuple[str, int]:
 
     take = TrainingRun.take_step
 
-    def take_and_receive(self: Any, plan: Any, documents: Any, step: int) -> Any:
+    def take_and_receive(self: Any, plan: Any, documents: Any, step: int, *meanwhile: Any) -> Any:
         if rank == 1 and step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return take(self, plan, documents, step)
+        return take(self, plan, documents, step, *meanwhile)
 
     TrainingRun.take_step = take_and_receive
     result = train_rank(rank, config, 2)
