@@ -114,7 +114,8 @@ def attend(
         call = replace(call, dropout=Dropout(dropout, _layer_seed(dropout_seed, shard, layer), first_head))
     q = q if call.sign == 1 else q * call.sign
     if not torch.is_grad_enabled() and active_recording.get() is None:  # a node of autograd would only cost the host
-        return _attend_parts(*_contiguous_heads(q, k, v), _put_sinks(call, sinks))[0]
+        q, k, v = _contiguous_heads(q, k, v)
+        return _attend_parts(q, k, v, _put_sinks(call, sinks))[0]
     return _Attend.apply(q, k, v, sinks, call)  # pyright: ignore[reportReturnType]
 
 

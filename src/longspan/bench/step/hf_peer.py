@@ -1,7 +1,8 @@
 """The step that `bench step --peers` compares with: stock Hugging Face under FSDP2 and torch's `context_parallel`.
 
 One sequence over all GPUs, scaled-dot-product attention on cuDNN, full recomputation of every layer, cross entropy of
-all logits. `packed_peer.py` is the peer of whole packed documents. torch's module is private and differs between 2.11 and 2.13; whatever goes wrong is the caller's to report.
+all logits. `packed_peer.py` is the peer of whole packed documents. torch's module is private and differs between 2.11
+and 2.13; whatever goes wrong is the caller's to report.
 """
 
 from collections.abc import Callable, Iterator
