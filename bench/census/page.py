@@ -68,8 +68,8 @@ This page lists which of transformers' causal language models longspan runs, and
 of transformers' registry was made small, with random weights, and run in float64 under FSDP2 at degrees 2 and 3, with
 `p2p` and `all_gather`, in several micro-batches and with full recomputation. Its loss and every gradient were compared
 with those of the stock model, which saw the same documents one by one in one process; exact means a relative error of
-at most 1e-12. `a2a` and `a2a+p2p` compute the same sums ([attention](attention.md)). A model that is not exact is refused by
-`prepare`, or before its first step, with the reason.
+at most 1e-12. `a2a` and `a2a+p2p` compute the same sums ([attention](attention.md)). A model that is not exact is
+refused by `prepare`, or before its first step, with the reason.
 
 `longspan doctor --model FOLDER` does the same for your own model, on your machine.
 
