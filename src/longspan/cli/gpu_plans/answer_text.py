@@ -91,7 +91,7 @@ def refusal_line(answer: Answer) -> str:
     return f"{line}; {plural(answer.fit.run.gpus.count, 'GPU')} would do{released} ({measures}), with {keys}"
 
 
-def repeated_words(words: Sequence[str], file: str, keys: Collection[str]) -> list[str]:
+def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list[str]:
     """Repeat the words behind `longspan train` that asked, a flag with its values each, without those of `keys`."""
     repeated, is_left_out = [f"longspan train {shlex.quote(file)}" if file else "longspan train"], False
     for word in words:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longspan.cli.gpu_plans.answer_text import repeated_words
+from longspan.cli.gpu_plans.answer_text import repeat_words
 from longspan.cli.gpu_plans.ask_gpus import log_line, show_answer
 from longspan.cli.gpu_plans.fit import Choices
 from longspan.cli.gpu_plans.gpus import HOST_BYTES, Gpus, find_machine
@@ -48,7 +48,7 @@ def dry_run(config: RunConfig, words: Sequence[str], file: str, *, world: int, o
             run, config=documents.config, target_share=documents.target_share, image_rows=documents.image_rows
         )
         answer = answer_run(run, documents, frozenset(), choices)
-    return show_answer(answer, repeated_words(words, file, answer.keys), plot=(), as_json=as_json)
+    return show_answer(answer, repeat_words(words, file, answer.keys), plot=(), as_json=as_json)
 
 
 def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
