@@ -211,7 +211,7 @@ def test_the_picture_of_the_bridge_is_drawn_by_its_command(tmp_path: Path) -> No
 def test_the_page_on_own_loops_shows_the_lines_of_its_program() -> None:
     program = "".join((ROOT / f"examples/{name}.py").read_text() for name in ("own_loop", "own_rows"))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-loop.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 5 and all(block in program for block in blocks)
+    assert len(blocks) == 6 and all(block in program for block in blocks)
 
 
 README = """
@@ -271,9 +271,15 @@ def test_the_program_of_the_page_on_memory_runs(run_here: Callable[..., str]) ->
     assert "memory: 2 of 2 layers keep all" in printed and "bytes of the host, at most" in printed
 
 
-def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path, run_page: Callable[[str], str]) -> None:
-    """Its program runs where a run with a folder's model has left its own."""
-    folder = tmp_path / "runs/mine/model"
+@pytest.mark.parametrize(
+    ("page", "place", "prompt"),
+    [("gpu.md", "runs/mine/model", "def main("), ("tutorials/laptop.md", "exported", "The first")],
+)
+def test_a_page_generates_with_stock_transformers(
+    page: str, place: str, prompt: str, tmp_path: Path, run_page: Callable[[str], str]
+) -> None:
+    """Its program runs where a run, or an export of it, has left a model."""
+    folder = tmp_path / place
     tokenizer = Tokenizer(models.BPE())
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -282,8 +288,8 @@ def test_the_page_on_gpus_generates_with_stock_transformers(tmp_path: Path, run_
     )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     load_model(preset="qwen3-tiny", vocab_size=300).save_pretrained(folder)
-    printed = run_page("gpu.md")
-    assert printed.startswith("def main(") and len(printed) > len("def main(\n")
+    printed = run_page(page)
+    assert printed.startswith(prompt) and len(printed) > len(f"{prompt}\n")
 
 
 def test_the_example_of_an_adapter_trains_one_and_stock_peft_loads_it(run_here: Callable[..., str]) -> None:
@@ -297,7 +303,7 @@ def test_no_page_has_a_program_that_is_not_run() -> None:
     with_programs = {page.stem for page in pages if "```python" in page.read_text()}
     run_here = {"attention", "bridge", "evaluation", "gpu", "losses", "own-loop", "parallelism", "planning", "tour"}
     run_here |= {"README", "doctor", "figures", "fine-tuning", "hybrid", "memory", "mtp", "multimodal", "trainer"}
-    run_here |= {"vision-models"}
+    run_here |= {"vision-models", "laptop"}
     assert with_programs == run_here
 
 

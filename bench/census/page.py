@@ -64,12 +64,12 @@ POPULAR = {
 }
 _INTRO = """# Models
 
-Which of transformers' causal language models longspan runs, and how that was found out. Every class of transformers'
-registry was made small, with random weights, and run in float64 under FSDP2 at degrees 2 and 3, with `p2p` and
-`all_gather`, in several micro-batches and with full recomputation. Its loss and every gradient were compared with those
-of the stock model, which saw the same documents one by one in one process; exact means a relative error of at most
-1e-12. `a2a` and `a2a+p2p` compute the same sums ([attention](attention.md)). A model that is not exact is refused by
-`prepare`, or before its first step, with the reason.
+This page lists which of transformers' causal language models longspan runs, and how that was found out. Every class
+of transformers' registry was made small, with random weights, and run in float64 under FSDP2 at degrees 2 and 3, with
+`p2p` and `all_gather`, in several micro-batches and with full recomputation. Its loss and every gradient were compared
+with those of the stock model, which saw the same documents one by one in one process; exact means a relative error of
+at most 1e-12. `a2a` and `a2a+p2p` compute the same sums ([attention](attention.md)). A model that is not exact is
+refused by `prepare`, or before its first step, with the reason.
 
 `longspan doctor --model FOLDER` does the same for your own model, on your machine.
 
@@ -107,9 +107,10 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"linear_attention|type 'conv'|'mamba|conv1d|\.conv |'hybrid'|recurrent",
         "recurrent",
-        "Layers that mix rows by a recurrence or a convolution (Mamba, linear attention) need their state from the "
-        "rows before, which other ranks hold; attention alone is exact so far. Use a model whose layers are "
-        "all attention.",
+        "Layers that mix rows by a recurrence or a convolution without a scan here (Mamba 1, RG-LRU, MiniMax's "
+        "linear attention) need their state from the rows before, which other ranks hold. Gated delta nets, "
+        "Kimi's delta attention, Mamba 2 and short convolutions are exact ([hybrids](hybrid.md)): use a model of "
+        "those, or one whose layers are all attention.",
     ),
     (
         r"indexed_attention|compressed|_sparse'",

@@ -64,7 +64,12 @@ WRONG = [
     (["train", "--train.stpes", "5"], "longspan train has no flag --train.stpes: did you mean '--train.steps'?"),
     (["train", "--steps=5"], "longspan train has no flag --steps: did you mean '--train.steps'?"),
     (["train", "--wrld", "5"], "longspan train has no flag --wrld: did you mean '--world'?"),
-    (["plan", "--formt", "json"], "longspan plan has no flag --formt: known: --"),
+    (["plan", "--formt", "json"], "longspan plan has no flag --formt: longspan plan --help lists those"),
+    (
+        ["train", "x.toml", "--gpu", "h100"],
+        "longspan train has no flag --gpu: GPUs that are not here are named by --run.machine",
+    ),
+    (["plan", "x.toml", "--gpu", "h100"], "longspan plan reads no configuration; longspan train x.toml --dry-run"),
     (["plan", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
     (["plan", "--slots", "0", "--distribution", "expo"], "--slots is 0; give an integer of at least 1"),
     (["simulate", "--slots", "4", "--tp", "0", "--same", "2x5"], "--tp is 0; give an integer of at least 1"),

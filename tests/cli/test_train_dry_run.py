@@ -74,7 +74,8 @@ def test_it_tells_what_the_run_would_take_and_makes_none(
     assert not (tmp_path / "run").exists()
     assert main(words) == 0
     text = capsys.readouterr().out.replace(" \\\n   ", "")
-    assert f"longspan train {config} --context" in text and f"{answer['steps']} steps of " in text
+    assert f"longspan train {config} --world 4 --run.machine h100 --context" in text
+    assert f"{answer['steps']} steps of " in text
     assert main([*words, "--context.max_tokens_per_slot", "3000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["keys"]["context.max_tokens_per_slot"] == 3000
 

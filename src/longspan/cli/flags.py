@@ -38,6 +38,13 @@ _BOOLEANS = ("true", "false", "True", "False")
 _COMPILED = "--train.compiled"  # true or false before it was a choice
 _NUMBERS = {int: "an integer", float: "a number"}
 _FORMER = {f"--{old}": f"--{new}" for old, new in FORMER_KEYS.items()} | {"--cost": "--machine"}  # former flags
+_ELSEWHERE = "GPUs that are not here are named by --run.machine h100 and --world 4, next to --dry-run"
+_ADVICE = {  # flags that another verb has, by a flag of the verbs that have them not
+    "--longest": ("--longest_document", "the longest document of --distribution is --longest_document"),
+    "--gpu": ("--dry_run", _ELSEWHERE),
+    "--gpus": ("--dry_run", _ELSEWHERE),
+}
+_FEW = 12  # flags that an error lists
 _EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
 
 
@@ -78,7 +85,8 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
     except SystemExit as end:
         if not end.code:
             raise
-        raise ConfigError(f"{_box_text(refusal.getvalue())}; see {prog} --help") from None
+        text = _box_text(refusal.getvalue()).replace("options: , ", "options: ")
+        raise ConfigError(f"{text}; see {prog} --help") from None
 
 
 def _box_text(text: str) -> str:
@@ -232,10 +240,13 @@ def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
     """Raise ConfigError, with the nearest name, for a flag that the verb does not have."""
     if flag in types or flag == "--help":
         return
-    if flag == "--longest" and "--longest_document" in types:
-        raise ConfigError(f"{prog} has no flag --longest: the longest document of --distribution is --longest_document")
+    for other, (owner, advice) in _ADVICE.items():
+        if flag == other and owner in types:
+            raise ConfigError(f"{prog} has no flag {flag}: {advice}")
     owners = [name for name in types if name.endswith("." + flag[2:])]
     hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(flag, types, prefix="--")
+    if hint.startswith("known: ") and len(types) > _FEW:
+        hint = f"{prog} --help lists those that it has"
     raise ConfigError(f"{prog} has no flag {flag}: {megatron_hint(flag, types) or hint}")
 
 

@@ -70,6 +70,12 @@ class PlanFlags(CompareFlags, GpuFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
+    files = [b for a, b in zip(["", *argv], argv, strict=False) if b.endswith(".toml") and not a.startswith("-")]
+    if files:
+        raise ConfigError(
+            f"longspan plan reads no configuration; longspan train {files[0]} --dry-run --run.machine h100 --world 4 "
+            "answers for one"
+        )
     if asks_for_gpus(argv):
         return ask_gpus(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")

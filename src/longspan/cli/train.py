@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.dry_run:
         from longspan.cli.gpu_plans.dry_run import dry_run
 
-        command = f"longspan train {flags.config}".rstrip()
-        return dry_run(config, command, world=flags.world, on_gpus=flags.device != "cpu", as_json=flags.json)
+        on_gpus = flags.device != "cpu"
+        return dry_run(config, argv, flags.config, world=flags.world, on_gpus=on_gpus, as_json=flags.json)
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
     with processes.note_errors():

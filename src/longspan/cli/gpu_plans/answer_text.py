@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from longspan.cli.gpu_plans.answer import Answer, Column
@@ -15,7 +15,7 @@ WIDTH = 110  # of a command's lines
 MEASURE_WORDS = "none: all; selective: their input and attention's output; full: their input; auto: as chosen above"
 
 
-def answer_lines(answer: Answer, command: str) -> list[str]:
+def answer_lines(answer: Answer, command: Sequence[str]) -> list[str]:
     """Write the answer for people: what fits, the table, the keys as a command."""
     run, fit = answer.run, answer.fit
     lines = [answer.title, f"on {run.gpus.title}", ""]
@@ -34,9 +34,10 @@ def _time_lines(answer: Answer) -> Iterator[str]:
         yield f"a step is predicted to take {seconds_text(answer.step_seconds)}"
     else:
         hours, gpus = answer.hours or 0.0, answer.run.gpus.count
+        whole = f"{hours:,.2f} hours" if hours >= 1 else seconds_text(hours * 3600)
         of = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
         yield (
-            f"{plural(answer.steps, 'step')} of {seconds_text(answer.step_seconds)}{of}: {hours:,.2f} hours, "
+            f"{plural(answer.steps, 'step')} of {seconds_text(answer.step_seconds)}{of}: {whole}, "
             f"{hours * gpus:,.2f} GPU-hours, without evaluations and checkpoints"
         )
     if len(answer.degrees) == 1:
@@ -95,10 +96,24 @@ def refusal_line(answer: Answer) -> str:
     return f"{line}; {plural(answer.fit.run.gpus.count, 'GPU')} would do{released} ({measures}), with {keys}"
 
 
-def command_lines(command: str, keys: Mapping[str, Any]) -> list[str]:
-    """Write `longspan train` with these keys, over lines of a shell."""
-    lines, line = list[str](), command
-    for word in _key_words(keys):
+def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list[str]:
+    """Repeat the words behind `longspan train` that asked, a flag with its values each, without those of `keys`."""
+    repeated, is_left_out = [f"longspan train {shlex.quote(file)}" if file else "longspan train"], False
+    for word in words:
+        name = word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
+        if name:
+            is_left_out = name in keys or name in ("dry_run", "json")
+        if not is_left_out and name:
+            repeated.append(shlex.quote(word))
+        elif not is_left_out and word != file:
+            repeated[-1] += f" {shlex.quote(word)}"
+    return repeated
+
+
+def command_lines(command: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
+    """Write a command, a verb and its flags, with these keys behind it, over lines of a shell."""
+    lines, line = list[str](), command[0]
+    for word in [*command[1:], *_key_words(keys)]:
         if len(line) + len(word) + 3 > WIDTH:
             lines.append(f"{line} \\")
             line = "   "

@@ -1,6 +1,7 @@
 """`longspan plan --gpu …`: does it fit, how long, with which keys. Reads a question, answers it, prints the answer."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from longspan.cli.gpu_plans.answer import Answer
@@ -41,17 +42,17 @@ def ask_gpus(flags: GpuFlags, question: Question) -> int:
         else:
             lengths, words = read_lengths(flags, run.home.slots)
             answer = answer_step(run, lengths, words, question.given, choices)
-    return show_answer(answer, _command_text(config, question), plot=flags.plot, as_json=flags.json)
+    return show_answer(answer, _command_words(config, question), plot=flags.plot, as_json=flags.json)
 
 
-def _command_text(config: RunConfig, question: Question) -> str:
+def _command_words(config: RunConfig, question: Question) -> list[str]:
     """Write the command of the run, with words in capitals for what the question does not say."""
     model, data = config.model, config.data
-    words = ["longspan train", f"--model.path {model.path}" if model.path else f"--model.preset {model.preset}"]
-    words.append(f"--data.path {data.path if question.gives_any('data.path') else 'DATA'}")
+    name = f"--model.path {model.path}" if model.path else f"--model.preset {model.preset}"
+    words = [f"longspan train {name} --data.path {data.path if question.gives_any('data.path') else 'DATA'}"]
     words += [f"--data.tokenizer {data.tokenizer}"] * bool(data.tokenizer)
     words += ["--train.lr LR"] * (config.train.lr == NOT_GIVEN)
-    return " ".join(words)
+    return words
 
 
 def _ask_run(config: RunConfig, gpus: Gpus, question: Question) -> Answer:
@@ -88,7 +89,7 @@ def find_open_choices(question: Question) -> Choices:
     )
 
 
-def show_answer(answer: Answer, command: str, *, plot: tuple[str, ...], as_json: bool) -> int:
+def show_answer(answer: Answer, command: Sequence[str], *, plot: tuple[str, ...], as_json: bool) -> int:
     """Print an answer and write its pictures; returns the exit code. Raises PlanError where nothing fits, without JSON.
 
     `command` is that of a run, behind which the keys stand.

@@ -5,8 +5,10 @@ and without a world, only documents are read.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
+from longspan.cli.gpu_plans.answer_text import repeat_words
 from longspan.cli.gpu_plans.ask_gpus import log_line, show_answer
 from longspan.cli.gpu_plans.fit import Choices
 from longspan.cli.gpu_plans.gpus import HOST_BYTES, Gpus, find_machine
@@ -26,11 +28,12 @@ from longspan.run.checks.config_check import check_config
 HOST_SHARE = 0.85  # of the host's free memory, as a run takes it
 
 
-def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_json: bool) -> int:
+def dry_run(config: RunConfig, words: Sequence[str], file: str, *, world: int, on_gpus: bool, as_json: bool) -> int:
     """Print what a run of this configuration would hold and take; returns the exit code.
 
-    `world` are its processes (0: torchrun's, else one for each GPU here, else one); `on_gpus` False leaves the GPUs
-    here aside. Raises ConfigError for keys and files that the run refuses, and PlanError where it does not fit.
+    `words` are those behind `longspan train`, and `file` is the configuration among them. `world` are its processes
+    (0: torchrun's, else one for each GPU here, else one); `on_gpus` False leaves the GPUs here aside. Raises
+    ConfigError for keys and files that the run refuses, and PlanError where it does not fit.
     """
     ranks = world or (int(os.environ["WORLD_SIZE"]) if has_torchrun() else (usable_gpus() if on_gpus else 0) or 1)
     check_config(config, ranks)
@@ -45,7 +48,7 @@ def dry_run(config: RunConfig, command: str, *, world: int, on_gpus: bool, as_js
             run, config=documents.config, target_share=documents.target_share, image_rows=documents.image_rows
         )
         answer = answer_run(run, documents, frozenset(), choices)
-    return show_answer(answer, command, plot=(), as_json=as_json)
+    return show_answer(answer, repeat_words(words, file, answer.keys), plot=(), as_json=as_json)
 
 
 def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:

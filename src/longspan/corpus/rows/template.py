@@ -78,7 +78,7 @@ class ChatTemplate:
         if folder is None:
             raise DataError(
                 f"{rows_hold('messages')}, and a tokenizer that is trained on the corpus has no chat template; name "
-                "the folder of a chat model's with data.tokenizer or model.path"
+                "the folder of a chat model's tokenizer with data.tokenizer, or put its files into that of model.path"
             )
         stock: Any = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
         if not stock.chat_template and has_processor(folder):
