@@ -55,7 +55,7 @@ class Operation:
         self.watch: Watch = watch
         self.what: str = what
         self.ranks: Sequence[int] = ranks
-        self.is_work = is_work
+        self.is_work: bool = is_work
         self.started = 0.0
         self.limit: float = watch.timeout  # seconds
         self.step = step  # that errors name; None: the world's
