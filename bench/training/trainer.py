@@ -234,7 +234,7 @@ def run_trainer(way: str, options: argparse.Namespace) -> StepClock:
     clock, ranks = StepClock(count_steps(options)), world_size()
     rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in make_documents(options)]
     with tempfile.TemporaryDirectory() as folder:
-        common = arguments(folder, options) | {"per_device_train_batch_size": -(-len(rows) // ranks)}
+        common: dict[str, Any] = arguments(folder, options) | {"per_device_train_batch_size": -(-len(rows) // ranks)}
         data: Any = rows * count_steps(options)
         degree = {"planner": "dynamic"} if options.planner == "dynamic" else {"context_parallel_size": options.cp}
         layout = LongspanArguments(**degree, memory=options.memory, max_tokens_per_slot=str(_rows(options)))
