@@ -8,7 +8,8 @@ import torch
 
 from longspan import Group, MicroBatch
 from longspan.attention.call import Dropout, _absorb_word
-from longspan.attention.members import HeadSplit, Members
+from longspan.attention.head_swap import HeadSplit
+from longspan.attention.members import Members
 from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
 from longspan.attention.tiles_between import Mask
 from longspan.comm import SequenceShard

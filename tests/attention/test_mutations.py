@@ -80,12 +80,12 @@ MUTATIONS = [
     ),
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
-    ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
-    ("attention.all_to_all", "arrived if orders is None else join_columns((arrived,), orders[0])", "arrived"),
+    ("attention.head_swap", "None if orders is None else orders[1]", "None"),
+    ("attention.head_swap", "arrived if orders is None else join_columns((arrived,), orders[0])", "arrived"),
     ("attention.ring", "index_copy_(0, rows.places, handle", "index_copy_(0, rows.places.flip(0), handle"),
-    ("attention.all_to_all", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
-    ("attention.all_to_all", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
-    ("attention.all_to_all", "all_heads[self.split.q_heads(self._me)] = x", "all_heads[: len(x)] = x"),
+    ("attention.head_swap", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
+    ("attention.head_swap", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
+    ("attention.head_swap", "all_heads[self.split.q_heads(self._me)] = x", "all_heads[: len(x)] = x"),
     # what a recomputed layer exchanges once more
     ("attention.attend", "part_out, x.lse) for x in slices]", "part_out, slices[0].lse) for x in slices]"),
     ("attention.all_to_all", "self._pair = tuple(pair) or self._pair", "self._pair = self._pair or tuple(pair)"),

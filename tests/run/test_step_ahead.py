@@ -7,7 +7,7 @@ import pytest
 
 from longspan.config.sections import RunConfig
 from longspan.plan import Plan, PlanAhead
-from longspan.run.loop import StepReader
+from longspan.run.run_data import StepReader
 from longspan.testing import run_ranks
 from longspan.train.step_end import StepEnd
 from tests.train.small import small_config, train_rank

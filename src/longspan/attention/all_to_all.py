@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttendCall, Gradients, Saved, add_block, sum_addends
-from longspan.attention.members import HeadSplit, Members, head_split
+from longspan.attention.head_swap import HeadSplit, HeadSwap, head_split
+from longspan.attention.members import Members
 from longspan.attention.ring import (
     Queries,
     RingGradients,
@@ -36,15 +37,11 @@ from longspan.attention.ring import (
 from longspan.attention.rows import (
     Partial,
     accumulation_dtype,
-    copy_rows,
     deltas,
-    head_views,
     heads_as_numbers,
-    join_columns,
-    member_views,
     numbers_as_heads,
 )
-from longspan.comm import Addend, Handle, split_columns
+from longspan.comm import Addend, Handle
 from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
 from longspan.plan.memory.bytes import count_head_groups
 
@@ -61,7 +58,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
     split = head_split(q.shape[1], k.shape[1], members.inner)
-    swap, label = _Swap(members, split, _choose_slice_count(members, split, q)), "attention all-to-all forward"
+    swap, label = HeadSwap(members, split, _choose_slice_count(members, split, q)), "attention all-to-all forward"
     sent = swap.tensors_to_send(q, k, v)
     arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
     leaving, saved = list[Handle](), list[Saved]()
@@ -83,7 +80,7 @@ def _take_turns(rings: Sequence[Iterator[None]]) -> None:
 
 def _forward_turns(
     run: range,
-    swap: "_Swap",
+    swap: HeadSwap,
     call: AttendCall,
     messages: tuple[Sequence[Sequence[Tensor]], list[Handle]],
     results: tuple[list[Handle], list[Saved]],
@@ -125,7 +122,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
-    swap = _Swap(members, split, len(saved))
+    swap = HeadSwap(members, split, len(saved))
     # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     work = _Backward(dout, saved, swap, call, kv_dtype)
@@ -148,7 +145,7 @@ class _Backward:
     """The slices of one backward: gradients that are `leaving`, as (slice, which of dq, dk and dv, handle)."""
 
     def __init__(
-        self, dout: Tensor, saved: Sequence[Saved], swap: "_Swap", call: AttendCall, kv_dtype: torch.dtype
+        self, dout: Tensor, saved: Sequence[Saved], swap: HeadSwap, call: AttendCall, kv_dtype: torch.dtype
     ) -> None:
         """Start sending every slice of heads: dout, and what was saved of it where that is still of the own rows.
 
@@ -256,103 +253,3 @@ def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.
         dout.new_empty((len(dout), kv_heads, saved.k.shape[2]), dtype=dtype),
         dout.new_empty((len(dout), kv_heads, saved.v.shape[2]), dtype=dtype),
     )
-
-
-class _Swap:
-    """The exchange inside one neighbourhood of M members: (T, all heads) of the local rows for (R, some heads) of all.
-
-    Heads (N) are M runs of those that a member computes, each cut into `slices` slices; key/value heads into fewer,
-    where several slices that follow each other use the same.
-    """
-
-    def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
-        self.split, self.slices, self._degree = split, slices, split.degree
-        self._shared = split.slices_per_kv_head(slices)
-        self.heads_of_slice = split.member_heads // slices
-        self.members, self._channel, self._counts = members, members.inner_channel, members.inner_counts
-        self._me = self._channel.index
-        self._local_counts = (self._counts[self._me],) * self._degree
-
-    @property
-    def kv_runs(self) -> list[range]:
-        """The slices that share key/value heads, which one ring brings to all of them."""
-        return [range(first, first + self._shared) for first in range(0, self.slices, self._shared)]
-
-    def opens_run(self, slice_index: int) -> bool:
-        """Return whether a slice is the first with its key/value heads."""
-        return slice_index % self._shared == 0
-
-    def closes_run(self, slice_index: int) -> bool:
-        """Return whether a slice is the last with its key/value heads."""
-        return self.opens_run(slice_index + 1)
-
-    def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return the tensors to send of each slice, with keys and values if it is the first with them."""
-        copies = self.split.kv_copies
-        tensors = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
-        return [tensors if self.opens_run(slice_index) else tensors[:1] for slice_index in range(self.slices)]
-
-    def slice_saved(self, saved: Sequence[Saved], slice_index: int) -> Saved:
-        """Return the saved tensors of a slice, with its keys and values."""
-        first = saved[slice_index - slice_index % self._shared]
-        return saved[slice_index]._replace(k=first.k, v=first.v)
-
-    def message_gradients(self, slice_index: int) -> list[slice]:
-        """Return which of dq, dk and dv leave together once a slice is computed.
-
-        They are of one dtype where no head has copies.
-        """
-        if not self.closes_run(slice_index):
-            return [slice(0, 1)]
-        return [slice(0, 3)] if self.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
-
-    def slice_call(self, call: AttendCall, slice_index: int) -> AttendCall:
-        """Return the call for the query heads of a slice that are computed here."""
-        start = self.split.q_heads(self._me).start + slice_index * self.heads_of_slice
-        return call.for_heads(start, start + self.heads_of_slice)
-
-    def place_heads(self, x: Tensor) -> Tensor:
-        """Put values of the query heads computed here in their places among all heads: (N,), zero elsewhere."""
-        all_heads = x.new_zeros(self.split.heads)
-        all_heads[self.split.q_heads(self._me)] = x
-        return all_heads
-
-    def send_heads(self, tensors: Sequence[Tensor], slice_index: int, label: str) -> Handle:
-        """Start sending a slice of the heads of tensors (T, N, size), to every member its own."""
-        rows, degree = tensors[0].shape[0], self._degree
-        places = self._slice_views(tensors, slice_index)
-        widths = [x.shape[2] for x in places]
-        packed = tensors[0].new_empty((degree * rows, sum(widths)))
-        copy_rows(list(zip(places, member_views(packed, degree, widths), strict=True)))
-        return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
-
-    def _slice_views(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
-        """Return where this slice of every member's heads lies in tensors (T, N, size)."""
-        return [
-            head_views(x, self._degree, cuts, slice_index * cuts // self.slices)
-            for x, cuts in zip(tensors, map(self._slice_count, tensors), strict=True)
-        ]
-
-    def _slice_count(self, x: Tensor) -> int:
-        """Return how many slices a member's heads of x (T, N, size) are cut into: query heads, or key/value heads."""
-        return self.slices if x.shape[1] == self.split.heads else self.slices // self._shared
-
-    def receive_heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Receive what `send_heads` sent: (R, n, size) of all rows in document order, for tensors like those sent."""
-        arrived, orders = handle.wait(), self.members.arrival_orders
-        in_order = arrived if orders is None else join_columns((arrived,), orders[0])
-        return split_columns(
-            in_order, [(x.shape[1] // (self._degree * self._slice_count(x)), x.shape[2]) for x in like]
-        )
-
-    def send_rows(self, tensors: Sequence[Tensor], label: str) -> Handle:
-        """Start sending tensors (R, n, size) of one dtype, to every member its rows."""
-        orders = self.members.arrival_orders
-        packed = join_columns(tensors, None if orders is None else orders[1])
-        return self._channel.all_to_all_rows(packed, self._counts, self._local_counts, label)
-
-    def write_rows(self, handle: Handle, into: Sequence[Tensor], slice_index: int) -> None:
-        """Wait for the rows of `send_rows`, and write them to this slice of every head group of `into` (T, N, size)."""
-        places = self._slice_views(into, slice_index)
-        arrived = member_views(handle.wait(), self._degree, [x.shape[2] for x in places])
-        copy_rows(list(zip(arrived, places, strict=True)))

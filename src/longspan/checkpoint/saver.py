@@ -23,9 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.checkpoint.checkpoint import save_checkpoint, tensors_to_save
-from longspan.checkpoint.files import (
-    checkpoint_path,
-)
+from longspan.checkpoint.files import checkpoint_path
 from longspan.checkpoint.running_save import RunningSave, connect_ranks
 from longspan.checkpoint.save_plan import PlanCache
 from longspan.checkpoint.stage import Stage

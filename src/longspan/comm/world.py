@@ -45,7 +45,6 @@ from longspan.layout.layout import excerpt
 from longspan.plan import Machine, Plan
 
 TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 MEMBERS = ("control", "channels", "process_groups", "meshes", "watch")  # through which an open world talks
 KNOWN_WHEN_OPEN = {"rank", "coordinates", "slot", "plane", "device", "backend", "max_groups", "node_size", "seed"}
 KNOWN_WHEN_OPEN.update((*MEMBERS, "machine"))
@@ -172,11 +171,8 @@ class World:
             self.channels.make_parents()
             # As the home's first rank sees them, for every rank must choose alike: slots of a node, and the seed.
             slots = max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp)
-            nodes = (
-                read_nodes(store, prefix, place.size)
-                if reports is not None and place.rank == self.home.ranks[0]
-                else None
-            )
+            reads_nodes = reports is not None and place.rank == self.home.ranks[0]
+            nodes = read_nodes(store, prefix, place.size) if reads_nodes else None
             self.node_size: int
             self.seed: int
             self.node_size, self.seed, nodes = self.control.broadcast_object((slots, torch.initial_seed(), nodes))
@@ -215,11 +211,9 @@ class World:
     # ---- what others ask an open world for
 
     def open_inner(self, home: Layout) -> "World":
-        """Open a world of another home over the same ranks, which is left with this one; entered by all ranks.
+        """Open a world of another home over the same ranks, left with this one; it is this one where homes are equal.
 
-        >>> encoder_world = world.open_inner(Layout(ranks=8, tp=2))
-
-        It is this world itself where the home is the same.
+        >>> encoder_world = world.open_inner(Layout(ranks=8, tp=2))  # entered by all ranks
         """
         self.check_open()
         if home == self.home:

@@ -18,9 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError, RankLostError
-from longspan.launch.rank_process import DEAD_KEY, DUMP, READY, Answer, Descriptor, Spec, State, Task, rank_main
+from longspan.launch.rank_process import (
+    DEAD_KEY,
+    DUMP,
+    READY,
+    Answer,
+    Descriptor,
+    Spec,
+    State,
+    Task,
+    rank_main,
+    stack_text,
+)
 from longspan.launch.stop_signals import block_signals
-from longspan.launch.worker import describe_end
+from longspan.launch.worker import describe_death
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -45,12 +56,6 @@ PRELOAD: tuple[str, ...] = (
     "longspan.train.step",
     "longspan.run.loop",
 )
-
-
-_USUAL_CAUSES: dict[int, str] = {
-    signal.SIGKILL: ", as Linux does where memory runs out",
-    signal.SIGBUS: ", as Linux does where a mapped file, as of a corpus, was cut, or the disk below it fails",
-}
 
 
 def start_fork_server() -> ForkServerContext:
@@ -134,7 +139,7 @@ class LocalRank:
         except EOFError:
             self.process.join()
             self.killed_by: int = -min(0, self.process.exitcode or 0)
-            self.death = _describe_death(self.process.exitcode)
+            self.death = describe_death(self.process.exitcode)
         self.waiting = False
 
     def send(self, task: Task) -> None:
@@ -255,7 +260,7 @@ class LocalRanks:
         first = self._rank_to_blame()
         if first.death is not None or first.answer is None:
             error: BaseException = RankLostError(f"rank {first.index} of {len(self.ranks)} {first.death}")
-            if stacks := _stack_text(self.folder, first.index):
+            if stacks := stack_text(self.folder, first.index):
                 error.add_note(f"rank {first.index} was at:\n{stacks}")
         else:
             error = first.answer.error(first.index)
@@ -287,11 +292,10 @@ class LocalRanks:
             if rank.process.exitcode is None and rank.process.pid is not None:
                 os.kill(rank.process.pid, DUMP)  # the rank's faulthandler dumps its stack
         deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and not all(_stack_text(self.folder, rank.index) for rank in running):
+        while time.monotonic() < deadline and not all(stack_text(self.folder, rank.index) for rank in running):
             time.sleep(0.05)
         stacks = "".join(
-            f"\nrank {rank.index} was at:\n{_stack_text(self.folder, rank.index) or '  (not known)'}"
-            for rank in running
+            f"\nrank {rank.index} was at:\n{stack_text(self.folder, rank.index) or '  (not known)'}" for rank in running
         )
         names = ", ".join(str(rank.index) for rank in running)
         return CommError(
@@ -319,21 +323,3 @@ class LocalRanks:
                 rank.process.kill()
                 rank.process.join()
             rank.process.close()
-
-
-def _describe_death(code: int | None) -> str:
-    if code is not None and code < 0:
-        return describe_end(code) + _USUAL_CAUSES.get(-code, "")
-    return f"{describe_end(code)} before it answered"
-
-
-def _stack_text(folder: Path, index: int) -> str:
-    """Return where a rank was, as its faulthandler has written it.
-
-    Where the thread that got the signal is known, that thread's stack alone.
-    """
-    path = folder / f"rank-{index}.txt"
-    text = path.read_text() if path.exists() else ""
-    head, current, thread = text.partition("Current thread")
-    lines = [*head.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
-    return "\n".join(lines[:14])

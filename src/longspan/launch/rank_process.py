@@ -259,3 +259,15 @@ def _error_answer(error: BaseException) -> Answer:
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))
     return Answer(False, pickle_error(error), text, summary[:2000], consequence)
+
+
+def stack_text(folder: Path, index: int) -> str:
+    """Return where a rank was, as its faulthandler has written it.
+
+    Where the thread that got the signal is known, that thread's stack alone.
+    """
+    path = folder / f"rank-{index}.txt"
+    text = path.read_text() if path.exists() else ""
+    head, current, thread = text.partition("Current thread")
+    lines = [*head.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
+    return "\n".join(lines[:14])

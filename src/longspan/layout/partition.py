@@ -10,14 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, excerpt
-from longspan.layout.packing import check_lengths, is_integer
+from longspan.layout.packing import check_lengths, check_runs, find_runs
 from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only, segments_from_runs
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
@@ -66,7 +66,7 @@ class Partition(ABC):
         Any ids, none, or ids that other members or the same member hold too. Raises LayoutError for ids that are not
         integers or are negative, and where there is no member.
         """
-        runs = tuple(_find_runs(member, rows) for member, rows in enumerate(rows_by_member))
+        runs = tuple(find_runs(member, rows) for member, rows in enumerate(rows_by_member))
         if not runs:
             raise LayoutError("rows of 0 members are given; give one list of row ids, which may be empty, per member")
         return _ListedPartition(runs, len(runs))
@@ -80,7 +80,7 @@ class Partition(ABC):
 
         Raises LayoutError for what are no runs of row ids, and where there is no member.
         """
-        runs = tuple(_check_runs(member, runs) for member, runs in enumerate(runs_by_member))
+        runs = tuple(check_runs(member, runs) for member, runs in enumerate(runs_by_member))
         if not runs:
             raise LayoutError("runs of 0 members are given; give one array (runs, 2), which may be empty, per member")
         return _ListedPartition(runs, len(runs))
@@ -298,52 +298,3 @@ class _ListedPartition(Partition):
 
     def __repr__(self) -> str:
         return f"Partition.from_rows({self.degree} members with {excerpt(self.counts)} rows)"
-
-
-def _find_runs(member: int, rows: Iterable[int]) -> Integers:
-    """Find the runs of consecutive ids in a member's list of rows."""
-    ids = _row_ids(member, rows)
-    opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
-    closes = np.append(opens, len(ids))[1:] - 1
-    return make_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
-
-
-def _check_runs(member: int, runs: Integers) -> Integers:
-    """Return the runs of a member, those that touch as one.
-
-    Raises LayoutError for anything but non-empty runs from 0.
-    """
-    if runs.ndim != 2 or runs.shape[1] != 2 or runs.dtype.kind not in "iu":
-        raise LayoutError(
-            f"the runs of member {member} are {runs.dtype} of shape {runs.shape}; give integers (runs, 2)"
-        )
-    wrong = (runs[:, 0] < 0) | (runs[:, 1] <= runs[:, 0])
-    if wrong.any():
-        start, stop = runs[wrong][0].tolist()
-        raise LayoutError(f"member {member} has a run from row {start} to {stop}; runs are non-empty, from row 0 on")
-    opens = np.flatnonzero(np.append([True] * (len(runs) > 0), runs[1:, 0] != runs[:-1, 1]))
-    closes = np.append(opens, len(runs))[1:] - 1
-    return make_read_only(np.stack([runs[opens, 0], runs[closes, 1]], axis=1).astype(np.int64))
-
-
-def _row_ids(member: int, rows: object) -> Integers:
-    """Return the row ids of a member as an array. Raises LayoutError for anything but integers from 0."""
-    if not isinstance(rows, Iterable):
-        raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
-    array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None
-    if array is not None and array.ndim == 1 and array.dtype.kind in "iu":
-        ids = array.astype(np.int64)  # millions of rows come as arrays
-    else:
-        ids = np.array(_list_row_ids(member, cast(Iterable[object], rows)), dtype=np.int64)
-    if len(ids) and int(ids.min()) < 0:
-        raise LayoutError(f"the rows of member {member} hold {int(ids.min())}; row ids are integers from 0")
-    return ids
-
-
-def _list_row_ids(member: int, rows: Iterable[object]) -> list[object]:
-    """Return rows as a list of integers. Raises LayoutError, with the member, for values that are none."""
-    values: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
-    wrong = sorted({kind.__name__ for kind in set(map(type, values)) if not is_integer(kind)})
-    if wrong:
-        raise LayoutError(f"the rows of member {member} hold {', '.join(wrong)}; row ids are integers from 0")
-    return values

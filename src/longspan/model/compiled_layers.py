@@ -36,7 +36,7 @@ from longspan.model.mtp.depths import MtpBlocks, model_depths
 from longspan.model.seams.forwards.norms import runs_in_one_pass, use_class_norms
 from longspan.model.seams.mixers import find_mixers, run_outside_graphs
 from longspan.model.tiled_layers import TiledForward
-from longspan.plan.cost.machine import COMPILED_WIDTH
+from longspan.plan.cost.cost_changes import COMPILED_WIDTH
 
 Compiled = Literal["auto", "layers", "modules", "none"]
 BACKEND = "inductor"

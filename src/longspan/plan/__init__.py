@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.cost_changes import CostSettings
 from longspan.plan.cost.links import Link
-from longspan.plan.cost.machine import CostSettings, Machine
+from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.cost.type_price import AttentionCall, TypePrice

@@ -203,3 +203,33 @@ def _images(pictures: Sequence[str]) -> Iterator[str]:
 
 def _is_base64(picture: object) -> bool:
     return isinstance(picture, str) and picture.replace("+", "").replace("/", "").rstrip("=").isalnum()
+
+
+def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
+    """Yield evaluations of the held-out documents by degree, with names.
+
+    The degree that was evaluated most often comes first. Degrees whose every loss equals its loss at that step are
+    named with it, as their marks would lie on its own.
+    """
+    by_degree = dict[str, list[EvalRow]]()
+    for row in run.held_out:
+        by_degree.setdefault(row.degree, []).append(row)
+    if not by_degree:
+        return
+    main = max(by_degree, key=lambda degree: len(by_degree[degree]))
+    losses = {row.step: row.loss for row in by_degree[main]}
+    equal = {
+        degree: rows
+        for degree, rows in by_degree.items()
+        if degree != main and all(relative_spread([losses.get(r.step, np.inf), r.loss]) <= SAME for r in rows)
+    }
+    steps = sorted({row.step for rows in equal.values() for row in rows})
+    note = f"; equal at {', '.join(equal)} after step {', '.join(f'{step:,}' for step in steps[-2:])}" if equal else ""
+    yield f"evaluation, {_degree_name(main)}{note}", by_degree[main]
+    for degree, rows in by_degree.items():
+        if degree != main and degree not in equal:
+            yield f"evaluation, {_degree_name(degree)}", rows
+
+
+def _degree_name(degree: str) -> str:
+    return f"cp {degree}" if degree.isdecimal() else f"{degree} plans"

@@ -15,11 +15,12 @@ from longspan.errors import plural
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan.cost.correction import PARTS
 from longspan.report.chart import Chart, Series, chart_figure
-from longspan.report.evaluation_rows import EvalRow, last_evaluations, number
+from longspan.report.evaluation_rows import last_evaluations, number
 from longspan.report.evaluation_sections import (
     SAME,
     chart_at_both_widths,
     evaluation_sections,
+    evaluations_by_degree,
     relative_spread,
     samples_section,
 )
@@ -43,7 +44,7 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
     series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
     if window > 1:
         series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
-    for place, (name, rows) in enumerate(_evaluations_by_degree(run)):
+    for place, (name, rows) in enumerate(evaluations_by_degree(run)):
         x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
         series.append(Series(name, x, y, 1 + place, "marks"))
     uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
@@ -64,36 +65,6 @@ def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
         for (_, ranks_before), (step, ranks) in pairs
         if step
     )
-
-
-def _evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
-    """Yield evaluations of the held-out documents by degree, with names.
-
-    The degree that was evaluated most often comes first. Degrees whose every loss equals its loss at that step are
-    named with it, as their marks would lie on its own.
-    """
-    by_degree = dict[str, list[EvalRow]]()
-    for row in run.held_out:
-        by_degree.setdefault(row.degree, []).append(row)
-    if not by_degree:
-        return
-    main = max(by_degree, key=lambda degree: len(by_degree[degree]))
-    losses = {row.step: row.loss for row in by_degree[main]}
-    equal = {
-        degree: rows
-        for degree, rows in by_degree.items()
-        if degree != main and all(relative_spread([losses.get(r.step, np.inf), r.loss]) <= SAME for r in rows)
-    }
-    steps = sorted({row.step for rows in equal.values() for row in rows})
-    note = f"; equal at {', '.join(equal)} after step {', '.join(f'{step:,}' for step in steps[-2:])}" if equal else ""
-    yield f"evaluation, {_degree_name(main)}{note}", by_degree[main]
-    for degree, rows in by_degree.items():
-        if degree != main and degree not in equal:
-            yield f"evaluation, {_degree_name(degree)}", rows
-
-
-def _degree_name(degree: str) -> str:
-    return f"cp {degree}" if degree.isdecimal() else f"{degree} plans"
 
 
 def small_charts(run: RunFolder) -> Iterator[Chart]:

@@ -8,7 +8,6 @@ profiled; memory/, where memory was short; hang/, where a collective failed.
 
 import math
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,17 +42,14 @@ from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, note_facts, open_records
 from longspan.run.refining import correction_columns, note_step, refine_prices
 from longspan.run.result import LAST_STEPS, TrainResult
-from longspan.run.run_data import TrainingRun
+from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.run_facts import facts_of
 from longspan.run.set_up.set_up import check_targets, set_up
 from longspan.run.set_up.warm_up import warm_up_run
 from longspan.run.slow_slots import SlowSlots
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plan_steps
-from longspan.train.reading.gather import share_documents
-from longspan.train.reading.step_inputs import count_pack_targets
 from longspan.train.starts import Starts
-from longspan.train.terms import plan_waves_ahead
 
 HANG = "hang"  # of what torch recorded of collectives, where one failed
 
@@ -215,7 +211,7 @@ def _plans(run: TrainingRun) -> PlanAhead:
 
 
 def _take_step(
-    run: TrainingRun, reader: "StepReader", step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
+    run: TrainingRun, reader: StepReader, step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
 ) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan.
 
@@ -250,66 +246,6 @@ def _take_step(
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
     return row, plan
-
-
-class StepReader:
-    """Selects the documents of each step and counts their targets into its plan, once a step.
-
-    What `prepare` and `prepare_images` made for the next step is kept for `read`.
-    """
-
-    def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
-        self._run, self._plans = run, plans
-        self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
-
-    def read(self, step: int) -> tuple[Any, Plan]:
-        """Return the documents of a step and its plan, waited for if need be."""
-        prepared, self._next = self._next, None
-        if prepared is not None and prepared[0] == step:
-            return prepared[1:]
-        documents = self._select_documents(step)
-        return documents, count_pack_targets(documents, self._plans.plan(step))
-
-    def prepare(self, step: int) -> None:
-        """Plan the next step and select its documents while the device computes; `read` raises the errors.
-
-        No rank waits for a plan, and what all ranks do together is left to `read`.
-        """
-        run, corpus = self._run, self._run.corpus
-        # Prices that measured steps correct are fitted before a step: a plan of theirs is asked for then.
-        if self._next is not None or run.refinement is not None or step >= run.config.train.steps:
-            return
-        with suppress(Exception):
-            plan = self._plans.plan_if_made(step)
-            if plan is not None and (corpus.stores_tokens or corpus.images is not None):
-                documents = self._select_documents(step)
-                self._next = (step, documents, count_pack_targets(documents, plan))
-
-    def prepare_images(self, model: MultimodalModel, step: int) -> None:
-        """Plan the next step's waves of images and read this rank's images, in threads; `read` raises the errors.
-
-        A step whose plan is not ready reads its images itself; no step waits for the plan of another.
-        """
-        plan = self._plans.plan_if_made(step)
-        if plan is None or self._run.corpus.images is None:
-            return
-        with suppress(LongspanError):
-            documents = self._select_documents(step)
-            plan = count_pack_targets(documents, plan)
-            self._next = (step, documents, plan)
-            plan_waves_ahead(model, plan, documents, depths=self._run.config.mtp.depths)
-
-    def _select_documents(self, step: int) -> Any:
-        """Return the documents of a step; of those whose tokens are made when they are read, each is read by one rank.
-
-        A document that several slots share would otherwise be encoded by every rank of each. Images stay with their
-        tokens.
-        """
-        corpus = self._run.corpus
-        documents = self._run.order.select(corpus, step)
-        if corpus.stores_tokens or corpus.images is not None:
-            return documents
-        return share_documents(documents, self._run.world)
 
 
 class _Agreed(NamedTuple):

@@ -1,8 +1,10 @@
-"""What a run reads (its corpus, the order of its documents, its evaluation sets), and the run as one value."""
+"""What a run reads (its corpus, the order of its documents, its evaluation sets), step by step; the run as a value."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -15,15 +17,20 @@ from longspan.corpus.run_corpus import build_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import PackOrder, StepOrder
-from longspan.errors import ConfigError, DataError, EvaluationError
+from longspan.errors import ConfigError, DataError, EvaluationError, LongspanError
 from longspan.evaluation.metrics import check_metrics, load_metrics
 from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, count_trained_files, open_set
 from longspan.layout import Layout
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.plan import Plan, PlanAhead
 from longspan.plan.refinement import Refinement
 from longspan.run.checks.check_plans import check_longest, check_longest_of_set
 from longspan.train.long_documents import check_set_length
 from longspan.train.plans import query_heads
 from longspan.train.plans.order import documents_line, make_step_order
+from longspan.train.reading.gather import share_documents
+from longspan.train.reading.step_inputs import count_pack_targets
+from longspan.train.terms import plan_waves_ahead
 from longspan.train.training import Training
 
 
@@ -181,3 +188,63 @@ def _longest_of_run(config: RunConfig, corpus: Corpus, order: StepOrder | PackOr
     if held_out is None or lengths[held_out] <= packed:
         return packed, "packs"
     return int(lengths[held_out]), corpus.origin(held_out)
+
+
+class StepReader:
+    """Selects the documents of each step and counts their targets into its plan, once a step.
+
+    What `prepare` and `prepare_images` made for the next step is kept for `read`.
+    """
+
+    def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
+        self._run, self._plans = run, plans
+        self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
+
+    def read(self, step: int) -> tuple[Any, Plan]:
+        """Return the documents of a step and its plan, waited for if need be."""
+        prepared, self._next = self._next, None
+        if prepared is not None and prepared[0] == step:
+            return prepared[1:]
+        documents = self._select_documents(step)
+        return documents, count_pack_targets(documents, self._plans.plan(step))
+
+    def prepare(self, step: int) -> None:
+        """Plan the next step and select its documents while the device computes; `read` raises the errors.
+
+        No rank waits for a plan, and what all ranks do together is left to `read`.
+        """
+        run, corpus = self._run, self._run.corpus
+        # Prices that measured steps correct are fitted before a step: a plan of theirs is asked for then.
+        if self._next is not None or run.refinement is not None or step >= run.config.train.steps:
+            return
+        with suppress(Exception):
+            plan = self._plans.plan_if_made(step)
+            if plan is not None and (corpus.stores_tokens or corpus.images is not None):
+                documents = self._select_documents(step)
+                self._next = (step, documents, count_pack_targets(documents, plan))
+
+    def prepare_images(self, model: MultimodalModel, step: int) -> None:
+        """Plan the next step's waves of images and read this rank's images, in threads; `read` raises the errors.
+
+        A step whose plan is not ready reads its images itself; no step waits for the plan of another.
+        """
+        plan = self._plans.plan_if_made(step)
+        if plan is None or self._run.corpus.images is None:
+            return
+        with suppress(LongspanError):
+            documents = self._select_documents(step)
+            plan = count_pack_targets(documents, plan)
+            self._next = (step, documents, plan)
+            plan_waves_ahead(model, plan, documents, depths=self._run.config.mtp.depths)
+
+    def _select_documents(self, step: int) -> Any:
+        """Return the documents of a step; of those whose tokens are made when they are read, each is read by one rank.
+
+        A document that several slots share would otherwise be encoded by every rank of each. Images stay with their
+        tokens.
+        """
+        corpus = self._run.corpus
+        documents = self._run.order.select(corpus, step)
+        if corpus.stores_tokens or corpus.images is not None:
+            return documents
+        return share_documents(documents, self._run.world)

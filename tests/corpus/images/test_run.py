@@ -127,7 +127,7 @@ def train_and_count(rank: int, config: RunConfig, ranks: int) -> Reads:
         patch.object(
             StepOrder, "select", lambda self, corpus, step: selected.append(step) or select(self, corpus, step)
         ),
-        patch("longspan.run.loop.count_pack_targets", count_targets),
+        patch("longspan.run.run_data.count_pack_targets", count_targets),
     ):
         train_rank(rank, config, ranks)
     return Reads(len(given), len(ahead), len(opened), selected, len(counted))

@@ -20,7 +20,7 @@ from longspan.plan import (
     longest_document,
     plan_fixed,
 )
-from longspan.plan.cost.machine import CostSettings
+from longspan.plan.cost.cost_changes import CostSettings
 from longspan.plan.memory.seconds import extra_seconds
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 

@@ -18,7 +18,6 @@ from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.set_up import warm_up as warm_up_module
 from longspan.run.set_up import warm_up as warm_up_run
 from longspan.run.set_up.warm_up import (
-    allocate_adam_states,
     kind_of_group,
     repeat_on_all_slots,
     smallest_group_of_each_kind,
@@ -26,6 +25,7 @@ from longspan.run.set_up.warm_up import (
     warm_up_plans,
 )
 from longspan.testing import run_ranks
+from longspan.train.optim.optimizer import allocate_adam_states
 from tests.run.runs.test_lora_run import write_base
 from tests.train.small import small_config, train_rank, without_times
 

@@ -19,7 +19,8 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
 from longspan.plan.cost.cost import DEFAULT_COST
-from longspan.plan.cost.machine import CostSettings, Machine
+from longspan.plan.cost.cost_changes import CostSettings
+from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_cost import FORMER_FILE, read_machine
 from longspan.plan.shape.model_shape import read_query_heads
 from longspan.plan.simulate.row_bytes import QWEN3_8B

@@ -17,7 +17,7 @@ from longspan.errors import PlanError
 from longspan.layout import Floats, Layout
 from longspan.plan.check import COMM_TYPES, check_choice, check_count, check_number
 from longspan.plan.cost.attention_price import Rows, exchanging_members, latency_seconds, price_attention
-from longspan.plan.cost.links import SHARDED_KINDS, Network
+from longspan.plan.cost.links import SHARDED_KINDS, Network, fewest_together
 from longspan.plan.cost.model_flops import FORWARD_SHARES, ModelRates, check_rate, price_model
 from longspan.plan.cost.state_cost import StateCost
 from longspan.plan.shape.model_shape import ModelShape
@@ -111,10 +111,8 @@ class Cost:
         """
         if self.passes == "forward":
             return self
-        ring_change = {"ring_bytes": self.network.block_share} if self.network else {}
-        shares = {
-            name: value * (FORWARD_SHARES | ring_change).get(name, 1.0) for name, value in self.constants().items()
-        }
+        changes = FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
+        shares = {name: value * changes.get(name, 1.0) for name, value in self.constants().items()}
         constants = self.forward.constants() if self.forward else shares
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states = self.states and self.states.forward_only()
@@ -160,14 +158,10 @@ class Cost:
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
-        """Return the seconds of documents on one slot without communication.
-
-        `tokens` is the sum of their lengths, `squares` that of squared lengths.
-        """
+        """Return the seconds on one slot, without communication, of documents of so many rows and squared rows."""
         half = self.network.half_speed_rows if self.network else 0.0  # on short pieces kernels are slower
-        return (self.linear_seconds + half * self.attention_seconds) * _float_array(tokens) + (
-            self.attention_seconds * _float_array(squares)
-        )
+        row_seconds = self.linear_seconds + half * self.attention_seconds
+        return row_seconds * _float_array(tokens) + self.attention_seconds * _float_array(squares)
 
     def group_seconds(
         self,
@@ -188,7 +182,7 @@ class Cost:
         """
         tokens, squares, degree = _float_array(tokens), _float_array(squares), _float_array(degree)
         if together is None:
-            together = self._fewest_together(degree, inside)
+            together = fewest_together(degree, inside, self.node_size)
         rows = Rows(tokens, squares, degree, _float_array(together))
         if self.cp_comm_type == "auto":
             return self._least_seconds(rows, inside, documents)
@@ -201,14 +195,6 @@ class Cost:
             return seconds
         speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
         return seconds + self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
-
-    def _fewest_together(self, degree: Floats, inside: ArrayLike) -> Floats:
-        """Return the fewest slots of a group that share a node, if all nodes but the last are full.
-
-        A group of a node or less that is not inside one counts as slots of different nodes.
-        """
-        on_last = np.where(degree % self.node_size, degree % self.node_size, self.node_size)
-        return np.where(inside, degree, np.where(degree > self.node_size, on_last, 1.0))
 
     def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
         """Return the seconds of groups under the fastest type of each."""
@@ -290,8 +276,7 @@ class Cost:
         depths: int = 0,
         **rates: Unpack[ModelRates],
     ) -> "Cost":
-        """Return the cost of a model on a machine: 6 FLOPs a token for an active weight, 7 x width for causal
-        attention.
+        """Return the cost of a model on a machine: 6 FLOPs a token and active weight, 7 x width in causal attention.
 
         >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
 
@@ -312,10 +297,7 @@ class Cost:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the constants and the source by name, for a JSON document.
-
-        `Cost.from_json` gives an equal cost back.
-        """
+        """Return the constants and the source by name, for a JSON document that `Cost.from_json` reads back."""
         usual = {f.name: f.default for f in dataclasses.fields(self)}
         choices = {name: getattr(self, name) for name in _CHOICES}
         unusual = {name: value for name, value in choices.items() if value != usual[name]}
@@ -326,22 +308,14 @@ class Cost:
 
     @classmethod
     def from_json(cls, values: Any) -> "Cost":
-        """Read a cost from a JSON object; constants that it leaves out keep their default.
-
-        Raises PlanError for others.
-        """
+        """Read a cost from a JSON object; constants left out keep their default. Raises PlanError for others."""
         names = [field.name for field in dataclasses.fields(cls)]
         constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
         if not all(name in names for name in constants):
             raise PlanError(f"a cost is an object with numbers for some of {', '.join(names)}; got {values!r}")
         fields: dict[str, Any] = {"source": "a file that does not name its machine"} | constants
-        if fields.get("forward"):
-            fields["forward"] = cls.from_json(fields["forward"])
-        if fields.get("states"):
-            fields["states"] = StateCost.from_json(fields["states"])
-        if fields.get("network"):
-            fields["network"] = Network.from_json(fields["network"])
-        return cls(**fields)
+        parts: dict[str, Any] = {"forward": cls.from_json, "states": StateCost.from_json, "network": Network.from_json}
+        return cls(**fields | {name: read(fields[name]) for name, read in parts.items() if fields.get(name)})
 
 
 def _constant_fields() -> list[dataclasses.Field[Any]]:

@@ -1,7 +1,9 @@
-"""Changes of a model's cost: for layers that run forward twice, and for rows of images that see each other."""
+"""Changes of a model's cost: by the settings of a run, for layers that run forward twice, and for rows of images that
+see each other.
+"""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from longspan.errors import PlanError
@@ -10,6 +12,50 @@ from longspan.plan.cost.model_flops import later_pairs
 from longspan.plan.shape.model_shape import ModelShape
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
+Compiled = Literal["auto", "layers", "modules", "none"]
+COMPILED_WIDTH = 1024
+"""Features of hidden states from which "auto" compiles: below, a layer's kernels take less than the host."""
+
+
+def resolve_compiled(word: Compiled, *, hidden: int, tp: int) -> Compiled:
+    """Return what of layers is compiled on GPUs, where "auto" leaves the choice to the width and tensor parallelism.
+
+    >>> resolve_compiled("auto", hidden=4096, tp=1), resolve_compiled("auto", hidden=4096, tp=2)
+    ('layers', 'none')
+    """
+    if word != "auto":
+        return word
+    return "layers" if tp == 1 and hidden >= COMPILED_WIDTH else "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSettings:
+    """What of a run changes the time of a model: the second argument of `Machine.cost`.
+
+    `recomputation` of so many layers (0: each), `frozen` weights under adapters, `depths` of multi-token prediction,
+    `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts, and `forward` alone.
+    FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in `dp_replicate` copies,
+    gathers them for every micro-batch's forward pass, again for its backward pass unless `gathered_once`, and sums
+    gradients. `weight_ranks` of a slot share its weights (0: those of tp). In free mode shards are 0:
+    `Cost.with_closing` prices its gathers. Only the `target_share` of the rows predict a token: others have no logits.
+    Layers multiply in `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs.
+    """
+
+    recomputation: Recomputation = "none"
+    recomputed_layers: int = 0
+    frozen: bool = False
+    depths: int = 0
+    bytes_per_number: int = 2
+    tp: int = 1
+    ep: int = 1
+    shards: int = 0
+    weight_ranks: int = 0
+    dp_replicate: int = 1
+    gathered_once: bool = False
+    target_share: float = 1.0
+    float8: bool = False
+    compiled: Compiled = "none"
+    forward: bool = False
 
 
 def with_recomputation(

@@ -239,3 +239,12 @@ class Network:
         fields = cast(dict[str, Any], values)
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
         return cls(**fields | links)
+
+
+def fewest_together(degree: Floats, inside: ArrayLike, node_size: int) -> Floats:
+    """Return the fewest slots of a group that share a node, if all nodes but the last are full.
+
+    A group of a node or less that is not inside one counts as slots of different nodes.
+    """
+    on_last = np.where(degree % node_size, degree % node_size, node_size)
+    return np.where(inside, degree, np.where(degree > node_size, on_last, 1.0))

@@ -11,7 +11,8 @@ from typing import Any
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.files import read_json
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.cost.machine import CostSettings, Machine, is_known
+from longspan.plan.cost.cost_changes import CostSettings
+from longspan.plan.cost.machine import Machine, is_known
 
 FORMER_FILE = (
     "holds the cost of one model, as older versions wrote it: no links by kind of message, no forward passes and no "

@@ -7,7 +7,7 @@ layers, else by torch's or transformers' operations in float32.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longspan.plan.cost.machine import resolve_compiled
+from longspan.plan.cost.cost_changes import resolve_compiled
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.tape import Tape, Work

@@ -10,8 +10,8 @@ from statistics import mean
 from typing import Any
 
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.cost_changes import Recomputation
-from longspan.plan.cost.machine import CostSettings, Machine
+from longspan.plan.cost.cost_changes import CostSettings, Recomputation
+from longspan.plan.cost.machine import Machine
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.settings import Measure

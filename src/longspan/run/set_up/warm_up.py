@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
@@ -32,7 +30,7 @@ from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.timeline import slot_rows
 from longspan.run.run_data import TrainingRun
 from longspan.train.memory.live_bytes import peak_memory_bytes
-from longspan.train.optim.one_pass_adamw import OnePassAdamW
+from longspan.train.optim.optimizer import allocate_adam_states
 from longspan.train.plans import make_step_planner
 from longspan.train.step import run_step
 from longspan.train.terms.mtp import mtp_loss
@@ -148,41 +146,6 @@ def number_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
         planner="warm-up",
         cost=like.cost,
     ).check()
-
-
-_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-
-
-def allocate_adam_states(optimizer: Optimizer) -> bool:
-    """Allocate the states that the first step of Adam or AdamW would allocate, all zero; returns whether it did.
-
-    A step along zero gradients, with learning rate and weight decay 0, allocates them without changing a weight; its
-    step count is reset. Other optimizers, and one that has states, stay untouched. There must be no gradients before,
-    and there are none after.
-    """
-    if optimizer.state or type(optimizer) not in (Adam, AdamW, OnePassAdamW):
-        return False
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    settings = [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
-    assert all(parameter.grad is None for parameter in parameters)
-    try:
-        for group in optimizer.param_groups:
-            group |= {"lr": 0.0, "weight_decay": 0.0}
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        if isinstance(optimizer, OnePassAdamW):
-            optimizer.take_back_counts()
-    finally:
-        for group, old_settings in zip(optimizer.param_groups, settings, strict=True):
-            group |= old_settings
-        optimizer.zero_grad(set_to_none=True)
-    for states in optimizer.state.values():
-        assert set(states) <= _STATES
-        for state in states.values():
-            assert isinstance(state, Tensor)
-            state.zero_()
-    return True
 
 
 CONNECTED = 16  # slots, at most, of which every pair is connected where plans are dynamic

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
@@ -255,3 +256,38 @@ def _is_switch(parameter: inspect.Parameter) -> bool:
 def _accepts_argument(kind: type[Optimizer], argument: str) -> bool:
     parameters = inspect.signature(kind).parameters
     return argument in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+def allocate_adam_states(optimizer: Optimizer) -> bool:
+    """Allocate the states that the first step of Adam or AdamW would allocate, all zero; returns whether it did.
+
+    A step along zero gradients, with learning rate and weight decay 0, allocates them without changing a weight; its
+    step count is reset. Other optimizers, and one that has states, stay untouched. There must be no gradients before,
+    and there are none after.
+    """
+    if optimizer.state or type(optimizer) not in (Adam, AdamW, OnePassAdamW):
+        return False
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    settings = [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
+    assert all(parameter.grad is None for parameter in parameters)
+    try:
+        for group in optimizer.param_groups:
+            group |= {"lr": 0.0, "weight_decay": 0.0}
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        if isinstance(optimizer, OnePassAdamW):
+            optimizer.take_back_counts()
+    finally:
+        for group, old_settings in zip(optimizer.param_groups, settings, strict=True):
+            group |= old_settings
+        optimizer.zero_grad(set_to_none=True)
+    for states in optimizer.state.values():
+        assert set(states) <= _STATES
+        for state in states.values():
+            assert isinstance(state, Tensor)
+            state.zero_()
+    return True

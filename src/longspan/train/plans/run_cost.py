@@ -13,7 +13,8 @@ from longspan.config.memory_keys import key_checkpointing
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 from longspan.plan import Cost, MemoryPlan
-from longspan.plan.cost.machine import CostSettings, Machine
+from longspan.plan.cost.cost_changes import CostSettings
+from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_cost import read_machine
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 from longspan.train.plans.own import own_cost
