@@ -168,7 +168,10 @@ class _Backward:
         self._of_keys: list[Addend] = []
 
     def compute_slice(self, slice_index: int) -> None:
-        """Compute the gradients of a slice, from its ring or its only block."""
+        """Compute the gradients of a slice, from its ring or its only block, and send them.
+
+        Those of keys and values are summed over the slices that share them, and leave with the last one.
+        """
         swap, queries = self._swap, self._receive_queries(slice_index)
         inside = ring_backward(queries.dout, [queries.saved], swap.members, queries.call)
         self._sinks[slice_index] = inside.sinks

@@ -184,6 +184,7 @@ def sum_rows(
     if HAS_B:
         from_b = tl.load(b_index + row)
         summed += tl.load(b + from_b * b_row + column, mask=inside & (from_b >= 0), other=0.0).to(tl.float32)
+    # Small blocks are read by several warps alike: none may write before the last has read.
     tl.debug_barrier()
     tl.store(at, summed, mask=inside)
 

@@ -181,7 +181,9 @@ class Watch:
         """Describe what this rank is doing, for failure reports: the collective that it is in, or that its GPU is still
         in.
 
-        In neither, it computes; the name is then that of the last recorded collective, if others start them here.
+        The cases, in this order: the program is in a collective, of this world or another one; its device has not yet
+        passed the last one (`self.last`); it computes; it is in `named` code, where torch starts collectives (FSDP2,
+        DTensor), of which torch's record says which was the last.
         """
         recorded = last_collective()
         operation = self.current or next((watch.current for watch in self.others() if watch.current), None)

@@ -73,7 +73,7 @@ class LineFile:
         with name_read_errors(self.name, self.path):
             if self._stream is None or (_is_compressed(self.name) and self._stream.tell() > position):
                 self._stream = self._open_lines()
-            _skip_to(self._stream, position, seekable=not _is_compressed(self.name))
+            _skip_to_position(self._stream, position, seekable=not _is_compressed(self.name))
             line = self._stream.readline()
         return parse_line(line, f"{self.name}, byte {position}", parent_folder(self.path))
 
@@ -167,7 +167,7 @@ class _ZstdStream(io.RawIOBase):
         return self._position
 
 
-def _skip_to(stream: BinaryIO, position: int, *, seekable: bool) -> None:
+def _skip_to_position(stream: BinaryIO, position: int, *, seekable: bool) -> None:
     """Move a stream to a position; one that cannot seek is read up to it."""
     if seekable:
         stream.seek(position)

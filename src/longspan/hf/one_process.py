@@ -67,8 +67,8 @@ class OneProcess:
         self._patched: list[tuple[Any, str, Any]] = []
 
     @classmethod
-    def enter(cls, make_home: Callable[[int], Layout]) -> "OneProcess":
-        """Open the world of this layout, or share the one that is open.
+    def add_trainer(cls, make_home: Callable[[int], Layout]) -> "OneProcess":
+        """Count one trainer more: open the world of this layout, or share the one that is open.
 
         Raises ConfigError for another layout, and for processes that accelerate does not know.
         """
@@ -96,8 +96,8 @@ class OneProcess:
         """How many ranks there are."""
         return len(self.home.ranks)
 
-    def leave(self) -> None:
-        """Count one trainer less; the last one puts accelerate's state back and closes the world."""
+    def remove_trainer(self) -> None:
+        """Count one trainer fewer; the last one puts accelerate's state back and closes the world."""
         self.trainers -= 1
         if self.trainers == 0:
             OneProcess.now = None

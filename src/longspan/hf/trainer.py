@@ -42,7 +42,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         if isinstance(model, nn.Module):
             refuse_kind(model)
         refuse_generation(type(self), arguments, construction.values, construction.takes)
-        self._one_process = OneProcess.enter(self.longspan.home)
+        self._one_process = OneProcess.add_trainer(self.longspan.home)
         self._is_open = True
         try:
             self._stock_arguments = arguments
@@ -156,7 +156,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     def _leave(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._one_process.leave()
+            self._one_process.remove_trainer()
 
 
 def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:

@@ -8,7 +8,7 @@ import pytest
 from longspan.config.file import load_config
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig, held_out_set
 from longspan.errors import ConfigError
-from longspan.evaluation.saved.evaluate_saved import choose_compiled
+from longspan.evaluation.saved.evaluate_saved import choose_compiled_parts
 from longspan.evaluation.saved.fit import changes_line, find_set, fit_evaluations, fit_home, fit_set
 from longspan.layout import Layout
 from longspan.model import preset_config
@@ -40,7 +40,7 @@ HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
     [("auto", 5e5, "none"), ("auto", 5e6, "auto"), ("layers", 1, "layers"), ("modules", 5e6, "modules")],
 )
 def test_layers_are_compiled_for_an_evaluation_that_takes_long(word: str, tokens: float, expected: str) -> None:
-    assert choose_compiled(word, preset_config("qwen3-8b"), tokens) == expected
+    assert choose_compiled_parts(word, preset_config("qwen3-8b"), tokens) == expected
 
 
 @pytest.mark.parametrize(("before", "ranks", "flag_keys", "after"), HOMES)

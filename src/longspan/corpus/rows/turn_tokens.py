@@ -111,6 +111,10 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     A conversation of four turns, each a word that nothing else contains, is rendered: what stands between the second
     and the third word are the end of an answer and the header of a question, and what stands after the last word ends
     the text.
+
+    Of several tokens between the two words the first ends the answer and the others begin the question. A single one
+    ends the answer if generation stops at it or if it also ends the text; otherwise it begins the question. The first
+    token after an answer is `closing` only where none of the tokens there stops generation.
     """
     added = engine.get_added_tokens_decoder().values()
     special, ordinary = (frozenset(t.content for t in added if t.special == kind) for kind in (True, False))

@@ -90,7 +90,7 @@ def _losses_of_routers(world: World) -> float:
     return max(loss_error(result.loss, answer.loss), model_error(model, answer, world), *losses)
 
 
-def _depths_with(world: World, documents: Sequence[Any]) -> float:
+def _compare_depths(world: World, documents: Sequence[Any]) -> float:
     """Compare gradients of a step with a depth of multi-token prediction at degree 2 with those of a single slot."""
     numbers, lengths = tuple(range(len(documents))), tuple(map(len, documents))
     one_slot = MicroBatch((Group((0,), numbers, lengths),))
@@ -99,19 +99,19 @@ def _depths_with(world: World, documents: Sequence[Any]) -> float:
     with whole_float64():
         model = prepare(add_mtp(make_tiny_model(tiny_configuration(), torch.float64), 1), world)
         gradients = list[dict[str, Tensor]]()
-        for each in plans:
-            run_step(model, each, documents, world, mtp=MtpLoss(0.3))
+        for step_plan in plans:
+            run_step(model, step_plan, documents, world, mtp=MtpLoss(0.3))
             gradients.append(collect_gradients(model))
             model.zero_grad()
     return max(tensor_error(gradients[1][name], exact) for name, exact in gradients[0].items())
 
 
 def _depths_at_degree_two(world: World) -> float:
-    return _depths_with(world, draw_documents())
+    return _compare_depths(world, draw_documents())
 
 
-def _depths_with_uneven_masks(world: World) -> float:
-    return _depths_with(world, draw_documents((24, 40), mask=lambda _, position: position < 11))
+def _compare_depths_uneven_masks(world: World) -> float:
+    return _compare_depths(world, draw_documents((24, 40), mask=lambda _, position: position < 11))
 
 
 def _formulas_of_norms(world: World) -> float:
@@ -224,7 +224,7 @@ ERRORS = (
         "4 is right (finding 3 of the thread, found by a checker of types).",
         seen="The gradient of the depths depends on how documents lie on ranks.",
         prevented="The targets of each depth are counted over all slots before the passes.",
-        check=_depths_with_uneven_masks,
+        check=_compare_depths_uneven_masks,
     ),
     KnownError(
         "offsets of 32 bits",

@@ -79,10 +79,10 @@ def _load_set_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
     return {entry.name: load_metrics(entry.metrics, entry.metrics_key) for entry in entries}
 
 
-def choose_compiled(word: str, configuration: PreTrainedConfig, tokens_of_rank: float) -> str:
+def choose_compiled_parts(word: str, configuration: PreTrainedConfig, tokens_of_rank: float) -> str:
     """Return what of the layers is compiled: where "auto" decides, nothing for an evaluation that is soon done.
 
-    >>> choose_compiled("auto", configuration, 50_000)
+    >>> choose_compiled_parts("auto", configuration, 50_000)
     'none'
     """
     text = configuration.get_text_config()
@@ -160,7 +160,7 @@ class _Evaluator:
         images = any(getattr(named_documents.documents, "items", ()) for named_documents in fit.sets)
         tokens = sum(sum(named_documents.documents.lengths) for named_documents in fit.sets)
         tokens_of_rank = tokens * max(1, len(self.degrees)) / len(self.world.home.ranks)
-        compiled = choose_compiled(fit.config.train.compiled, fit.configuration, tokens_of_rank)
+        compiled = choose_compiled_parts(fit.config.train.compiled, fit.configuration, tokens_of_rank)
         config = replace(fit.config, train=replace(fit.config.train, compiled=compiled))
         model, step = load_saved_model(fit.checked, config, fit.configuration, self.world, images=images)
         model.eval()

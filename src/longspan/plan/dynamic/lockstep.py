@@ -128,7 +128,11 @@ def _micro_batch_counts(problem: Problem) -> list[int]:
 
 
 def _steep_shares(problem: Problem, count: int) -> Floats:
-    """Return shares of the work in so many equal parts of the rows, longest documents first."""
+    """Return the share of all work in each of `count` parts of equal rows, longest documents first; they sum to 1.
+
+    A row of a long document is more work than one of a short document, so the shares fall: as durations they are
+    steep. A document counts in the part that holds its middle row.
+    """
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
     share = np.bincount(part, weights=problem.work, minlength=count)

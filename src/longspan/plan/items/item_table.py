@@ -98,7 +98,7 @@ class ItemTable:
 
     `targets` counts what each document predicts: every position whose next token is not a placeholder. Raises
     DataError, naming item, document and modality, for spans that overlap, lie outside their document or are empty.
-    `numbers` are what items are called by where they are some of a longer list.
+    `numbers` are the items' indices in a longer list of which they are a part, for error messages.
     """
 
     def __init__(self, lengths: Iterable[int], items: Iterable[Item], numbers: Iterable[int] | None = None) -> None:
@@ -108,6 +108,7 @@ class ItemTable:
         for index, item in enumerate(self.items):
             _check_types(index, item)
         self.modalities: tuple[str, ...] = tuple(dict.fromkeys(item.modality for item in self.items))
+        # A position's key is document * stride + position: one integer that orders the positions of all documents.
         self._stride = max(self.lengths, default=0) + 1
         self._spans = self._sort_spans()
 
