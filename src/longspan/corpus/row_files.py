@@ -44,7 +44,7 @@ class LineFile:
         """Yield its lines in order, some at a time; while it reads over a line, chunks without rows.
 
         A line that is longer than the limit is read in pieces and not kept: only its first bytes, to be shown, and its
-        size.
+        size, without the end of the line. Chunks without rows let a reader show progress meanwhile.
         """
         folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1
         with (

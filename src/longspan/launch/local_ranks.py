@@ -156,7 +156,7 @@ class LocalRank:
 class LocalRanks:
     """Local ranks of one call, from start to end; or, without a payload, of one call after another (`call`).
 
-    Between calls each rank restores the `state` that it had when it started.
+    Between calls each rank restores the `state` that it had when it started. Ranks ignore the signals `ignored`.
     """
 
     def __init__(

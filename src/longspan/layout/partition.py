@@ -205,7 +205,10 @@ class _DocumentShares(NamedTuple):
 class _Zigzag(_LengthPartition):
     @cached_property
     def _document_shares(self) -> _DocumentShares:
-        """Work out how many rows of each document the chunks have, and which members have one row more."""
+        """Work out how many rows of each document the chunks have, and which members have one row more.
+
+        `turn`, 0 or 1 for each document, says whether its first odd row goes to an early chunk or to a late one.
+        """
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree
         first = (np.cumsum(extra) - extra) % self.degree

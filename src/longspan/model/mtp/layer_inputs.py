@@ -83,7 +83,8 @@ def copy_without_layers(
 ) -> tuple[Any, list[nn.Module]]:
     """Copy the module around a model's decoder layers with stand-ins for them, and these; layers `keep` are themselves.
 
-    Its embedding gives the rows `embedded` (1, T, D) whatever the ids are, and it has no norm after the layers.
+    Its embedding gives the rows `embedded` (1, T, D) whatever the ids are, and it has no norm after the layers. A pass
+    on the meta device leaves tensors of that device in modules without parameters, so they are copied for it.
     """
     name, layers = layer_list(model)
     path, _, attribute = name.rpartition(".")
@@ -95,7 +96,7 @@ def copy_without_layers(
         elif module is norm:
             bare._modules[child] = Absent()
         elif embedded.is_meta and not any(True for _ in module.parameters()):
-            bare._modules[child] = deepcopy(module)  # some rotary embeddings keep what they made of a pass
+            bare._modules[child] = deepcopy(module)  # rotary embeddings may keep what a pass made
     for child, layer in layers.named_children():
         stands._modules[child] = layer if int(child) in keep else NotedLayer(layer, outputs)
     bare._modules[attribute] = stands

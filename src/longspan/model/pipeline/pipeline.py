@@ -114,7 +114,7 @@ class PipelineModel(nn.Module):
         self.architecture: type[PreTrainedModel] = type(model)
         self.config: PreTrainedConfig = model.config
         self.generation_config: GenerationConfig = model.generation_config
-        self.stages: tuple[Stage, ...] = tuple(stages)  # a tuple: not by these names
+        self.stages: tuple[Stage, ...] = tuple(stages)  # in a ModuleList their parameters would have a second name
         self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages  # of all stages, whatever are here
         self.pipeline_settings: PipelineSettings = pipeline_settings
         self.dtype: torch.dtype = dtype
