@@ -110,21 +110,21 @@ def test_folds_are_those_of_the_recurrence() -> None:
     "old, new",
     [
         (
-            "apply_maps(take_runs(transitions, number), take_runs(result, before), take_runs(states, number))",
-            "take_runs(result, before)",
+            "apply_maps(take_runs(transitions, number), take_runs(result, pieces_before), take_runs(states, number))",
+            "take_runs(result, pieces_before)",
         ),
         (
-            "apply_maps(later, take_runs(b, with_place), take_runs(states, number))",
-            "apply_maps(later, take_runs(b, with_place), take_runs(b, with_place))",
+            "apply_maps(next_transitions, take_runs(b, with_place), take_runs(states, number))",
+            "apply_maps(next_transitions, take_runs(b, with_place), take_runs(b, with_place))",
         ),
-        ("later @ take_runs(m, with_place)", "take_runs(m, with_place) @ later"),
+        ("next_transitions @ take_runs(m, with_place)", "take_runs(m, with_place) @ next_transitions"),
         (
             "take_runs(result, with_place), take_runs(entry_gradients, number)",
             "take_runs(result, with_place), 0 * take_runs(entry_gradients, number)",
         ),
         (
-            "take_runs(transitions, number).mT, take_runs(result, after)",
-            "take_runs(transitions, number), take_runs(result, after)",
+            "take_runs(transitions, number).mT,\n                    take_runs(result, pieces_after)",
+            "take_runs(transitions, number),\n                    take_runs(result, pieces_after)",
         ),
     ],
 )

@@ -234,7 +234,11 @@ def test_noise_that_the_probe_does_not_see_is_still_refused(monkeypatch: pytest.
 
 
 MUTATIONS = {
-    "rows are not compared": ("all_rows.rows[order])) > _TOLERANCE:", "all_rows.rows[order])) > 1e9:", "capacity"),
+    "rows are not compared": (
+        "all_rows.rows[order])\n    ) > _TOLERANCE:",
+        "all_rows.rows[order])\n    ) > 1e9:",
+        "capacity",
+    ),
     "gradients are not added up": ("gradient)) > _TOLERANCE:", "gradient)) > 1e9:", "a loss in the gradient"),
     "rows stay whole": ("for piece in _PIECES]", "for piece in (slice(None),)]", "sums over rows"),
 }

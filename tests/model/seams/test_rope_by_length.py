@@ -140,8 +140,8 @@ def test_every_document_has_the_frequencies_of_its_own_length(
 
 MUTATIONS = {
     "by the longest of its group": (
-        "np.asarray(part.group.lengths, dtype=np.int64)[segments.document]",
-        "np.full(len(segments), max(part.group.lengths))",
+        "np.asarray(shard_part.group.lengths, dtype=np.int64)[segments.document]",
+        "np.full(len(segments), max(shard_part.group.lengths))",
     ),
     "by the shortest": ("return np.where(lengths > limit, limit + 1, limit)", "return np.full_like(lengths, limit)"),
     "long at the limit": ("lengths > limit", "lengths >= limit"),

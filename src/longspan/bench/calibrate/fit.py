@@ -21,13 +21,14 @@ from longspan.plan.simulate.row_bytes import QWEN3_8B
 Floats = NDArray[np.float64]
 Part = Literal["step", "launch", "attention", "memory", "product", "link", "type"]
 PARTS: tuple[Part, ...] = ("step", "launch", "attention", "memory", "product", "link", "type")
-NEVER_MEASURED = (  # of state-space layers, encoders, experts, copies to the host, rings' merges, FSDP2, the optimizer
+NEVER_MEASURED = (  # of state-space layers, encoders, experts, compiled layers, copies to the host, rings, FSDP2, AdamW
     "scan_flops_per_second",
     "summary_flops_per_second",
     "channel_seconds",
     "encoder_flops_per_second",
     "float8_flops_per_second",
     "expert_flops_per_second",
+    "compiled_share",
     "wave_seconds",
     "host_copy_bytes_per_second",
     "merge_passes",
