@@ -18,12 +18,12 @@ from torch import nn
 from longspan.comm import World, raise_first_error
 from longspan.data.documents import CorpusDocuments
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
+from longspan.evaluation.gather_once import gather_once, gathered_bytes
 from longspan.evaluation.metrics import EvaluationOptions, Mean, MeasuredDocuments, check_metrics
 from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import RowSums, Totals
 from longspan.layout import Layout
-from longspan.model.gather_once import gather_once, gathered_bytes
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules

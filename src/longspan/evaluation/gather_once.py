@@ -2,7 +2,7 @@
 
 While they are whole, FSDP2's hooks of a layer would do nothing and take the host as long as a quarter of the layer.
 What is switched for that long, when parameters are freed and which hooks run, is switched here and switched back here.
-A pipeline and free plans keep parameters whole by themselves (`sharding.py`).
+A pipeline and free plans keep parameters whole by themselves (`model/sharding.py`).
 """
 
 from collections.abc import Iterator, Mapping
