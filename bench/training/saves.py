@@ -4,7 +4,8 @@ python bench/training/saves.py --out bench/records/saves.json                   
 torchrun --nproc-per-node 2 bench/training/saves.py --preset qwen3-8b --steps 60 --every 20 --out saves-2-gpus.json
 
 Steps of one plan, a save every `--every` of them, first in the background and then while training waits. A step next to
-a save is one that ran while files were written. Without torchrun it starts `--world` processes.
+a save is one that ran while files were written; after `--steps` of them more follow until the last save is written.
+Without torchrun it starts `--world` processes.
 """
 
 import argparse
@@ -82,7 +83,9 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
             folder = world.control.broadcast_object(tempfile.mkdtemp(dir=options.folder))
             saver = CheckpointSaver(folder, world, keep=1, background=background)
             seconds, beside, figures = list[float](), list[bool](), list[Any]()
-            for step in range(1, options.steps + 1):
+            step = 0
+            while step < options.steps or world.control.any_rank(bool(saver.activity())):
+                step += 1
                 started = time.perf_counter()
                 run_step(model, plan, documents, world, optimizer=optimizer, step=step)
                 if world.device.type == "cuda":
@@ -92,7 +95,7 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
                 beside.append(bool(saver.activity()))
                 if step == 2:
                     saver.prepare(model, optimizer)
-                if step % options.every == 0:
+                if step % options.every == 0 and step <= options.steps:
                     saver.save(model, optimizer, step=step)
             saver.wait()
             figures += filter(None, [saver.take_figures()])
@@ -119,6 +122,7 @@ def row_of(
         "steps_next_to": len(next_to),
         "median_next_to": statistics.median(next_to) if next_to else None,
         "slowest_next_to": max(next_to, default=None),
+        "over_a_tenth_next_to": sum(s > 1.1 * median for s in next_to),
         "shown_seconds": [f.shown_seconds for f in figures],
         "save_seconds": [f.seconds for f in figures],
         "save_bytes": figures[-1].bytes,
@@ -129,7 +133,14 @@ def row_of(
 def describe(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
     head = ["saves", "step, s", "90th of 100 steps / median", "steps while files are written", "their median / median"]
-    head += ["slowest / median", "shown, s", "written in, s", "GB", "shown, share of the steps between saves"]
+    head += [
+        "slowest / median",
+        "of them over 1.1 times the median",
+        "shown, s",
+        "written in, s",
+        "GB",
+        "shown, share of the steps between saves",
+    ]
     lines = list[list[str]]()
     for row in rows:
         median = row["median_step"]
@@ -142,6 +153,7 @@ def describe(rows: list[dict[str, Any]]) -> str:
                 f"{row['p90_over_median']:.2f}",
                 str(row["steps_next_to"]),
                 *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+                str(row["over_a_tenth_next_to"]),
                 f"{shown:.3f}",
                 f"{seconds:.2f}",
                 f"{row['save_bytes'] / 1e9:.3f}",
