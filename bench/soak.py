@@ -4,6 +4,7 @@
     python bench/soak.py --steps 120 --other_worlds 0 --between 10,20 --out /tmp/soak.json
     python bench/soak.py --together --out bench/records/soak.json               # both runs at a time, on 16 cores
     python bench/soak.py --steps 60 --between 5,10 --faults kill_in_step,full_disk --out /tmp/soak.json
+    python bench/soak.py --folder runs/soak --out bench/records/soak.json    # again after SIGTERM: goes on from there
 
 Every 50 to 150 steps (--between) a fault is drawn: a rank killed in a step, in an evaluation or while it saves; a rank
 stopped for 30 seconds or slowed down; SIGTERM, SIGUSR1 or SIGHUP; the newest checkpoint corrupted or cut; a disk that
@@ -13,6 +14,9 @@ command is started again. The last weights must have the bits of the undisturbed
 
 The record has every fault, the exit status, the steps that were lost, the seconds until the next step, and what was
 printed. The command fails where a status, the weights, a process, a descriptor or a `.partial` is not as it must be.
+
+With --folder everything stays there, and the same command goes on with what is not done: SIGTERM kills the disturbed
+run, which is one fault more in the record; a run undisturbed that had not ended begins anew.
 """
 
 import argparse
@@ -56,8 +60,7 @@ eval_documents = 8
 planner = "dynamic"
 max_tokens_per_slot = 128
 cp_comm_type = "auto"
-eval_planner = "fixed"
-eval_context_parallel_size = 2
+{evaluation}
 eval_max_tokens_per_slot = 256
 [train]
 steps = {steps}
@@ -113,6 +116,7 @@ class Soak:
     rows: list[dict[str, Any]] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     attempts: int = 0
+    seconds: float = 0.0  # of earlier commands, where this one goes on
     process: subprocess.Popen[bytes] | None = None  # that runs
 
     @property
@@ -130,6 +134,26 @@ class Soak:
 
     def unfinished(self) -> list[Path]:
         return list((self.run / "checkpoints").glob("*.partial"))
+
+    @property
+    def file(self) -> Path:
+        """What is known of the soak, for a command that goes on with it."""
+        return self.folder / "soak.json"
+
+    def write(self) -> None:
+        """Write what is known of the soak."""
+        known = {name: getattr(self, name) for name in ("rows", "descriptors", "attempts", "seconds")}
+        self.file.write_text(json.dumps(known | {"draw": self.draw.bit_generator.state}))
+
+    def read(self) -> bool:
+        """Go on with what an earlier command has written; False where there is none."""
+        if not self.file.exists():
+            return False
+        known = json.loads(self.file.read_text())
+        self.draw.bit_generator.state = known.pop("draw")
+        for name, value in known.items():
+            setattr(self, name, value)
+        return True
 
     @contextmanager
     def start(self, world: int = 0) -> Iterator[Attempt]:
@@ -254,8 +278,10 @@ def full_disk(soak: Soak, attempt: Attempt) -> Outcome:
     with filler.open("wb", buffering=0) as opened, suppress(OSError):
         while True:
             opened.write(bytes(1 << 16))
-    attempt.wait()
-    filler.unlink()
+    try:
+        attempt.wait()
+    finally:
+        filler.unlink()
     return "the disk of the run was full", REFUSED
 
 
@@ -288,9 +314,11 @@ def remove_corpus_file(soak: Soak, attempt: Attempt) -> Outcome:
     attempt.wait()
     file = sorted((soak.folder / "texts").glob("*"))[int(soak.draw.integers(2))]
     file.rename(soak.folder / "away")
-    with soak.start() as refused:
-        status, text = refused.wait(), refused.text()
-    (soak.folder / "away").rename(file)
+    try:
+        with soak.start() as refused:
+            status, text = refused.wait(), refused.text()
+    finally:
+        (soak.folder / "away").rename(file)
     if status != REFUSED or file.name not in text:
         raise SoakError(f"without {file.name} the run ended with {status}, not with {REFUSED} and its name:\n{text}")
     return f"SIGTERM, then {file.name} was gone: refused by name", STOPPED
@@ -375,19 +403,28 @@ def run_in_other_worlds(soak: Soak, between: tuple[int, int]) -> None:
             return
 
 
-def write_run(folder: Path, texts: Path, steps: int) -> None:
-    """The run's configuration in a folder of its own; its texts lie beside it."""
+def write_run(folder: Path, texts: Path, steps: int, kind: str) -> None:
+    """The run's configuration in a folder of its own; its texts lie beside it.
+
+    Evaluations have degree 2 where the number of ranks stays, since 2 divides no 7.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "texts").exists():
         shutil.copytree(texts, folder / "texts")
-    text = CONFIG.format(texts=folder / "texts", steps=steps, dir=folder / "run", stopped=STOPPED)
+    fixed, planned = 'eval_planner = "fixed"\neval_context_parallel_size = 2', 'eval_planner = "dynamic"'
+    evaluation = planned if kind == "other_worlds" else fixed
+    text = CONFIG.format(
+        texts=folder / "texts", steps=steps, dir=folder / "run", stopped=STOPPED, evaluation=evaluation
+    )
     (folder / "config.toml").write_text(text)
 
 
 def write_texts(folder: Path) -> Path:
     """Two files of texts of log-normal length."""
+    if folder.exists():
+        return folder
     draw, words = np.random.default_rng(7), ("def", "class", "return", "import", "value", "while", "yield", "None")
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name in ("a.jsonl", "b.jsonl"):
         lengths = np.clip(draw.lognormal(3.5, 0.9, 400).astype(int), 3, 300)
         rows = [json.dumps({"text": " ".join(draw.choice(words, size=n))}) for n in lengths]
@@ -405,13 +442,18 @@ def compare_weights(ours: Path, reference: Path) -> float:
 
 
 def run_undisturbed(soak: Soak) -> float:
-    """Run to the end without a fault; returns the seconds."""
+    """Run to the end without a fault; returns the seconds. What an earlier command ended begins anew."""
+    if soak.read():
+        return soak.seconds
+    shutil.rmtree(soak.run, ignore_errors=True)
     started = time.monotonic()
     with soak.start() as attempt:
         soak.wait_for(lambda: False, attempt, 0.5)
         if (status := attempt.wait()) != 0:
             raise SoakError(f"the undisturbed run ended with {status}:\n{attempt.text()[-3000:]}")
-    return time.monotonic() - started
+    soak.seconds = time.monotonic() - started
+    soak.write()
+    return soak.seconds
 
 
 def check_what_is_left(soak: Soak) -> None:
@@ -424,17 +466,25 @@ def check_what_is_left(soak: Soak) -> None:
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[bool]:
-    """A small disk of its own under a folder; False where this user may mount none."""
+    """A small disk of its own under a folder; False where this user may mount none.
+
+    What lies on it is copied next to it at the end, and is there again when a later command goes on.
+    """
+    away = folder.with_name(f"{folder.name}-kept")
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
     try:
         mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
     except OSError:
         mounted = False
+    if mounted and away.exists():
+        shutil.copytree(away, folder, dirs_exist_ok=True, symlinks=True)
     try:
         yield mounted
     finally:
         if mounted:
+            shutil.rmtree(away, ignore_errors=True)
+            shutil.copytree(folder, away, symlinks=True)
             subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
@@ -495,6 +545,7 @@ def main() -> None:
     parser.add_argument("--faults", default=",".join(FAULTS), help="those to draw from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--together", action="store_true", help="the undisturbed run beside the other, for many cores")
+    parser.add_argument("--folder", type=Path, help="for the runs, which stay there: the same command goes on later")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     flags = parser.parse_args()
     few, most = map(int, flags.between.split(","))
@@ -511,7 +562,7 @@ def main() -> None:
     failure = None
     signal.signal(signal.SIGTERM, _end_from_outside)
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+        folder = (flags.folder or Path(name)).resolve()
         try:
             record |= soak_all(folder, flags, faults, (few, most), record)
         except SoakError as error:
@@ -531,23 +582,34 @@ def soak_all(
     for kind, steps in (("faults", flags.steps), ("other_worlds", flags.other_worlds)):
         if not steps:
             continue
-        reference, disturbed = (Soak(folder / kind / part, steps, flags.world, draw) for part in ("reference", "run"))
-        write_run(reference.folder, texts, steps)
+        reference = Soak(folder / kind / "reference", steps, flags.world, np.random.default_rng(flags.seed))
+        disturbed = Soak(folder / kind / "run", steps, flags.world, draw)
+        write_run(reference.folder, texts, steps, kind)
+        goes_on = disturbed.read()
         results = record[kind] = {"steps": steps, "rows": disturbed.rows}
+        started, earlier = time.monotonic(), disturbed.seconds
         with ThreadPoolExecutor(1) as threads, small_disk(disturbed.folder / "run", 512) as mounted:
             undisturbed = threads.submit(run_undisturbed, reference)
             try:
                 if not flags.together:
                     undisturbed.result()
-                write_run(disturbed.folder, texts, steps)
+                write_run(disturbed.folder, texts, steps, kind)
                 started = time.monotonic()
+                if goes_on:
+                    disturbed.rows.append(
+                        {
+                            "fault": "soak_ended",
+                            "done": "the soak itself was ended; all killed",
+                            "after_step": disturbed.done(),
+                        }
+                    )
                 if kind == "other_worlds":
                     run_in_other_worlds(disturbed, (between[0] // 2, between[1] // 2))
                 else:
                     drawn = [name for name in faults if mounted or name != "full_disk"]
                     results["left_out"] = sorted({*FAULTS} - {*drawn})
                     run_under_faults(disturbed, drawn, between)
-                results["seconds"] = round(time.monotonic() - started, 1)
+                results["seconds"] = round(earlier + time.monotonic() - started, 1)
                 results["undisturbed_seconds"] = round(undisturbed.result(), 1)
                 results["difference"] = compare_weights(disturbed.run / "model", reference.run / "model")
                 results["descriptors"] = disturbed.descriptors
@@ -556,6 +618,10 @@ def soak_all(
                 if reference.process is not None:
                     reference.process.kill()
                 raise
+            finally:
+                if disturbed.attempts:
+                    disturbed.seconds = earlier + time.monotonic() - started
+                    disturbed.write()
         print(f"{kind}: {steps} steps without a fault in {results['undisturbed_seconds']:.0f} s")
         print(f"{kind}: largest difference of the weights {results['difference']:.1e}", flush=True)
         bound = 1e-6 if kind == "other_worlds" else 0.0
@@ -578,7 +644,7 @@ def record_text(record: dict[str, Any]) -> str:
         lines += ["| after step | what was done | exit status | steps lost | s to the next step | last line printed |"]
         lines += ["|--:|---|--:|--:|--:|---|"]
         for row in results["rows"]:
-            done = row.get("done", f"{row['world']} ranks")
+            done = row.get("done") or f"{row['world']} ranks"
             printed = (row.get("printed") or [""])[-1].replace("|", "\\|")
             cells = (row.get("status", "goes on"), row.get("steps_lost", ""), row.get("seconds_to_next_step", ""))
             lines.append(f"| {row['after_step']} | {done} | {' | '.join(map(str, cells))} | {printed} |")
