@@ -14,7 +14,8 @@ from longspan.config.file import to_toml
 from longspan.errors import ConfigError
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
-from longspan.run.profile import kind_of, merge_intervals, seconds_by_part
+from longspan.run.gaps import merge_intervals
+from longspan.run.profile import kind_of, seconds_by_part
 from tests.train.small import small_config
 
 
