@@ -100,7 +100,7 @@ def count_up(monkeypatch: pytest.MonkeyPatch, *retries: int) -> memory_short.All
     totals = iter([0, *(sum(retries[: i + 1]) for i in range(len(retries)))])
     monkeypatch.setattr(memory_short, "allocator_retries", lambda _: next(totals))
     monkeypatch.setattr(memory_short, "peak_memory_bytes", lambda _: 125 << 30)
-    monkeypatch.setattr(memory_short, "reserved_bytes", lambda _: 137 << 30)
+    monkeypatch.setattr(memory_short, "peak_reserved_bytes", lambda _: 137 << 30)
     return memory_short.AllocatorWatch(torch.device("cuda", 0))
 
 

@@ -7,7 +7,6 @@ that came next is named. What kernels that run wait for is not seen: a message t
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,12 @@ _COVERED = 0.5  # of a gap, by the call that it belongs to
 _NAME_LENGTH = 100
 
 
-@dataclass
 class _Cause:
-    """The gaps of one activity of the host."""
+    """The gaps of one activity of the host, and what the device ran after each."""
 
-    seconds: list[float] = field(default_factory=list[float])
-    kernels: Counter[str] = field(default_factory=Counter[str])
+    def __init__(self, seconds: Sequence[float] = ()) -> None:
+        self.seconds = list(seconds)
+        self.kernels = Counter[str]()
 
     def row(self, name: str, repeats: int) -> dict[str, Any]:
         """Return a row of the table, of the mean of so many steps."""

@@ -22,7 +22,7 @@ from longspan.run.run_data import TrainingRun
 from longspan.train.memory.live_bytes import (
     allocator_retries,
     peak_memory_bytes,
-    reserved_bytes,
+    peak_reserved_bytes,
     retries_text,
 )
 
@@ -60,7 +60,7 @@ class AllocatorWatch:
             return ""
         self._is_warned = True
         return retries_text(
-            sum(self._steps) / WARNED_AFTER, peak_memory_bytes(self._device), reserved_bytes(self._device)
+            sum(self._steps) / WARNED_AFTER, peak_memory_bytes(self._device), peak_reserved_bytes(self._device)
         )
 
 

@@ -28,7 +28,7 @@ from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.live_bytes import allocator_retries, reserved_bytes
+from longspan.train.memory.live_bytes import allocator_retries, peak_reserved_bytes
 from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
 from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
 from longspan.train.plans import find_run_cost, query_heads
@@ -178,7 +178,9 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
     times = time_in_turn(step, settings.flags.repeats, world)
     retries = (allocator_retries(world.device) - retries) / (1 + settings.flags.repeats)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    of_ranks = world.control.gather_objects((statistics.median(times), peak, reserved_bytes(world.device), retries))
+    of_ranks = world.control.gather_objects(
+        (statistics.median(times), peak, peak_reserved_bytes(world.device), retries)
+    )
     seconds, peak, reserved, retries = (max(figures) for figures in zip(*of_ranks, strict=True))
     tokens = sum(settings.lengths)
     flops = model_flops(ModelShape.of(settings.configuration), settings.lengths)

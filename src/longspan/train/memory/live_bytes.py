@@ -109,7 +109,7 @@ def allocator_retries(device: torch.device) -> int:
     return torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0)
 
 
-def reserved_bytes(device: torch.device) -> int:
+def peak_reserved_bytes(device: torch.device) -> int:
     """Return the most memory that the allocator took of a GPU, in use or not, since its peak was last set back."""
     return _memory_figure(device, "reserved_bytes", "peak") if device.type == "cuda" else 0
 
