@@ -196,7 +196,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
         row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
     if settings.flags.profile:
         row |= _profile_step(step, world)
-    if settings.flags.gaps and cuda:
+    if settings.flags.gaps:
         out = Path(settings.out) if settings.out and world.rank == 0 else None
         trace = out.with_name(f"{out.stem}-trace.json.gz") if out else None
         row["gaps"] = world.control.broadcast_object(gaps_in_turn(step, world, trace=trace))
