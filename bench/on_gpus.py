@@ -26,6 +26,7 @@ STEP = "{python} -m longspan bench step --model.preset qwen3-8b --planners fixed
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
+LONG = "--sequences 32768 --warmup 1 --repeats 2 --profile --gaps"
 PACKED = "--same 8x8192 --context.max_tokens_per_slot 16384"
 
 
@@ -62,8 +63,12 @@ RUNS = (
         )
         for part in ("train", "comm", "attention", "model", "mixers")
     ),
-    GpuRun("step-32k", 90, f"{STEP} --sequences 32768 --profile"),
-    GpuRun("step-32k-a2a", 75, f"{STEP} --sequences 32768 --profile --context.cp_comm_type a2a"),
+    GpuRun("step-32k", 100, f"{STEP} {LONG}"),
+    GpuRun("step-32k-room", 75, f"{STEP} {LONG} --train.memory_bytes 118111600640"),  # 110 GiB
+    *(
+        GpuRun(f"step-32k-{name}", 75, f"{STEP} {LONG} --context.cp_comm_type {name}")
+        for name in ("a2a", "p2p", "all_gather")
+    ),
     GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN} --profile"),
     GpuRun(
         "step-64k-host",
@@ -82,7 +87,7 @@ RUNS = (
     GpuRun("grpo-fixed", 100, f"{GRPO} --planners 2"),
     GpuRun(
         "evaluation",
-        90,
+        140,
         "{python} bench/evaluation/evaluation_degrees.py --cases 1k-tp1,8k-tp1,1k-tp2,8k-tp2 --profile --out {out}",
     ),
     GpuRun("optimizer", 60, "{python} bench/training/optimizer_time.py --millions 2000 --out {out}", gpus=1),

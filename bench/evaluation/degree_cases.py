@@ -125,6 +125,8 @@ class EvalBenchFlags(BenchFlags):
     """Rows of the embedding and of the head."""
     cp_comm_type: str = "auto"
     """How the slots of a group share attention."""
+    compiled: str = "auto"
+    """Whether layers are compiled, as `train.compiled`; auto: as a run of `longspan train` has them."""
     profile: Switch = False
     """Profile one more evaluation at each degree: the parts of its time are in the record."""
     warmup: int = 3
@@ -158,7 +160,7 @@ class EvaluationSettings:
 
     def to_json(self) -> dict[str, Any]:
         """What a record contains of them."""
-        names = ("documents", "vocabulary", "cp_comm_type", "warmup", "repeats")
+        names = ("documents", "vocabulary", "cp_comm_type", "compiled", "warmup", "repeats")
         return {
             **{name: getattr(self.flags, name) for name in names},
             "ranks": self.ranks,

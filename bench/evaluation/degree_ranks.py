@@ -81,7 +81,8 @@ def _bench(case: EvaluationCase, settings: EvaluationSettings, world: World) -> 
     flags, configuration = settings.flags, case.configuration(settings.flags.vocabulary)
     loaded = load_model(config=configuration, sharded=True)
     split = case.tp > 1
-    model = prepare(loaded, world, sequence_parallel=split, compute_dtype=torch.bfloat16 if settings.gpu else None)
+    compute = torch.bfloat16 if settings.gpu else None
+    model = prepare(loaded, world, sequence_parallel=split, compute_dtype=compute, compiled=flags.compiled)
     lengths = [case.tokens] * flags.documents
     documents = [d[np.arange(len(d))] for d in synthetic_documents(lengths, flags.vocabulary)]
     options = PlanOptions(

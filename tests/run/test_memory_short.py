@@ -93,3 +93,31 @@ def test_a_gpu_gets_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_Idle.config.train, "memory_history", 500)
     memory_short.record_history(run)
     assert recorded == [500] and "train.memory_history" not in memory_short._write_snapshot(run, tmp_path)
+
+
+def count_up(monkeypatch: pytest.MonkeyPatch, *retries: int) -> memory_short.AllocatorWatch:
+    """A watch of a GPU whose allocator counts so many retries in one step after another."""
+    totals = iter([0, *(sum(retries[: i + 1]) for i in range(len(retries)))])
+    monkeypatch.setattr(memory_short, "allocator_retries", lambda _: next(totals))
+    monkeypatch.setattr(memory_short, "peak_memory_bytes", lambda _: 125 << 30)
+    monkeypatch.setattr(memory_short, "peak_reserved_bytes", lambda _: 137 << 30)
+    return memory_short.AllocatorWatch(torch.device("cuda", 0))
+
+
+def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = (5, 0, 2, 3, 4, 3, 0)
+    watch, lines = count_up(monkeypatch, *steps), list[str]()
+    for retries in steps:
+        assert watch.columns() == {"allocator_retries": retries} and watch.of_step == retries
+        lines.append(watch.warning(retries))
+    assert [bool(line) for line in lines] == [False] * 4 + [True] + [False] * 2
+    assert lines[4] == (
+        "the GPU's allocator ran out of memory 3 times a step: each time it waits for the GPU, gives back what is free "
+        "and takes it again (137 GiB taken at most, 125 GiB in use); a lower train.memory_fraction or "
+        "train.memory_bytes leaves it room (docs/memory.md)"
+    )
+
+
+def test_a_cpu_has_no_column_of_its_allocator() -> None:
+    watch = memory_short.AllocatorWatch(torch.device("cpu"))
+    assert watch.columns() == {} and watch.warning(0.0) == ""

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from longspan.comm import World
@@ -89,6 +90,49 @@ def shard_over_slots(
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
+        if world.device.type == "cuda" and _sums_become_gradients(module, policy):
+            module.set_custom_reduce_scatter(SumsInComputeMemory())
+
+
+def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
+    """Return whether what FSDP2 sums over slots is kept as the gradient: neither cast, nor summed over replicas."""
+    return all(
+        group.mesh_info.mesh.ndim == 1
+        and all(
+            policy.reduce_dtype in (None, x.sharded_param.dtype)
+            for x in group.fsdp_params
+            if x.sharded_param.requires_grad
+        )
+        for group in reduction_groups([module])
+    )
+
+
+class SumsInComputeMemory(DefaultReduceScatter):
+    """Sums gradients of one group of parameters in memory of the stream that computes.
+
+    torch's allocator has memory for each stream. FSDP2 takes sums, which become the gradients, from that of its own
+    stream, where the activations that backward has freed meanwhile are not to be had. A rank that is nearly full would
+    then wait for its device, give all free memory back and take it again, in every step.
+
+    FSDP2 (torch 2.11 to 2.13) asks for a message on the computing stream, has its own stream wait for that one, and
+    then asks for the sum on its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._computing: torch.cuda.Stream | None = None  # between a message and its sum
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an empty tensor: for a message, or on another stream than the last message's for its sum."""
+        current, computing = torch.cuda.current_stream(device), self._computing
+        if computing is None or current == computing:  # the same again: an error came between the two
+            self._computing = current
+            return super().allocate(size, dtype=dtype, device=device)
+        self._computing = None
+        with torch.cuda.stream(computing):
+            total = super().allocate(size, dtype=dtype, device=device)
+        total.record_stream(current)  # a sum that is added to an earlier gradient is freed before its stream is done
+        return total
 
 
 def reshards_after_forward(module: FSDPModule) -> bool | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.report.markup import section, tag, text
+from longspan.run.gaps import GAP_TITLES, gap_cells
 from longspan.run.profile import FOLDER, KERNEL_TITLES, PARTS, PARTS_FILE, TITLES, kernel_rows, part_cells
 
 SHOWN = 8  # profiled steps, the last ones
@@ -25,12 +26,25 @@ def profile_section(run: Path) -> str:
         tag("details", tag("summary", f"Longest kernels of {text(folder)}"), _table(KERNEL_TITLES, kernel_rows(row)))
         for folder, row in rows
     )
+    gaps = (
+        tag("details", tag("summary", f"Who made the device wait in {text(folder)}"), _table(GAP_TITLES, cells))
+        for folder, row in rows
+        if (cells := _gap_rows(row))
+    )
     note = (
         f"Milliseconds on the first rank, under the profiler, which makes a step longer. {FOLDER}/ has a trace of each "
         "rank, for Perfetto or chrome://tracing."
     )
     note = ". ".join([note.removesuffix("."), *notes]) + "."
-    return section("Profiled steps", tag("p", text(note), class_="note"), parts, *kernels)
+    return section("Profiled steps", tag("p", text(note), class_="note"), parts, *kernels, *gaps)
+
+
+def _gap_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of gaps of a profiled step on a GPU; none where there are none, or where one cannot be read."""
+    try:
+        return gap_cells(row.get("gaps", ()))
+    except (KeyError, TypeError, ValueError):
+        return []
 
 
 def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -36,7 +36,7 @@ from longspan.run.facts import LOCK
 from longspan.run.folder import Saves, run_lock
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loggers.run_loggers import logger_classes
-from longspan.run.memory_short import explain_memory, record_history
+from longspan.run.memory_short import AllocatorWatch, explain_memory, record_history
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, note_facts, open_records
@@ -132,6 +132,7 @@ class _Loop:
         run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots, limits, reader = SlowSlots(), self.evaluations.limits, StepReader(run, plans)
         record_history(run)
+        allocator = AllocatorWatch(run.world.device)
         with saves.save_before_errors():
             if run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
@@ -143,11 +144,13 @@ class _Loop:
                 row, plan = _take_step(run, reader, saves.done, slow_slots, limits, self.profiles)
                 saves.done += 1
                 self.profiles.write()
-                row |= saves.columns()
+                row |= saves.columns() | allocator.columns()
                 with limits.around_end_of_step():
                     _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
                     self.display.show_step(row)
-                    agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots)
+                    agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots, allocator.of_step)
+                if text := allocator.warning(agreed.allocator_retries):
+                    self.display.log(text)
                 if saves.done == run.done + 1:
                     self.note_start()
                 stopped = agreed.stopped
@@ -255,10 +258,16 @@ class _Agreed(NamedTuple):
     save_on: str  # a signal of `run.save_on` that any rank received; "" for none
     minutes_over: bool  # a checkpoint is due by the clock
     slow: int | None  # a rank whose slot is slow
+    allocator_retries: float  # the most of a rank in this step
 
 
 def _agree_on_end(
-    world: World, stop: StopSignal, failure: LongspanError | None, saves: Saves, slow_slots: SlowSlots
+    world: World,
+    stop: StopSignal,
+    failure: LongspanError | None,
+    saves: Saves,
+    slow_slots: SlowSlots,
+    allocator_retries: int,
 ) -> _Agreed:
     """Agree between ranks, in one message where nothing happened, on what any of them received and saw.
 
@@ -266,8 +275,9 @@ def _agree_on_end(
     """
     flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
     slow = world.rank + 1 if slow_slots.is_slow else 0
-    stops, saves_now, minutes, save_failed, slowest = world.control.largest_of(
-        [*map(float, flags), float(saves.saver.has_failed), float(slow)], "agreement on a flag"
+    figures = (saves.saver.has_failed, slow, allocator_retries)
+    stops, saves_now, minutes, save_failed, slowest, most_retries = world.control.largest_of(
+        [*map(float, flags), *map(float, figures)], "agreement on a flag"
     )
     stopped = save_on = ""
     if save_failed:
@@ -277,7 +287,7 @@ def _agree_on_end(
         stopped = received_signal(world, stop)
     if saves_now:
         save_on = asking_signal(world, stop)
-    return _Agreed(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None)
+    return _Agreed(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None, most_retries)
 
 
 def _last_loss(file: Path, done: int) -> float:

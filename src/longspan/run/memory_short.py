@@ -2,10 +2,12 @@
 
 RUN/memory/rank-0.txt has the table, and on a GPU rank-0.pickle a snapshot of its allocator, which
 https://pytorch.org/memory_viz shows. With `train.memory_history` a snapshot names the lines of the program that made
-each allocation; torch then records a stack at each, so that it is off by default. How a run is refused whose plan does
-not fit is in `train/memory`.
+each allocation; torch then records a stack at each, so that it is off by default. Where memory is only just enough, an
+allocator gives back and takes again in every step, which a line of the log says (`AllocatorWatch`). How a run is
+refused whose plan does not fit is in `train/memory`.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,11 +19,49 @@ from longspan.files import write_atomically
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
 from longspan.run.run_data import TrainingRun
-from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.memory.live_bytes import (
+    allocator_retries,
+    peak_memory_bytes,
+    peak_reserved_bytes,
+    retries_text,
+)
 
 FOLDER = "memory"  # of the run's folder
 STORED = ("weights", "gradients", "states")  # parts that are measured by their tensors
 NAMES = ("part", "planned", "measured")
+WARNED_AFTER = 3  # steps one after another in which an allocator had to give memory back
+
+
+class AllocatorWatch:
+    """Counts how often this rank's allocator had to give memory back in a step, and warns once where it goes on.
+
+    >>> watch = AllocatorWatch(world.device)
+    >>> columns = watch.columns()  # after each step
+    >>> if text := watch.warning(most_of_any_rank):
+    ...     display.log(text)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, allocator_retries(device)
+        self.of_step: int = 0
+        self._steps = deque[float](maxlen=WARNED_AFTER)
+        self._is_warned = False
+
+    def columns(self) -> dict[str, int]:
+        """Return the column of a row of metrics for the step that ended; none on a CPU."""
+        retries = allocator_retries(self._device)
+        self.of_step, self._before = retries - self._before, retries
+        return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
+
+    def warning(self, most: float) -> str:
+        """Return the line to log, given the most of any rank in the step that ended; "" for none."""
+        self._steps.append(most)
+        if self._is_warned or len(self._steps) < WARNED_AFTER or not all(self._steps):
+            return ""
+        self._is_warned = True
+        return retries_text(
+            sum(self._steps) / WARNED_AFTER, peak_memory_bytes(self._device), peak_reserved_bytes(self._device)
+        )
 
 
 @contextmanager

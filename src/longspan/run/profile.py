@@ -3,7 +3,8 @@
 Parts are intervals of one device's timeline that add up to the step. Where several overlap, attention counts before the
 optimizer, before other computation, before communication and copies; the rest is idle. A run profiles the steps of
 `train.profile_steps` on every rank, one at a time: RUN/profiles/step-000010/ has rank-0.json.gz and so on (traces for
-Perfetto or chrome://tracing), and of the first rank table.txt and parts.json, which the report shows.
+Perfetto or chrome://tracing), and of the first rank table.txt and parts.json, which the report shows, on GPUs with what
+the host did while nothing ran (`gaps.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,9 +20,9 @@ from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
 from longspan.errors import RunFolderError
 from longspan.files import as_json, write_atomically
 from longspan.plain_text import text_table
+from longspan.run.gaps import GAP_TITLES, Event, Interval, gap_cells, gaps_by_cause, merge_intervals
 
 Kind = Literal["attention", "optimizer", "other layers", "exposed communication"]
-Interval = tuple[float, float]
 
 ORDER: tuple[Kind, ...] = ("attention", "optimizer", "other layers", "exposed communication")
 PARTS = (*ORDER, "idle", "step")  # of a row of the table of parts
@@ -85,7 +86,12 @@ class StepProfiles:
             return ""
         events = read_events(profile, cuda=world.device.type == "cuda")
         parts = seconds_by_part(events, seconds) | {"step": seconds}
-        row = {"step": self._step, "rank": world.rank, "parts": parts, "kernels": longest_kernels(events)}
+        row: dict[str, Any] = {"step": self._step, "rank": world.rank, "parts": parts}
+        row["kernels"] = longest_kernels(events)
+        if world.device.type == "cuda":
+            calls = read_host_calls(profile)
+            ends = [end for _, _, end in (*events, *calls)]
+            row["gaps"] = gaps_by_cause(events, calls, (min(start for _, start, _ in calls), max(ends)))
         text = profile_text(row)
         write_atomically(folder / PARTS_FILE, as_json(row, indent=1))
         write_atomically(folder / TABLE_FILE, f"{text}\n")
@@ -112,9 +118,10 @@ def record_profile(world: World, *, with_host: bool = False) -> Iterator[tuple[A
 
 
 def profile_text(row: Mapping[str, Any], kernels: int = 8) -> str:
-    """The table of parts of a profiled step, and of its longest kernels, for a terminal."""
+    """The tables of a profiled step for a terminal: its parts, its longest kernels, and who made the device wait."""
     parts = text_table(TITLES, [(f"step {row['step']}, rank {row['rank']}", *part_cells(row))])
-    return f"{parts}\n\n{text_table(KERNEL_TITLES, kernel_rows(row)[:kernels], left=2)}"
+    gaps = f"\n\n{text_table(GAP_TITLES, gap_cells(row['gaps'][:kernels]))}" if row.get("gaps") else ""
+    return f"{parts}\n\n{text_table(KERNEL_TITLES, kernel_rows(row)[:kernels], left=2)}{gaps}"
 
 
 def part_cells(row: Mapping[str, Any]) -> list[str]:
@@ -136,7 +143,7 @@ def kind_of(name: str) -> Kind:
     return "other layers"
 
 
-def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) -> dict[str, float]:
+def seconds_by_part(events: Iterable[Event], seconds: float) -> dict[str, float]:
     """Return seconds by part of events (name, start, end) of a step that took so long.
 
     >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
@@ -157,7 +164,7 @@ def seconds_by_part(events: Iterable[tuple[str, float, float]], seconds: float) 
     return seconds_by_kind | {"idle": max(0.0, seconds - covered_seconds)}
 
 
-def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16) -> list[dict[str, Any]]:
+def longest_kernels(events: Iterable[Event], count: int = 16) -> list[dict[str, Any]]:
     """Name, part, calls and seconds (the sum) of the kernels that take most, among events (name, start, end).
 
     >>> longest_kernels([("gemm", 0.0, 1.0), ("gemm", 2.0, 3.0), ("adam", 3.0, 3.5)], 1)
@@ -173,24 +180,24 @@ def longest_kernels(events: Iterable[tuple[str, float, float]], count: int = 16)
     return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:count]
 
 
-def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the union of intervals as intervals that do not touch, in order."""
-    disjoint: list[Interval] = []
-    for start, end in sorted(intervals):
-        if disjoint and start <= disjoint[-1][1]:
-            disjoint[-1] = (disjoint[-1][0], max(end, disjoint[-1][1]))
-        else:
-            disjoint.append((start, end))
-    return disjoint
+def read_host_calls(profile: Any) -> list[Event]:
+    """Read what the host did: operators, calls of CUDA and named ranges, the ones inside others too."""
+    from torch.autograd import DeviceType
+
+    return [
+        (event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        for event in profile.events()
+        if event.device_type == DeviceType.CPU
+    ]
 
 
-def read_events(profile: Any, *, cuda: bool) -> list[tuple[str, float, float]]:
+def read_events(profile: Any, *, cuda: bool) -> list[Event]:
     """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, else operators without inner
     ones.
     """
     from torch.autograd import DeviceType
 
-    events: list[tuple[str, float, float]] = []
+    events: list[Event] = []
     for event in profile.events():
         on_gpu = event.device_type == DeviceType.CUDA
         if on_gpu is not cuda or getattr(event, "is_user_annotation", False):

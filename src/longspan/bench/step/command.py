@@ -11,7 +11,9 @@ from longspan.bench.step.settings import make_settings
 from longspan.cli.processes import run_on_ranks
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.report.memory_section import measures_text
+from longspan.run.gaps import GAP_TITLES, gap_cells
 from longspan.run.profile import KERNEL_TITLES, TITLES, kernel_rows, part_cells
+from longspan.train.memory.live_bytes import retries_text
 
 _NAMES = (
     "step",
@@ -43,17 +45,22 @@ def record_text(record: dict[str, Any]) -> str:
     """Return a record for a terminal."""
     parts = f"\n\n{text_table(TITLES, rows)}" if (rows := _part_rows(record)) else ""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
-    return f"{_record_title(record)}\n\n{text_table(_NAMES, _table_rows(record))}{memory}{parts}{_missing_text(record)}"
+    memory += "".join(f"\n\n{line}" for line in _retries_lines(record))
+    gaps = "".join(f"\n\n{name}\n{text_table(GAP_TITLES, cells)}" for name, cells in _gap_tables(record))
+    table = text_table(_NAMES, _table_rows(record))
+    return f"{_record_title(record)}\n\n{table}{memory}{parts}{gaps}{_missing_text(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
     """Write a record for people who read bench/records."""
     memory = f"{text}.\n\n" if (text := _memory_text(record)) else ""
+    memory += "".join(f"{line}.\n\n" for line in _retries_lines(record))
+    gaps = "".join(f"{name}\n\n{markdown_table(GAP_TITLES, cells)}\n\n" for name, cells in _gap_tables(record))
     parts = f"{markdown_table(TITLES, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
     return (
         f"# {_record_title(record)}\n\n"
         f"{origin_text(record)}\n\n"
-        f"{markdown_table(_NAMES, _table_rows(record))}\n\n{memory}{parts}"
+        f"{markdown_table(_NAMES, _table_rows(record))}\n\n{memory}{parts}{gaps}"
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
         f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
         f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
@@ -106,6 +113,24 @@ def _memory_text(record: dict[str, Any]) -> str:
     extras = [", weights gathered once"] * memory["gathered_once"] + [", states on the host"] * memory["offload_states"]
     host = f"; {bytes_text(memory['host']['total'])} on the host" if memory["host"]["total"] else ""
     return f"memory: {measures_text(memory['measures'])}{''.join(extras)}{host}"
+
+
+def _retries_lines(record: dict[str, Any]) -> list[str]:
+    """Write of each row whose allocator had to give memory back how often it did."""
+    return [
+        f"{row['name']}: {retries_text(row['allocator_retries'], row['peak_bytes'], row['reserved_bytes'])}"
+        for row in record["rows"]
+        if row.get("allocator_retries")
+    ]
+
+
+def _gap_tables(record: dict[str, Any]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return of each row with gaps a title, and what the host did while nothing ran on the GPU."""
+    return [
+        (f"Nothing ran on the GPU of the first rank in a step of {row['name']}:", gap_cells(row["gaps"]))
+        for row in record["rows"]
+        if row.get("gaps")
+    ]
 
 
 def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:

@@ -49,6 +49,9 @@ class StepFlags(BenchFlags, SourceFlags):
     profile: Switch = False
     """Profile one more step. The result shows the seconds of attention, other layers, exposed communication, optimizer
     and idle time; the record also lists the longest kernels."""
+    gaps: Switch = False
+    """Profile two more steps with the host's calls, on GPUs: the result lists what the host was doing while nothing ran
+    on the GPU. With --out NAME.json all that was recorded is in NAME-trace.json.gz, for Perfetto; the last row's."""
     peers: Switch = False
     """Also time Hugging Face with FSDP2: a single sequence under torch's context_parallel; whole documents, as many as
     GPUs or more, packed under compiled layers and FlashAttention-4."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from longspan.bench.record import missing_row, write_unfinished
 from longspan.bench.step.hf_peer import PEER, make_peer_step
 from longspan.bench.step.packed_peer import PACKED_PEER, make_packed_step
 from longspan.bench.step.settings import StepSettings
-from longspan.bench.timing import profile_in_turn, time_in_turn
+from longspan.bench.timing import gaps_in_turn, profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.config.sections import RunConfig
@@ -27,6 +28,7 @@ from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
+from longspan.train.memory.live_bytes import allocator_retries, peak_reserved_bytes
 from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
 from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
 from longspan.train.plans import find_run_cost, query_heads
@@ -172,21 +174,32 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    retries = allocator_retries(world.device)
     times = time_in_turn(step, settings.flags.repeats, world)
+    retries = (allocator_retries(world.device) - retries) / (1 + settings.flags.repeats)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    of_ranks = world.control.gather_objects((statistics.median(times), peak))
-    seconds, tokens = max(s for s, _ in of_ranks), sum(settings.lengths)
+    of_ranks = world.control.gather_objects(
+        (statistics.median(times), peak, peak_reserved_bytes(world.device), retries)
+    )
+    seconds, peak, reserved, retries = (max(figures) for figures in zip(*of_ranks, strict=True))
+    tokens = sum(settings.lengths)
     flops = model_flops(ModelShape.of(settings.configuration), settings.lengths)
     row: dict[str, Any] = {
         "seconds": seconds,
         "tokens_per_second_per_device": tokens / seconds / settings.ranks,
-        "peak_bytes": max(p for _, p in of_ranks),
+        "peak_bytes": peak,
+        "reserved_bytes": reserved,
+        "allocator_retries": retries,
         "model_tflops_per_device": flops / seconds / settings.ranks / 1e12,
     }
     if settings.peak_tflops:
         row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
     if settings.flags.profile:
         row |= _profile_step(step, world)
+    if settings.flags.gaps:
+        out = Path(settings.out) if settings.out and world.rank == 0 else None
+        trace = out.with_name(f"{out.stem}-trace.json.gz") if out else None
+        row["gaps"] = world.control.broadcast_object(gaps_in_turn(step, world, trace=trace))
     return row
 
 

@@ -125,6 +125,8 @@ def make_settings(
 ) -> StepSettings:
     """Make the settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
     gpu = backend != "gloo"
+    if flags.gaps and not gpu:
+        raise ConfigError("--gaps lists when nothing runs on a GPU, and this bench runs on CPUs; leave it out")
     planners, home = _choose_planners(flags, config), home_of(config.parallel, ranks)
     documents = read_documents(flags, config, home.slots, gpu=gpu)
     config = config if flags.config else _set_default_model(config, gpu=gpu)

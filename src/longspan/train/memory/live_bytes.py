@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from longspan.plain_text import bytes_text
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts storages that operators make inside it, in this thread, until they are freed.
@@ -95,6 +97,30 @@ def _memory_figure(device: torch.device, name: str, which: Literal["current", "p
     """Return one figure of a GPU's allocator. Functions as torch.cuda.memory_allocated sort all two hundred of them."""
     figures = torch.cuda.memory_stats_as_nested_dict(device)
     return figures[name]["all"][which] if figures else 0
+
+
+def allocator_retries(device: torch.device) -> int:
+    """Return how often this process's allocator of a GPU had to wait for it, give back what was free, and ask again.
+
+    Each time takes milliseconds, and what is given back is asked for again. 0 on a CPU.
+    """
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0)
+
+
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Return the most memory that the allocator took of a GPU, in use or not, since its peak was last set back."""
+    return _memory_figure(device, "reserved_bytes", "peak") if device.type == "cuda" else 0
+
+
+def retries_text(times: float, in_use: int, reserved: int) -> str:
+    """Return what a user should know of an allocator that had to ask again so many times a step."""
+    return (
+        f"the GPU's allocator ran out of memory {times:.3g} times a step: each time it waits for the GPU, gives back "
+        f"what is free and takes it again ({bytes_text(reserved)} taken at most, {bytes_text(in_use)} in use); a lower "
+        "train.memory_fraction or train.memory_bytes leaves it room (docs/memory.md)"
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,0 +1,149 @@
+"""Where gradients that FSDP2 sums over slots are: in memory of the stream that computes, which backward has freed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bench.training.stream_pools import PAGE, Device, measure
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from longspan.comm import World
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.model.sharding import SumsInComputeMemory, _sums_become_gradients, fsdp_modules, reduction_groups
+from longspan.testing import run_ranks
+from tests.model.stock import tiny
+from tests.model.test_compiled_layers import LENGTHS, take_step
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeStreams:
+    """torch.cuda's streams, by name; `made` has the stream and size of each tensor, and who may still use it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.made = "computing", list[tuple[str, int, list[str]]]()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.enter)
+        monkeypatch.setattr(torch, "empty", self.make)
+
+    @contextmanager
+    def enter(self, name: str) -> Iterator[None]:
+        before, self.current = self.current, name
+        yield
+        self.current = before
+
+    def make(self, size: int, **_: Any) -> Any:
+        users = list[str]()
+        self.made.append((self.current, size, users))
+        return SimpleNamespace(record_stream=users.append)
+
+    def allocate(self, comm: SumsInComputeMemory, size: int, stream: str) -> None:
+        with self.enter(stream):
+            comm.allocate((size,), dtype=torch.float32, device=GPU)
+
+
+def test_a_sum_is_in_memory_of_the_stream_of_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm, streams = SumsInComputeMemory(), FakeStreams(monkeypatch)
+    for _ in range(2):
+        streams.allocate(comm, 8, "computing")
+        streams.allocate(comm, 4, "sums")
+    assert streams.made == [("computing", 8, []), ("computing", 4, ["sums"])] * 2
+    assert streams.current == "computing"
+
+
+def test_a_message_after_an_error_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm, streams = SumsInComputeMemory(), FakeStreams(monkeypatch)
+    streams.allocate(comm, 8, "computing")  # copying into it failed
+    streams.allocate(comm, 6, "computing")
+    streams.allocate(comm, 3, "sums")
+    assert streams.made == [("computing", 8, []), ("computing", 6, []), ("computing", 3, ["sums"])]
+
+
+def test_simulated_memory_is_given_back_only_to_another_stream() -> None:
+    device = Device(room=10 * PAGE)
+    first, second = device.take("compute", 80.0), device.take("compute", 60.0)
+    assert device.mapped == 7 * PAGE and device.in_use == first.size + second.size
+    device.free(first)
+    again = device.take("compute", 70.0)  # in the block that was freed
+    assert (device.retries, device.mapped) == (0, 7 * PAGE)
+    device.free(again)
+    device.take("sums", 100.0)  # needs 5 pages, where 3 are left: those of the first block go
+    assert device.retries == 1 and device.mapped <= device.room
+
+
+def test_only_a_full_step_of_one_micro_batch_takes_its_memory_again() -> None:
+    room = int(91.4 * 2**30)
+    retries = {
+        case: float(measure(*case, room, 1)[3]) for case in ((34, 1, "sums"), (34, 1, "compute"), (28, 2, "sums"))
+    }
+    assert retries == {(34, 1, "sums"): 2.0, (34, 1, "compute"): 0.0, (28, 2, "sums"): 0.0}
+
+
+class Recorded(DefaultReduceScatter):
+    """FSDP2's own, with the sizes that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = list[int]()
+
+    def allocate(self, size: Any, **options: Any) -> torch.Tensor:
+        self.sizes.append(size[0])
+        return super().allocate(size, **options)
+
+
+def take_recorded_step(_: int) -> list[list[int]]:
+    with World(Layout(2)) as world:
+        model = prepare(tiny("qwen3"), world, probe=False)
+        comms = list[Recorded]()
+        for module in fsdp_modules(model):
+            comms.append(Recorded())
+            module.set_custom_reduce_scatter(comms[-1])
+        take_step(model, world, LENGTHS)
+        return [comm.sizes for comm in comms if comm.sizes]
+
+
+def test_fsdp2_asks_for_a_message_and_then_for_its_sum() -> None:
+    for asked_sizes in run_ranks(take_recorded_step, 2):
+        assert len(asked_sizes) > 1
+        for sizes in asked_sizes:
+            assert len(sizes) % 2 == 0 and all(a == 2 * b for a, b in zip(sizes[::2], sizes[1::2], strict=True))
+
+
+def sums_become_gradients(_: int, home: Layout, dtype: torch.dtype, compute: torch.dtype | None) -> list[bool]:
+    with World(home) as world:
+        model: Any = prepare(tiny("qwen3", dtype), world, compute_dtype=compute, probe=False)
+        (policy,) = {group.mp_policy.reduce_dtype for group in reduction_groups(fsdp_modules(model))}
+        policies = SimpleNamespace(reduce_dtype=policy)
+        return [_sums_become_gradients(module, policies) for module in fsdp_modules(model)]  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("home", "dtype", "compute", "expected"),
+    [
+        (Layout(2), torch.float32, torch.bfloat16, True),
+        (Layout(2), torch.float32, None, True),
+        (Layout(2), torch.bfloat16, None, False),  # cast to bfloat16 behind the sum
+        (Layout(2, dp_replicate=2), torch.float32, torch.bfloat16, False),  # summed again, on one more stream
+    ],
+    ids=["float32 computed in bfloat16", "float32", "bfloat16", "replicas"],
+)
+def test_only_sums_that_stay(home: Layout, dtype: torch.dtype, compute: torch.dtype | None, expected: bool) -> None:
+    for answers in run_ranks(sums_become_gradients, 2, home, dtype, compute):
+        assert set(answers) == {expected}
+
+
+@pytest.mark.gpu
+def test_gradients_lie_in_memory_of_the_computing_stream() -> None:
+    with World(Layout(ranks=1)) as world:
+        model: Any = prepare(tiny("qwen3", torch.float32), world, compute_dtype=torch.bfloat16, probe=False)
+        take_step(model, world, LENGTHS)
+        take_step(model, world, LENGTHS)
+        computing, segments = torch.cuda.current_stream().cuda_stream, torch.cuda.memory_snapshot()
+        for parameter in model.parameters():
+            place = parameter.grad.to_local().data_ptr()
+            (segment,) = [x for x in segments if x["address"] <= place < x["address"] + x["total_size"]]
+            assert segment["stream"] == computing
