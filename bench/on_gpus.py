@@ -26,6 +26,10 @@ STEP = "{python} -m longspan bench step --model.preset qwen3-8b --planners fixed
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
+PYTEST = "{python} -m pytest -q --tb=short --resume {folder}/{name}.jsonl"  # which has the reasons of what failed
+TESTS = f"{PYTEST} -m nccl"
+SAME_AS_CPUS = f"{PYTEST} -m ''"  # without NCCL, and the tests that stand for a whole table too
+PARTS = {"train": 170, "comm": 80, "attention": 170, "model": 110, "mixers": 240}  # seconds, the five beside each other
 PACKED = "--same 8x8192 --context.max_tokens_per_slot 16384"
 
 
@@ -40,11 +44,14 @@ class GpuRun:
 
     def words(self, folder: Path) -> list[str]:
         """Return the command for a folder of results."""
-        torchrun = f"{sys.executable} -m torch.distributed.run --nproc-per-node {self.gpus}"
-        out = folder.resolve() / f"{self.name}.json"
-        return shlex.split(
-            self.command.format(python=sys.executable, torchrun=torchrun, out=out, folder=folder.resolve())
-        )
+        places = {
+            "python": sys.executable,
+            "torchrun": f"{sys.executable} -m torch.distributed.run --nproc-per-node {self.gpus}",
+            "out": folder.resolve() / f"{self.name}.json",
+            "folder": folder.resolve(),
+            "name": self.name,
+        }
+        return shlex.split(self.command.format(**places))
 
 
 RUNS = (
@@ -54,14 +61,16 @@ RUNS = (
         "{python} bench/training/first_steps.py --ranks 2 --longest 16384 --tail 49152 --tail_longest 8192 --steps 3 "
         "--runs cold,warm --out {out} -- --model.preset qwen3-0.6b --model.dtype bfloat16",
     ),
-    *(
-        GpuRun(
-            f"tests-{part}",
-            150,
-            f"{{python}} -m pytest -q --backend nccl -m nccl --part {part} --resume {{folder}}/tests-{part}.jsonl",
-        )
-        for part in ("train", "comm", "attention", "model", "mixers")
+    *(GpuRun(f"tests-{part}", seconds, f"{TESTS} --backend nccl --part {part}") for part, seconds in PARTS.items()),
+    GpuRun("tests-one", 240, f"env CUDA_VISIBLE_DEVICES=0 {TESTS} --backend nccl", gpus=1),
+    GpuRun(
+        "tests-float8",
+        120,
+        f"{SAME_AS_CPUS} tests/model/float8/test_on_gpus.py tests/model/float8/test_products.py "
+        "tests/train/optim/test_one_pass_on_gpu.py",
+        gpus=1,
     ),
+    GpuRun("tests-compiled", 150, f"{SAME_AS_CPUS} tests/model/test_compiled_layers.py"),
     GpuRun("step-32k", 90, f"{STEP} --sequences 32768 --profile"),
     GpuRun("step-32k-a2a", 75, f"{STEP} --sequences 32768 --profile --context.cp_comm_type a2a"),
     GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN} --profile"),
