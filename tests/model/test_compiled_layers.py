@@ -132,7 +132,8 @@ def test_attention_before_experts_has_no_hook_where_its_layer_is_compiled(word: 
     model = preset_model("qwen3-moe-tiny")
     use_experts(model)
     compile_layers([model], word)
-    assert {len(layer.self_attn._forward_pre_hooks) for layer in decoder_layers(model).values()} == {hooks}
+    attention = [layer.get_submodule("self_attn") for layer in decoder_layers(model).values()]
+    assert {len(module._forward_pre_hooks) for module in attention} == {hooks}
 
 
 @pytest.mark.whole
