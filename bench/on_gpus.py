@@ -27,6 +27,10 @@ TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
 LONG = "--sequences 32768 --warmup 1 --repeats 2 --profile --gaps"
+PYTEST = "{python} -m pytest -q --tb=short --resume {folder}/{name}.jsonl"  # which has the reasons of what failed
+TESTS = f"{PYTEST} -m nccl"
+SAME_AS_CPUS = f"{PYTEST} -m ''"  # without NCCL, and the tests that stand for a whole table too
+PARTS = {"train": 170, "comm": 80, "attention": 170, "model": 110, "mixers": 240}  # seconds, the five beside each other
 PACKED = "--same 8x8192 --context.max_tokens_per_slot 16384"
 
 
@@ -41,11 +45,14 @@ class GpuRun:
 
     def words(self, folder: Path) -> list[str]:
         """Return the command for a folder of results."""
-        torchrun = f"{sys.executable} -m torch.distributed.run --nproc-per-node {self.gpus}"
-        out = folder.resolve() / f"{self.name}.json"
-        return shlex.split(
-            self.command.format(python=sys.executable, torchrun=torchrun, out=out, folder=folder.resolve())
-        )
+        places = {
+            "python": sys.executable,
+            "torchrun": f"{sys.executable} -m torch.distributed.run --nproc-per-node {self.gpus}",
+            "out": folder.resolve() / f"{self.name}.json",
+            "folder": folder.resolve(),
+            "name": self.name,
+        }
+        return shlex.split(self.command.format(**places))
 
 
 RUNS = (
@@ -55,42 +62,44 @@ RUNS = (
         "{python} bench/training/first_steps.py --ranks 2 --longest 16384 --tail 49152 --tail_longest 8192 --steps 3 "
         "--runs cold,warm --out {out} -- --model.preset qwen3-0.6b --model.dtype bfloat16",
     ),
-    *(
-        GpuRun(
-            f"tests-{part}",
-            150,
-            f"{{python}} -m pytest -q --backend nccl -m nccl --part {part} --resume {{folder}}/tests-{part}.jsonl",
-        )
-        for part in ("train", "comm", "attention", "model", "mixers")
+    *(GpuRun(f"tests-{part}", seconds, f"{TESTS} --backend nccl --part {part}") for part, seconds in PARTS.items()),
+    GpuRun("tests-one", 240, f"env CUDA_VISIBLE_DEVICES=0 {TESTS} --backend nccl", gpus=1),
+    GpuRun(
+        "tests-float8",
+        120,
+        f"{SAME_AS_CPUS} tests/model/float8/test_on_gpus.py tests/model/float8/test_products.py "
+        "tests/train/optim/test_one_pass_on_gpu.py",
+        gpus=1,
     ),
+    GpuRun("tests-compiled", 150, f"{SAME_AS_CPUS} tests/model/test_compiled_layers.py"),
     GpuRun("step-32k", 100, f"{STEP} {LONG}"),
     GpuRun("step-32k-room", 75, f"{STEP} {LONG} --train.memory_bytes 118111600640"),  # 110 GiB
     *(
         GpuRun(f"step-32k-{name}", 75, f"{STEP} {LONG} --context.cp_comm_type {name}")
         for name in ("a2a", "p2p", "all_gather")
     ),
-    GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN} --profile"),
+    GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN} --profile --gaps"),
     GpuRun(
         "step-64k-host",
         110,
         f"{STEP} --sequences 65536 {YARN} --train.memory none --train.activation_checkpointing selective "
         "--train.offload_activations true",
     ),
-    GpuRun("step-packed", 150, f"{STEP} {PACKED} --profile --peers"),
+    GpuRun("step-packed", 180, f"{STEP} {PACKED} --profile --peers"),
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
     GpuRun("step-256k", 240, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
     GpuRun("step-peers", 150, f"{STEP.replace('fixed', 'none')} --sequences 8192,16384,32768 --peers --repeats 2"),
-    GpuRun("trainer-train", 90, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways train"),
-    GpuRun("trainer-sft", 90, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways SFTTrainer"),
-    GpuRun("trainer-trl", 90, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways 'TRL cp'"),
-    GpuRun("grpo-dynamic", 100, f"{GRPO} --planners dynamic"),
-    GpuRun("grpo-fixed", 100, f"{GRPO} --planners 2"),
+    GpuRun("trainer-train", 100, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways train"),
+    GpuRun("trainer-sft", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways SFTTrainer"),
+    GpuRun("trainer-trl", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways 'TRL cp'"),
+    GpuRun("grpo-dynamic", 110, f"{GRPO} --planners dynamic"),
+    GpuRun("grpo-fixed", 105, f"{GRPO} --planners 2"),
     GpuRun(
         "evaluation",
         140,
         "{python} bench/evaluation/evaluation_degrees.py --cases 1k-tp1,8k-tp1,1k-tp2,8k-tp2 --profile --out {out}",
     ),
-    GpuRun("optimizer", 60, "{python} bench/training/optimizer_time.py --millions 2000 --out {out}", gpus=1),
+    GpuRun("optimizer", 25, "{python} bench/training/optimizer_time.py --millions 2000 --out {out}", gpus=1),
     GpuRun(
         "saves",
         240,

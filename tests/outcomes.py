@@ -20,6 +20,7 @@ from tests.over_nccl import part_of
 
 _ROOT = Path(__file__).parent
 LONGEST_REASON = 300  # characters
+LONGEST_TEXT = 1500  # of a failure, from its end
 Rows = Sequence[dict[str, Any]]
 
 
@@ -38,7 +39,7 @@ class Resumed:
         items[:] = sorted((item for item in items if item.nodeid not in self.done), key=part_of)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One line for each test: its call, or what kept it from being called.
+        """One line for each test: its call, or what kept it from being called; of a failure, the last lines too.
 
         Processes of pytest-xdist report to the first one, which writes.
         """
@@ -52,6 +53,8 @@ class Resumed:
         }
         if report.outcome != "passed":
             row["why"] = _reason(report)
+        if report.outcome == "failed":
+            row["text"] = report.longreprtext[-LONGEST_TEXT:]
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 

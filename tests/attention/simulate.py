@@ -1,6 +1,7 @@
 """The members of one group played by one process: what every pattern computes, without communication."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,13 +28,12 @@ def simulate(
 
     Sums over members accumulate as those that travel a ring do. With `with_deltas` backward gets dout · out.
     """
-    shares = Partition.zigzag(lengths, degree)
-    rows = [torch.from_numpy(shares.rows(member).copy()).to(q.device) for member in range(degree)]
+    rows, launches_between = _geometry(tuple(lengths), degree, call.mask, q.device)
     out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
     dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
     for member in range(degree):
         mine = rows[member]
-        blocks = [(rows[o], _launches(shares, member, o, call.mask, q.device)) for o in _ring(member, degree)]
+        blocks = [(rows[owner], launches_between[member][owner]) for owner in _ring(member, degree)]
         total = Partial(len(mine), q.shape[1], v.shape[2], like=q)
         for theirs, launches in blocks:
             add_block(total, q[mine], k[theirs], v[theirs], launches, call)
@@ -55,6 +55,19 @@ def _ring(member: int, degree: int) -> list[int]:
     return [(member - step) % degree for step in range(degree)]
 
 
-def _launches(shares: Partition, member: int, owner: int, mask: Mask, device: torch.device) -> tuple[Launch, ...]:
-    tilings = tiles_between(shares.segments(member), shares.segments(owner), **mask._asdict())
-    return tuple(Launch(tiling, device) for tiling in tilings)
+@lru_cache(maxsize=4)
+def _geometry(
+    lengths: tuple[int, ...], degree: int, mask: Mask, device: torch.device
+) -> tuple[list[Tensor], list[list[tuple[Launch, ...]]]]:
+    """The rows of every member, and the launches between any two: the same for all kernels, 4096 pairs at degree 64."""
+    shares, members = Partition.zigzag(lengths, degree), range(degree)
+    rows = [torch.from_numpy(shares.rows(member).copy()).to(device) for member in members]
+    segments = [shares.segments(member) for member in members]
+    launches = [
+        [
+            tuple(Launch(tiling, device) for tiling in tiles_between(segments[a], segments[b], **mask._asdict()))
+            for b in members
+        ]
+        for a in members
+    ]
+    return rows, launches

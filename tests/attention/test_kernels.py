@@ -22,6 +22,7 @@ from tests.reference import dense_attention, relative_error
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
+MANY = 32 if DEVICE.type == "cuda" else 64  # members: a GPU gets 15 launches and more for each of their blocks
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 HEADS = {"mha": (4, 4, 8, 8), "gqa": (8, 2, 16, 16), "mqa": (3, 1, 8, 8), "mla": (4, 2, 24, 16), "wide": (2, 2, 8, 24)}
 LENGTHS = [(37,), (1,), (5, 1, 40, 3), (2, 2, 2, 2)]
@@ -95,7 +96,7 @@ def test_pieces_of_long_tiles(monkeypatch):
 def test_half_precision_error_does_not_grow_with_the_degree(dtype):
     for kernel in usable(dtype):
         alone = errors(kernel, dtype, HEADS["gqa"], (128,), 1)
-        for degree in (8, 64):
+        for degree in (8, MANY):
             split = errors(kernel, dtype, HEADS["gqa"], (128,), degree)
             for name, one, many in zip(("out", "dq", "dk", "dv"), alone, split, strict=True):
                 assert many <= 2 * one, (kernel.name, degree, name, one, many)

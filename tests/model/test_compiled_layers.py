@@ -18,8 +18,9 @@ from longspan.config.file import load_config
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import compiled_layers, load_model, prepare
-from longspan.model.compiled_layers import compile_layers, read_compiled
+from longspan.model.compiled_layers import Compiled, compile_layers, read_compiled
 from longspan.model.execution import model_execution
+from longspan.model.experts.moe import use_experts
 from longspan.model.layers import decoder_layers
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.presets import preset_config
@@ -123,6 +124,16 @@ def test_experts_and_mixers_run_between_graphs(preset: str) -> None:
         assert worst(got, expected) <= 1e-12
         assert graphs.made == [FAMILIES[preset]]
         assert model_execution(model).compiled == f"{len(decoder_layers(model))} layers around attention"  # pyright: ignore
+
+
+@pytest.mark.parametrize(("word", "hooks"), [("none", 1), ("modules", 1), ("layers", 0)])
+def test_attention_before_experts_has_no_hook_where_its_layer_is_compiled(word: Compiled, hooks: int) -> None:
+    """Graphs that end inside a module with hooks, as attention's do, fail in torch 2.11."""
+    model = preset_model("qwen3-moe-tiny")
+    use_experts(model)
+    compile_layers([model], word)
+    attention = [layer.get_submodule("self_attn") for layer in decoder_layers(model).values()]
+    assert {len(module._forward_pre_hooks) for module in attention} == {hooks}
 
 
 @pytest.mark.whole

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.errors import ModelError, plural
-from longspan.model.experts.moe import expert_modules, note_layer_arguments
+from longspan.model.experts.moe import expert_modules, note_layer_arguments, remove_argument_hooks
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.depths import MtpBlocks, model_depths
 from longspan.model.seams.forwards.norms import runs_in_one_pass, use_class_norms
@@ -154,6 +154,7 @@ def _compile_layer(layer: nn.Module) -> None:
     for module in (*find_mixers(layer).values(), *replaced):
         _compile_tiles(module)
         run_outside_graphs(module)
+    remove_argument_hooks(layer)
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
     pieces = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
     setattr(layer, _IS_COMPILED, True)

@@ -45,13 +45,14 @@ class Case:
 
 
 FEW = [Case(), Case(depths=3)]
-CASES = [
-    *FEW,
+FAMILIES = [
     Case("llama", depths=1, settings=(("activation_checkpointing", "full"),)),
     Case("mistral"),
     Case("gemma2"),
     Case("deepseek-v3"),
     Case("qwen3-moe", layers=3),
+]
+SETTINGS = [
     Case(labelled=True),
     Case(settings=(("shard_parameters", False),)),
     Case(settings=(("activation_checkpointing", "selective"), ("offload_activations", True))),
@@ -194,7 +195,9 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
     ("home", "cases"),
     [
         pytest.param(Layout(ranks=1), FEW[1:], marks=pytest.mark.whole),
-        pytest.param(Layout(ranks=2), CASES, marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=2), FEW, marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=2), FAMILIES, marks=pytest.mark.whole),
+        pytest.param(Layout(ranks=2), SETTINGS, marks=pytest.mark.whole),
         (Layout(ranks=3), FEW[1:]),
         (Layout(ranks=2), [*HYBRID[:1], Case("gemma4, keys shared", depths=1, plans=("dynamic",))]),
         pytest.param(Layout(ranks=3), HYBRID, marks=pytest.mark.whole),
@@ -215,6 +218,8 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
     ids=[
         "1 slot",
         "2 slots",
+        "families on 2 slots",
+        "settings on 2 slots",
         "3 slots",
         "a hybrid and inputs of tokens on 2 slots",
         "hybrids on 3 slots",

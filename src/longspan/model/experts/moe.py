@@ -101,6 +101,18 @@ def use_experts(model: PreTrainedModel) -> None:
         model.register_forward_pre_hook(_turn_off_router_losses, with_kwargs=True)
 
 
+def remove_argument_hooks(layer: nn.Module) -> None:
+    """Take the hooks of `use_experts` from a layer that calls `note_layer_arguments` itself, as a compiled one does.
+
+    torch 2.11 ends a graph inside a module that has hooks by code which looks names of torch.nn up among those of the
+    model's file, and finds none.
+    """
+    for child in layer.children():
+        hooks = child._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _note_before_experts]:
+            del hooks[key], child._forward_pre_hooks_with_kwargs[key]
+
+
 def _turn_off_router_losses(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -137,9 +149,8 @@ def router_statistics(
 
 
 def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Forward pre-hook of what comes before experts: note what it is called with; a compiled layer did so before."""
-    if not torch.compiler.is_dynamo_compiling():
-        note_layer_arguments(kwargs)
+    """Forward pre-hook of what comes before experts: note what it is called with."""
+    note_layer_arguments(kwargs)
 
 
 @outside_graphs
