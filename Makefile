@@ -1,6 +1,6 @@
 # Two commands are enough on a fresh machine with Python 3.11+, git and make:
 #   make train    install, train a small model on real text with four local processes, write its report
-#   make test     install what tests need, run them
+#   make test     install what tests need, run them (WORKERS=4: on more cores)
 
 PYTHON ?= python3
 VENV   := .venv
@@ -9,6 +9,7 @@ OLDEST := .venv-oldest
 DOCS   := .venv-docs
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
+WORKERS ?= 2
 VLM    ?= runs/vlm
 
 .PHONY: train vlm docs test test-all test-gpu test-oldest predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
@@ -52,7 +53,7 @@ vlm: $(VENV)/.vlm
 	PYTHONPATH=examples/vlm $(BIN)/longspan train examples/vlm.toml --world 4 --device cpu --run.dir $(VLM)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from longspan.comm import World
+from longspan.model import prepare
 from longspan.testing import backend
 
 VOCABULARY = 61
@@ -163,6 +166,16 @@ def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tup
     total = torch.stack(losses).sum()
     total.backward()
     return total.item(), gradients_of(model)
+
+
+def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
+    """A prepared model whose rows are not tried before its steps, as another of its class is tried by the same test.
+
+    The trials of a model of two layers take as long as two of its steps.
+    """
+    prepared = prepare(model, world, probe=False, **options)
+    vars(prepared)["modes_of_row_trial"] = {False, True}
+    return prepared
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from longspan.model.activations.host_offload import HostOffload, park_saved_tens
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from tests.model.stock import gradients_of, stock_answer, texts, tiny, worst
+from tests.model.stock import gradients_of, prepare_untried, stock_answer, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -61,20 +61,28 @@ class Counting:
         return counted
 
 
-def _compare(rank: int) -> dict[object, tuple[float, float, int]]:
-    """Errors of loss and gradients, and messages sent, for every way, dtype and communication type."""
+def _compare(rank: int, every: bool) -> dict[object, tuple[float, float, int]]:
+    """Errors of loss and gradients, and messages sent, for every way, dtype and communication type.
+
+    Without `every` each way has each type with one of the two models; those that recompute nothing have all of them.
+    """
     of_cases, documents = {}, texts(LENGTHS)
     with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(ranks=2), backend=backend()) as world:
         counting = Counting(monkeypatch)
         sizes: dict[str, Any] = {"hierarchical_context_parallel_sizes": (2, 1)}
         plans = {kind: plan_fixed(LENGTHS, world.home, cp=2, cp_comm_type=kind, **sizes) for kind in TYPES}
         plans["by hand"] = by_hand()
-        for family, dtype in (("qwen3", torch.float64), ("gpt-oss", torch.float32)):
+        for turn, (family, dtype) in enumerate((("qwen3", torch.float64), ("gpt-oss", torch.float32))):
             stock = stock_answer(family, dtype, documents, world.device)
-            for way in WAYS:
+            for number, way in enumerate(WAYS):
                 model = tiny(family, dtype, attention="eager")
-                prepare(model, world, probe=family != "gpt-oss", **_settings(way))
-                for name, plan in plans.items():
+                if number < 2:  # recomputation is tried too
+                    prepare(model, world, probe=family != "gpt-oss", **_settings(way))
+                else:
+                    prepare_untried(model, world, **_settings(way))
+                for place, (name, plan) in enumerate(plans.items()):
+                    if not every and number and (number + place) % 2 != turn:
+                        continue
                     counting.calls = 0
                     loss = run_step(model, plan, documents, world).loss
                     errors = abs(loss / stock.loss - 1), worst(gradients_of(model), stock.gradients)
@@ -83,9 +91,11 @@ def _compare(rank: int) -> dict[object, tuple[float, float, int]]:
     return of_cases
 
 
-def test_gradients_and_messages() -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.whole)])
+def test_gradients_and_messages(every: bool) -> None:
     """Selective sends what no recomputation sends; full sends attention's forward twice."""
-    for errors in run_ranks(_compare, 2):
+    for errors in run_ranks(_compare, 2, every):
+        assert len(errors) == len(WAYS) * 5 * 2 if every else len(WAYS) * 5 + 5
         for (way, family, dtype, name), (loss, gradients, sent) in errors.items():
             bounds = TOLERANCE[dtype]
             assert loss < bounds[0] and gradients < bounds[1], (way, family, name, loss, gradients)

@@ -13,7 +13,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.testing import backend, run_ranks
 from tests.model.activations.test_tiles import EXACT, MODELS, make_plan, take_step
-from tests.model.stock import tiny, worst
+from tests.model.stock import prepare_untried, tiny, worst
 
 Case = tuple[str, Any, int, int]
 
@@ -24,7 +24,7 @@ def _errors(rank: int, home: Layout, cases: Sequence[Case], options: dict[str, A
     with World(home, backend=backend()) as world, whole_float64():
         for name, words, size, rows in cases:
             if name not in plain:
-                plain[name] = take_step(prepare(MODELS[name](), world, **options), plan, world)
+                plain[name] = take_step(prepare_untried(MODELS[name](), world, **options), plan, world)
             loss, gradients = plain[name]
             how: dict[str, Any] = {"measures": words, "segment_layers": size, "mlp_tile_rows": rows} | options
             here, of_rank = take_step(prepare(MODELS[name](), world, **how), plan, world)

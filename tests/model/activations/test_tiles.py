@@ -23,7 +23,7 @@ from longspan.train import MtpLoss, run_step
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
-from tests.model.stock import gradients_of, texts, tiny, worst
+from tests.model.stock import gradients_of, prepare_untried, texts, tiny, worst
 
 LENGTHS = (13, 1, 24, 7, 2, 9)
 EXACT = 1e-12
@@ -64,7 +64,7 @@ def _errors(
     with World(home, backend=backend()) as world, whole_float64():
         for name, word, rows in cases:
             if name not in plain:
-                plain[name] = take_step(prepare(MODELS[name](), world, **options), plan, world)
+                plain[name] = take_step(prepare_untried(MODELS[name](), world, **options), plan, world)
             loss, gradients = plain[name]
             model = prepare(MODELS[name](), world, measures=word, mlp_tile_rows=rows, **options)
             here, of_rank = take_step(model, plan, world)

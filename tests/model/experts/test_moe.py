@@ -17,7 +17,7 @@ from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, pla
 from longspan.testing import backend, run_ranks
 from longspan.train import StepResult, run_step
 from tests.model.experts.moe_models import MoeStock, moe_answer, moe_model
-from tests.model.stock import gradients_of, texts, tiny, worst
+from tests.model.stock import gradients_of, prepare_untried, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 WEIGHTS = RouterCoefficients(balance=0.5, z=0.1)
@@ -72,17 +72,18 @@ def weights_of_family(family: str) -> RouterCoefficients:
 
 def compare(rank: int, home: Layout, cases: Mapping[Case, Iterable[str]]) -> dict[tuple[Case, str], Errors]:
     """Errors of one step of every case under each of its plans."""
-    errors = {}
+    errors, tried = {}, set[str]()
     with World(home, backend=backend()) as world:
         for case, plans in cases.items():
             family, dtype, kind = case
-            model = prepare(
+            model = (prepare_untried if family in tried else prepare)(
                 moe_model(family, dtype),
                 world,
                 shard_parameters=kind != "copies",
                 activation_checkpointing="selective" if kind == "selective" else kind == "recomputed",
                 sequence_parallel=kind == "sequence-parallel",
             )
+            tried.add(family)
             for name in plans:
                 plan = replace(PLANS[name](home), row_multiple=home.tp)
                 result = run_step(model, plan, texts(LENGTHS), world, router=weights_of_family(family))
@@ -107,16 +108,23 @@ CASES += [("qwen3-moe", torch.float64, "copies"), ("gpt-oss", torch.float32, "co
 CASES += [("gpt-oss", torch.float64, "selective")]
 
 
+def _plans(case: Case) -> tuple[str, ...]:
+    """Every plan for two families in float64; for other cases that with idle slots and, in turn, one more."""
+    if case[0] in FAMILIES[:2] and case[1:] == (torch.float64, "recomputed"):
+        return tuple(PLANS)
+    return "idle slots", tuple(PLANS)[CASES.index(case) % 4]
+
+
 @cache
 def _results(family: str) -> list[dict[tuple[Case, str], Errors]]:
-    return run_ranks(compare, 2, Layout(ranks=2), {case: tuple(PLANS) for case in CASES if case[0] == family})
+    return run_ranks(compare, 2, Layout(ranks=2), {case: _plans(case) for case in CASES if case[0] == family})
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_stock_model_with_all_experts_on_every_rank(case: Case) -> None:
     for answer in _results(case[0]):
         of_plans = {plan: errors for (of, plan), errors in answer.items() if of == case}
-        assert of_plans.keys() == PLANS.keys()
+        assert of_plans.keys() == set(_plans(case)) and len(of_plans) >= 2
         assert all(errors.within(case[1]) for errors in of_plans.values()), of_plans
 
 
