@@ -70,7 +70,12 @@ class _CorpusOfRun:
             return None
 
     def load_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
-        """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed."""
+        """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed.
+
+        It is opened as it is if settings and files are those of its record, its key is the same (which covers the
+        tokenizer), it holds rows or tokens as it should, and is whole. Otherwise it is built. A run that is resumed
+        may build again only what becomes the same tokens: a corpus that lacks files, say.
+        """
         if resumed and self._old_record is None:
             raise DataError(
                 f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"

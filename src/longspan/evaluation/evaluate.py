@@ -97,7 +97,11 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """Make the result, without its degree, seconds and bytes."""
+    """Make the result of the totals over all ranks; its degree, seconds and bytes are set by the caller.
+
+    Every metric is a mean: a sum and what it is divided by. Bits per byte are the loss in bits over the bytes of the
+    targets' texts, if the tokenizer gave those.
+    """
     plan, targets = inputs.plan, inputs.documents.targets
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}

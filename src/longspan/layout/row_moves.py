@@ -57,6 +57,9 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     member has several times, is summed, in the order of groups. Without groups a row comes from any one member that
     has it. Rows that nobody has come as zeros. Raises LayoutError where members of a group have a row differently
     often, for then their copies differ.
+
+    A block that a member has several times is sent once, after its copies are summed. `begin` is where each distinct
+    block of this member starts among its rows.
     """
     summed, groups = groups is not None, [range(len(source.members))] if groups is None else list(map(sorted, groups))
     distinct_blocks = [blocks[_first_occurrences(blocks, source)] for blocks in source.members]

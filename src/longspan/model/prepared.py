@@ -121,6 +121,11 @@ def prepare_language_model(
 ) -> PreTrainedModel | PipelineModel:
     """Bring a causal language model, or a wrapper of one for text only, under the world's home; see `prepare`.
 
+    The model is checked and tried whole, with its layers connected to longspan's operations. Then it is cut into
+    pipeline stages, or stays one piece, its layers are placed on ranks and get their weights, and are compiled. Last,
+    every call of it is checked by the rules that the trial gave. A model that was not tried (`probe`) is checked in its
+    first pass.
+
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     pipeline, placement = options.pipeline(world), options.placement(world)

@@ -131,7 +131,8 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
     """Return the frame in which all series and references lie, with some room above and below.
 
     Logarithmic axes get room as a factor, more where notes need it. Curves that vary by less than FLAT of their height
-    are drawn flat, in the middle. `zero` begins the axis at 0, without room below it.
+    are drawn flat, in the middle: the room is then 5 % of the height, or 1 at height 0. `zero` begins the axis at 0,
+    without room below it. The x axis has room on both sides where it has one value, or values with names.
     """
     x = np.concatenate([s.x for s in drawn])
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])

@@ -76,7 +76,10 @@ class RunFacts:
     starts: dict[str, float] = field(default_factory=dict[str, float])  # seconds, once the first step is done
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the text of each line, for the console and the report."""
+        """Yield the name and the text of each line, for the console and the report.
+
+        Lines whose fact a run does not have (a float8 recipe, an encoder, steps done before) are left out.
+        """
         experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
         sizes = f"{_size_text(self.parameters)} parameters, {_size_text(self.parameters_of_rank)} on a rank"
         sizes += f", {_size_text(self.trained)} trained" if self.trained else ""

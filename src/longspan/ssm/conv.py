@@ -193,10 +193,11 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of rows and parameters; those of arrived rows leave first, and are added where they
-        belong.
+        """Return the gradients of rows and parameters.
 
-        Parts go in reverse, as in every backward pass, so that all members meet in one order.
+        The gradients of rows that arrived for the forward pass leave first, to their owners, while the rest is
+        computed; those that arrive here are added to the rows that were sent. Parts go in reverse, as in every backward
+        pass, so that all members meet in one order.
         """
         x, *saved = ctx.saved_tensors
         parameters, arrived = saved[: ctx.parameters], saved[ctx.parameters :]

@@ -214,7 +214,13 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run the passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows."""
+    """Run the passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows.
+
+    In free mode slots run different numbers of micro-batches, so they may not meet in them: parameters are gathered
+    before all, and a last pass over padding sums gradients. In lockstep slots enter each pass together. Loads
+    of experts that a whole step counts need a forward pass of every micro-batch before the first backward: an
+    additional one, which in lockstep leaves out the first, as its own pass counts.
+    """
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     with parameters_gathered(model) if free else nullcontext():

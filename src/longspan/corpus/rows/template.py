@@ -147,7 +147,11 @@ class ChatTemplate:
     def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
-        """Render messages by transformers' renderer. Raises RowError with what the template raised."""
+        """Render messages by transformers' renderer. Raises RowError with what the template raised.
+
+        With `prompt` the rendering ends as an answer begins; with `marks` it has the spans of characters that the
+        template marks as answers. Keys without a value are left out, as templates ask whether a key is there.
+        """
         template = self._template(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:

@@ -30,8 +30,9 @@ class LayerChoice:
     def layer_value(self, name: str, value: Any) -> Any:
         """Return the value of one attribute for the chosen layers; values that do not depend on layers stay.
 
-        A count becomes that of the chosen ones, a list of indices their places, a number of first or last layers how
-        many of these are chosen, and a list with one entry a layer their entries.
+        Layers 0, 3 and 7 of 8, say, become 0, 1 and 2. A count of layers becomes 3; a list of indices, the places of
+        those that are chosen; a number of first or last layers, how many of these are chosen; the index at which
+        experts end, the last place; a table by layer, and a list with one entry a layer, the entries of the chosen.
         """
         if name in LAYER_COUNTS and value == self.count:
             return len(self.layers)

@@ -108,13 +108,19 @@ class PipelineModel(nn.Module):
         pipeline_settings: PipelineSettings,
         dtype: torch.dtype,
     ) -> None:
+        """Hold the stages of this rank, and what the whole model is.
+
+        Modules that hold parameters are registered under their names in the whole model, as if there were no stages.
+        Stages are in a tuple: in a ModuleList their parameters would have a second name. Modules that have no name in
+        the whole model, such as those around a stage's layers, are kept in `_unnamed` by stage.
+        """
         super().__init__()
         self.training: bool = model.training
         # What the whole model is, whatever stages are here.
         self.architecture: type[PreTrainedModel] = type(model)
         self.config: PreTrainedConfig = model.config
         self.generation_config: GenerationConfig = model.generation_config
-        self.stages: tuple[Stage, ...] = tuple(stages)  # in a ModuleList their parameters would have a second name
+        self.stages: tuple[Stage, ...] = tuple(stages)
         self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages  # of all stages, whatever are here
         self.pipeline_settings: PipelineSettings = pipeline_settings
         self.dtype: torch.dtype = dtype

@@ -72,6 +72,11 @@ class _WholeWeights:
     """Gathers the weights of a model one at a time; entered by all ranks in one order."""
 
     def __init__(self, model: PreTrainedModel | PipelineModel, world: World) -> None:
+        """Collect which weights there are, over all pipeline stages, under their names in the whole model.
+
+        Of names that share a tensor only the first is written, and is noted as tied. A weight below an adapter has the
+        scaling with which the adapter is added to it.
+        """
         self._world, self._adapter = world, model_adapter(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}

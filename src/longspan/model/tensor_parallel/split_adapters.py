@@ -74,7 +74,11 @@ def refuse_adapter(model: PreTrainedModel, placed: Sequence[StyledModule]) -> No
 
 
 def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
-    """Yield why an adapter cannot be split over tensor-parallel ranks."""
+    """Yield why the model's adapter cannot be split over tensor-parallel ranks.
+
+    It is split as the linear that it changes is, so each needs a style; adapters of the embedding and of the head stay
+    whole.
+    """
     adapter = find_adapter(model)
     if adapter is None:
         return

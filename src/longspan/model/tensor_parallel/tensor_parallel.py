@@ -173,10 +173,11 @@ def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, 
 def _split_head_and_embedding(
     model: PreTrainedModel, placed: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
-    """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole.
+    """Split the head and the embedding by vocabulary where their styles ask for it and tp divides the vocabulary.
 
-    Both stay whole where an adapter changes one of them. A whole embedding hands on only this rank's rows where rows
-    are split between layers (`sequence_parallel`).
+    A tied embedding is split with the head, whose weight it shares. What is not split is whole on every rank: both
+    where an adapter changes one of them. Where rows are split between layers (`sequence_parallel`), an embedding hands
+    on only this rank's rows: a whole one by slicing its output, a split one as it sums over ranks.
     """
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(is_adapted(end) for end in ends):

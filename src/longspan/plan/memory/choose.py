@@ -145,7 +145,11 @@ def _distinct_measures(needs: MemoryNeeds, words: Sequence[Measure]) -> list[Mea
 
 
 def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
-    """Yield the needs under each choice of settings."""
+    """Yield the needs under each choice of settings that is not fixed, from the fastest to the smallest.
+
+    Parameters that are gathered once a step need a backward pass over shards; states can wait on the host where there
+    are any, on a GPU. Otherwise there is no choice.
+    """
     place = needs.places[0]
     settings = place.settings
     gathers = place.shards > 1 and not place.stays_whole and settings.backward

@@ -207,13 +207,16 @@ class MicroBatchMoments:
         """Yield the moments of the backward pass from the last layer to the first: two a layer.
 
         In the first a layer runs backward; in the second, if weights are sharded, its gradients are summed over ranks.
+        What the layer kept for backward is freed between them. Meanwhile the gradients of the layer behind are still
+        being sent (`sent_bytes`), and what the layer before keeps on the host is fetched. In a `later` micro-batch
+        the gradients of all layers are there from its start.
         """
         peak, stage = self.peak, self.peak.stage
         activations, summed = (
             self._other_activations + sum(layer.kept for layer in self._waiting_bytes),
             self._shard_bytes,
         )
-        sent_bytes = 0.0  # what is sent of the layer behind
+        sent_bytes = 0.0
         for i in reversed(range(len(self._layer_bytes))):
             layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
             activations -= self._waiting_bytes[i].kept

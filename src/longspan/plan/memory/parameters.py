@@ -80,7 +80,12 @@ class ModelNumbers:
 
     @classmethod
     def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
-        """Count the parameters of a configuration under a home. Raises PlanError for sizes that are missing."""
+        """Count the parameters of a configuration under a home. Raises PlanError for sizes that are missing.
+
+        They are those of each layer, of depths of prediction, of the embedding and the output projection (`table`,
+        split over tp), and of an encoder's tower. Each depth has the same layers, the first with the projection that
+        joins two rows of the hidden size.
+        """
         read = ConfigReader.of(config)
         read.check_counts("hidden_size", "vocab_size")
         if reason := reason_uncounted(config):
@@ -144,8 +149,9 @@ def _layer_numbers(
 ) -> Numbers:
     """Count the parameters of one layer of this kind, on a rank before it is sharded over slots.
 
-    Linear layers are split over tp, experts over ep, and norms are on every rank. `share`
-    has the experts of all ep neighbours, which are among the ranks that it is sharded over.
+    Linear layers are split over tp, experts over ep, and norms are on every rank: one before each of the layer's parts.
+    `share` has the experts of all ep neighbours, which are among the ranks that it is sharded over. With adapters only
+    their numbers are trained: rank · (inputs + outputs) of each linear that has one.
     """
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:

@@ -184,6 +184,10 @@ def simulate(
     runs the passes that the plan's own cost is of; an evaluation is priced by `Cost.forward_only`. Raises PlanError for
     a free plan on more than one stage, whose micro-batches do not move together, and where backward passes are asked of
     a cost without them.
+
+    The pipeline of a lockstep plan is run action by action, and a free plan's seconds are those of its slots. `once` is
+    what a step takes once, whatever its documents: the update, and in free mode the closing sums. Bytes between stages
+    cross each boundary once a pass.
     """
     if plan.mode == "free" and pp > 1:
         raise PlanError(f"free mode has no {pp} pipeline stages: its slots do not move together; plan in lockstep")

@@ -169,7 +169,8 @@ def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
 def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
     """Raise ConfigError for a finished run under other training keys; log a line otherwise.
 
-    A finished run is shown and evaluated under the present evaluation keys; its records stay.
+    A finished run is shown and evaluated under the present evaluation keys; its records stay. Keys of the run's folder
+    and of hosts may change, and so may a key that is "auto" now: it was replaced by a number before.
     """
     changes = {
         key: f"{section}.{key} was {before[section][key]!r} and is {value!r} now"

@@ -63,7 +63,8 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Scan all runs: the outputs (T, H, V), and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
 
-    `lengths` (R,): rows of each run, one after another. Without q there is no o: an empty tensor.
+    `lengths` (R,): rows of each run, one after another. Without q only the final states are wanted, and o is an empty
+    tensor. Without rows the states stay; zero times the inputs keeps them in the graph.
 
     With b the decays from a chunk's start on, all chunks at once solve (I + tril(β k kᵀ, decayed)) [u | w] = β [v | k
     e^b], so that the rows of a chunk add k (u − w S) to the state S that enters it. Then chunk after chunk, all runs at
@@ -75,7 +76,8 @@ def scan(
     chunk = CHUNK if g.shape[-1] == 1 else _CHUNK_BY_CHANNEL
     chunks = _cut_into_chunks(tuple(lengths.tolist()), chunk, k.device)
 
-    def cut_rows(x: Tensor) -> Tensor:  # (N, H, C, ·)
+    def cut_rows(x: Tensor) -> Tensor:
+        """Return the rows of all chunks (N, H, C, ·) of local rows (T, H, ·); places without a row get zeros."""
         wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
         return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
 

@@ -113,13 +113,20 @@ class OffloadedStates(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does; moments are copied to the host's memory, whatever device they come from."""
+        """Load a state as torch does; moments are copied to the host's memory, whatever device they come from.
+
+        The inner optimizer loads settings and what is no moment, with all that its class checks and converts; its
+        states then move here, next to the moments on the host. Hooks of torch run around all of it.
+        """
         state_dict = {**state_dict}
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         states: dict[Any, dict[str, Any]] = state_dict["state"]
-        small = {key: {k: v for k, v in state.items() if not _has_numbers(v)} for key, state in states.items()}
-        self.inner.load_state_dict(state_dict | {"state": small})  # counts, settings, and all that a class checks
+        small = {
+            key: {name: value for name, value in state.items() if not _has_numbers(value)}
+            for key, state in states.items()
+        }
+        self.inner.load_state_dict(state_dict | {"state": small})
         loaded, self.inner.state = self.inner.state, defaultdict(dict)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -128,7 +135,8 @@ class OffloadedStates(Optimizer):
         for key, state in states.items():
             parameter = parameters[key]
             values = {
-                k: _cast_state(v, parameter, k) if _has_numbers(v) else loaded[parameter][k] for k, v in state.items()
+                name: _cast_state(value, parameter, name) if _has_numbers(value) else loaded[parameter][name]
+                for name, value in state.items()
             }
             self.state[parameter] = self._host_state(parameter, values)
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -158,7 +158,12 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
 
 
 def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
-    """Update one parameter and its moments by operations of torch: the reference of the kernel."""
+    """Update one parameter and its moments by operations of torch: the reference of the kernel.
+
+    It goes through the numbers in chunks, in float32 (float64 for float64), which bounds what it allocates. With a key,
+    bfloat16 results are rounded stochastically, by random words that a number's place in the whole tensor gives.
+    Tensors that are not contiguous are updated as a contiguous copy, which is copied back at the end.
+    """
     tensors = (update.parameter, update.gradient, update.mean, update.square)
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
     wide = torch.float64 if update.parameter.dtype == torch.float64 else torch.float32

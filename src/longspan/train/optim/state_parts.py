@@ -174,6 +174,12 @@ class StateSizes:
         )
 
     def _state_bytes(self, group: int, values: Tensor) -> tuple[int, ...]:
+        """Return the bytes of each state that would wait on the host, of a parameter of this group with these values.
+
+        A copy of the optimizer takes one step of the parameter alone. An optimizer whose states grow number by number
+        (BY_NUMBER) begins with those of its first parameter, cut to this size. Raises ConfigError if states are no
+        plain tensors.
+        """
         parameter = nn.Parameter(values)
         parameter.grad = torch.zeros_like(values)
         shadow = make_shadow(self._optimizer, self._optimizer.param_groups[group], [parameter])
@@ -240,7 +246,11 @@ STEPS = 3
 def _update_difference(
     optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]
 ) -> str:
-    """Describe how an update of all parameters differs from updates of one after another; "" if it does not."""
+    """Describe how an update of all parameters differs from updates of one after another; "" if it does not.
+
+    Two equal sets of random parameters take STEPS steps along equal gradients, one set at once, the other parameter by
+    parameter. Neither values nor the group's settings, in which some optimizers count steps, may differ in one bit.
+    """
     draws = torch.Generator().manual_seed(0)
     values = [
         torch.randn(shape, generator=draws).to(local_tensor(p.detach())) for shape, p in zip(shapes, like, strict=True)

@@ -185,7 +185,10 @@ class ModalityPass:
     def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
         """Exchange the rows of every wave, and give the shard of each of these micro-batches its own.
 
-        Rows of the embedding are spliced in at each depth of prediction; those for deeper layers are added there.
+        A micro-batch takes its rows from those of the waves, in order, as one leaf of the graph, whose gradient goes
+        back to the encoders later. Rows of the embedding are spliced in at each depth of prediction (`ahead` 0 is the
+        model itself); those for deeper layers are added there, in the model only. The outputs are dropped if the
+        encoder runs again for backward, or is not trained.
         """
         arrived: list[Tensor] = []
         for wave in self.waves:

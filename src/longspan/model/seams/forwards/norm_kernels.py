@@ -79,7 +79,9 @@ def norm_rows_backward_kernel(
     """Compute the gradients of x and of the gate, and in `parts` each program's sum of the weight's gradient.
 
     With n = x / root and d = dout · weight, dx = (d − n · mean(d n)) / root; a gate multiplies x or the norm by SiLU or
-    the sigmoid of it, whose derivative is `slope`. A program does every so many blocks of ROWS rows of one group.
+    the sigmoid of it, whose derivative is `slope`. `dy` starts as dout and becomes the gradient of one factor after
+    another, from the last to the first: the gate behind the norm, the weight, the norm, the gate before it. A program
+    does every so many blocks of ROWS rows of one group.
     """
     group, column = tl.program_id(1), tl.arange(0, COLUMNS)
     valid = column < width
