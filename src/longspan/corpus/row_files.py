@@ -43,8 +43,10 @@ class LineFile:
     def chunks(self) -> Iterator[Chunk]:
         """Yield its lines in order, some at a time; while it reads over a line, chunks without rows.
 
-        A line that is longer than the limit is read in pieces and not kept: only its first bytes, to be shown, and its
-        size, without the end of the line. Chunks without rows let a reader show progress meanwhile.
+        A chunk is CHUNK_BYTES and the rest of its last line. `first` and `position` are the number and the byte of its
+        first line, `start` where its last line begins in `data`. A line that is longer than the limit is read in pieces
+        and not kept: only its first bytes, to be shown, and its size `too_long`, without the end of the line. Chunks
+        without rows let a reader show progress meanwhile.
         """
         folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1
         with (

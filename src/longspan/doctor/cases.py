@@ -132,7 +132,10 @@ def _list_basic_cases(ranks: int) -> list[Case]:
 
 
 def _list_all_cases(ranks: int) -> list[Case]:
-    """List cases for every type at each degree, and for plans, losses, recomputation and homes."""
+    """List cases for every type at each degree, and for plans, losses, recomputation and homes.
+
+    Cases that the number of ranks does not allow are left out: degrees of a2a that do not divide it, and homes.
+    """
     degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
     widest = degrees[-1]
     cases = [

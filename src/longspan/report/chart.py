@@ -198,9 +198,9 @@ def _tick_digits(marks: Sequence[float]) -> int:
 
 
 def _draw_references(chart: Chart, frame: _Frame) -> str:
-    """Return lines over the whole width, with their words above, or below where there is no room above.
+    """Return lines over the whole width, with their words at the right, WORDS high, above the line or below it.
 
-    Words also go below where a grid line would go through them above, and none does below.
+    They go below where there is no room above, and where a grid line would go through them above, and none does below.
     """
     parts, grid = list[str](), [float(frame.to_y(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:

@@ -248,8 +248,9 @@ def locate_ends(
 ) -> list[tuple[int, ...]]:
     """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
 
-    All texts are marked in one rendering; where that fails, without blank ones, and then each in a rendering of its
-    own.
+    All texts are marked in one rendering, since one is cheaper than many. Where marks change what the template writes,
+    blank texts stay unmarked, as a template may leave these out. Where that fails too, each has a rendering of its own.
+    Fields that are added to the messages (`added`) always have one.
     """
     marks = _make_marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]

@@ -135,7 +135,8 @@ def _multiply(
 def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
     """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), in float8 or as they are.
 
-    torch's grouped product takes bfloat16 on GPUs, sizes of whole 16 bytes, and float8 on GPUs of one generation.
+    torch's grouped product takes bfloat16 on GPUs, sizes of whole 16 bytes, and float8 on GPUs of one generation;
+    anything else is a loop over experts.
     """
     can_group = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
     can_group = can_group and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)

@@ -181,7 +181,11 @@ class _WholeWeights:
 
 
 def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """Add to a weight (or a bias) what an adapter adds to it."""
+    """Add to a weight (or a bias) what an adapter adds to it; `parts` are the adapter's tensors by role.
+
+    It is scaling · B A, of an embedding transposed, of a bias the adapter's bias; DoRA also sets the length of each
+    row.
+    """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     wide = {role: x.to(dtype) for role, x in parts.items()}
     total = weight.to(dtype)

@@ -157,8 +157,8 @@ class Machine(MachineFigures):
     ) -> float:
         """Return the seconds that FSDP2 adds to a micro-batch: copies, and the share of its messages that shows.
 
-        Each of w slots receives (w − 1) / w of the weights in each gather, and of their gradients in the sum, which
-        travels in float32 at least.
+        Each of w slots receives (w − 1) / w of the weights in each gather (once forward and once backward, unless they
+        stay gathered), and of their gradients in the sum, which travels in float32 at least.
         """
         if not settings.shards:
             return 0.0

@@ -120,8 +120,10 @@ class EncoderShape:
     def cost(self, *, trained: Trained = "all", again: int = 0, gpu: bool = True) -> Cost:
         """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
 
-        A pair of patches takes 4 x width forward and 10 x width backward, where scores are computed again; heads are
-        padded as kernels pad them. The forward pass runs `again` so many times for the backward pass.
+        A pair of patches takes 4 x width FLOPs forward and 10 x width backward, where scores are computed again; heads
+        are padded as kernels pad them. The forward pass runs `again` so many times for the backward pass. Seconds are
+        those of an output row, which stands for several patches. Layers that attend to all patches of an image grow
+        with their square; those with windows have as many pairs a patch as a window has, and so grow evenly.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         machine = Machine.known("H200") if gpu else Machine.cpus()

@@ -45,8 +45,11 @@ class FixedMemory:
 
     @property
     def words(self) -> tuple[Measure, ...]:
-        """Return the measures that layers may have, in the order of MEASURES. Raises PlanError where the keys leave
-        none.
+        """Return the measures that layers may have, in the order of MEASURES.
+
+        A word is what layers recompute, with "+host" if what is left waits on the host. "none" with offload given by
+        hand stays only if the measure is free. "exchanged" is the finer form of "selective", and is tried when that one
+        is asked for. Raises PlanError where the keys leave none.
         """
         words: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
         if self.offload is not None:

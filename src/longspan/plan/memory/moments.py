@@ -186,10 +186,12 @@ class MicroBatchMoments:
             )
 
     def _logit_bytes(self) -> Iterator[float]:
-        """Yield the bytes of a chunk of logits with sums of the head's gradient, and of these sums when they are
-        scaled.
+        """Yield the bytes of two moments of the loss: of a chunk of logits, and of scaling the head's gradient.
 
-        A logit is there twice, itself and its gradient; several chunks sum the head's gradient in float32.
+        In the first there are the logits of one chunk, twice (themselves and their gradient; on a CPU a float32 copy
+        too), and the chunk's gradient of the head beside the sum over chunks, which is in float32 if there are several.
+        In the second the sum is scaled into a new tensor, and cast if it was wider. Each depth of prediction keeps such
+        a sum as well.
         """
         settings, number = self.peak.settings, self.peak.settings.compute_bytes
         vocabulary = self.peak.read.count("vocab_size") / self.peak.home.tp

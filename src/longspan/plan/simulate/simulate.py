@@ -74,8 +74,9 @@ def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backw
     """List the actions of a stage: forward passes to warm up, then one forward and one backward in turn, then the rest.
 
     The warm-up has as many forward passes as stages behind this one, so that its first backward pass never waits for
-    its own forward. With chunks actions come in rounds of `stages` micro-batches, chunk by chunk (Narayanan et al.
-    2021).
+    its own forward. With chunks actions come in rounds of `stages` micro-batches, chunk by chunk (interleaved 1F1B,
+    Narayanan et al. 2021); the warm-up is then twice as long, as each stage is passed again, and has a round for each
+    chunk but the last.
     """
     total = micro_batches * chunks
     if not backward:
@@ -271,7 +272,9 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
 def _link_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
     """Return the bytes that all groups put on links inside and between nodes, by their own communication types.
 
-    A group with a type for each layer counts by the commonest. States of mixers go between nodes if the group does.
+    A group with a type for each layer counts by the commonest. Its degree is `inner` members that exchange heads times
+    members of a ring: all exchange under a2a, the first level under a2a+p2p, none otherwise. States of mixers go
+    between nodes if the group does.
     """
     inside = across = 0.0
     for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):

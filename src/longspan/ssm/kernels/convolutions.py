@@ -98,7 +98,7 @@ def _torch_backward(
 ) -> ConvolutionGradients:
     """Compute the gradients of rows and parameters by running the convolution again.
 
-    Parameters that need no gradient get None.
+    Rows always get a gradient; parameters that need none get None. `arrived` rows get theirs elsewhere.
     """
     weight, bias, silu = convolution
     with torch.enable_grad():

@@ -140,8 +140,9 @@ def summaries(
 ) -> tuple[Tensor, Tensor]:
     """Return B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
 
-    Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, M (m, H, K, K). Without a delta
-    term M (m, H, 1, 1) is the product of a run's decays.
+    Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, M (m, H, K, K), at twice the
+    cost or more, so the second half is left out where no run needs M. Without a delta term M (m, H, 1, 1) is the
+    product of a run's decays. Only rows of runs in either list are scanned.
     """
     heads, size, width = k.shape[1], k.shape[2], v.shape[2]
     summed_runs = np.union1d(leaving, carrying)

@@ -95,14 +95,15 @@ class ComingSteps:
         """List the rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
 
         The first hold the longest document in the widest group. The numbers double until the heaviest step is one
-        micro-batch.
+        micro-batch. All are rounded up to what plans need: a slot has two parts of a document, each of a whole
+        `row_multiple`.
         """
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]
         longest_document, tokens = max(max(step, default=1) for step in lengths), max(sum(step) for step in lengths)
         most_slots = choice.widest_degree(self.home) or self.home.slots
         widest = max(d for d in range(1, most_slots + 1) if self.home.slots % d == 0)
-        multiple = 2 * choice.options.row_multiple  # of the two parts of a document that a slot has
+        multiple = 2 * choice.options.row_multiple
         rows = [-(-longest_document // widest) + multiple]
         while rows[-1] < tokens / self.home.slots + multiple:
             rows.append(2 * rows[-1])

@@ -29,7 +29,8 @@ def norm_rows_kernel(
     """Norm rows of `width` features a group, and store 1 / √(mean of squares + eps) of each in `inverse`.
 
     One program does ROWS rows of one of the GROUPS groups. A gate, its sigmoid or SiLU, multiplies features before the
-    norm (GATE_FIRST) or after it (GATE_LAST). The weight is added to OFFSET.
+    norm (GATE_FIRST) or after it (GATE_LAST). The weight is added to OFFSET, which is 1 where a model keeps its weight
+    around 0. `x_row` and `gate_row` are strides; `out` and `inverse` are contiguous.
     """
     group, column = tl.program_id(1), tl.arange(0, COLUMNS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
