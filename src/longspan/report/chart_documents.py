@@ -27,9 +27,11 @@ text{font:12px system-ui,sans-serif;fill:var(--soft)}.title,.strong{font-weight:
 
 
 def chart_document(chart: Chart) -> str:
-    """Return the chart as the text of an .svg file.
+    """Return the chart as the text of an .svg file, under its title and a legend.
 
     >>> Path("degrees.svg").write_text(chart_document(chart))
+
+    Entries of the legend stand side by side, each as wide as its name.
     """
     titles = chart.title.splitlines()
     head = HEAD + LINE * len(titles)

@@ -41,7 +41,10 @@ def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, about `count` of them."""
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, about `count` of them.
+
+    They are multiples of the smallest round step of which at most `count` fit; 1e-9 forgives rounding.
+    """
     if not high > low:
         return [low]
     least_step = (high - low) / max(1, count)

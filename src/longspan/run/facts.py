@@ -144,7 +144,10 @@ class RunFacts:
         return facts if facts._has_types() else None
 
     def _has_types(self) -> bool:
-        """Return whether every value is of its type, as files may come from elsewhere."""
+        """Return whether every value is of its type, as files may come from elsewhere.
+
+        Simple fields are compared with their annotations; lists and mappings are looked into. A home has its slots.
+        """
         kinds: dict[Any, Any] = {int: int, float: int | float, float | None: int | float | None, str: str, bool: bool}
         plain = all(isinstance(vars(self)[field.name], kinds.get(field.type, object)) for field in fields(self))
         counts = [count for session in self.sessions for count in session]

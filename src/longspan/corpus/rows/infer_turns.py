@@ -96,7 +96,8 @@ def find_assistant_spans(
 ) -> Spans:
     """Find the spans of the `learnt` messages of an assistant in the rendering `text` of all messages.
 
-    Raises RowError for a span that its surroundings do not determine.
+    Counted with them is what the rendering lacks of these: thoughts and cut texts, other texts, and messages without a
+    text. Raises RowError for a span that its surroundings do not determine.
     """
     fields = texts_of_messages(messages)
     conversation, ends = _locate_turns(fields, messages, text, template, tools)
@@ -248,9 +249,8 @@ def locate_ends(
 ) -> list[tuple[int, ...]]:
     """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
 
-    All texts are marked in one rendering, since one is cheaper than many. Where marks change what the template writes,
-    blank texts stay unmarked, as a template may leave these out. Where that fails too, each has a rendering of its own.
-    Fields that are added to the messages (`added`) always have one.
+    All are marked in one rendering. If that fails, blank texts, which a template may leave out, stay unmarked, and if
+    that fails too, each has its own rendering; fields that are added to the messages (`added`) always have one.
     """
     marks = _make_marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]

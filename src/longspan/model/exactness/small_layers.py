@@ -73,7 +73,8 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
 def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
     """Return what the values of a configuration say of one layer, as texts that can be compared.
 
-    Values speak of layers as lists of indices, as numbers of first or last layers, or with one entry for each layer.
+    Layers with equal texts are alike, so that a small model needs one of them. Values speak of layers as lists of
+    indices, as numbers of first or last layers, or with one entry for each layer.
     """
     properties = list[str]()
     for name, value in sorted(values.items()):

@@ -83,7 +83,8 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
 def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
     """Draw tiles of patches (n, most, C · p²), with a mask (n, most) and shapes (n, 2).
 
-    There are `side[0]` tiles of 3 x 3 rows; the last one is smaller, of `side[0]` x `side[1]` rows.
+    A row of the output is of `factor`² patches. There are `side[0]` tiles of 3 x 3 rows; the last one is smaller, of
+    `side[0]` x `side[1]` rows, so that the mask hides some patches.
     """
     factor, tiles = getattr(base.config, "downsample_factor", 1), side[0]
     shapes = torch.tensor([(3 * factor, 3 * factor)] * (tiles - 1) + [(factor * side[0], factor * side[1])])

@@ -162,8 +162,9 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
     """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack).
 
-    A block has four square projections of attention and an MLP of two matrices, three with a gate; a merger takes
-    merge² patches side by side.
+    A block has four square projections of attention and an MLP of two matrices, three with a gate. A merger takes
+    merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it. There is
+    one merger, and another for each deeper layer. A patch has the pixels of some frames.
     """
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _first_side(vision, "merge")
     between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))

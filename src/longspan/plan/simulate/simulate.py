@@ -104,7 +104,9 @@ def _schedule_action(kind: Literal["forward", "backward"], k: int, stages: int, 
 def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], ...], chunks: int) -> float:
     """Run all stages, each action when its stage is free and its input is there; return when the last one ends.
 
-    A stage goes on until an input is missing; then others run, as long as any makes progress.
+    A stage goes on until an input is missing; then others run, as long as any makes progress. `clock` is when each
+    stage is free, `place` how many of its actions are done. A micro-batch's seconds are those of all layers, of which a
+    chunk of a stage has its share.
     """
     stages, end_times = len(order), dict[tuple[Action, int], float]()
     clock, place = [0.0] * stages, [0] * stages

@@ -136,7 +136,12 @@ def update_block(
 
 @triton.jit
 def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
-    """Compute where numbers of a block are in the whole parameter, without its offset; `Places` has the formula."""
+    """Compute where numbers of a block are in the whole parameter, without its offset; `Places` has the formula.
+
+    Rows of `inner` numbers each begin where `row_start` says. Divisions are slow, so there is one for the block's first
+    number, of 32 bits if that is enough; a block that is no longer than a row touches two rows at most, and needs no
+    more; in shorter rows each number takes one.
+    """
     inner, rows, near, far = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
     first += tl.load(row + 12)  # of a part of a tensor
     if first < 4294967296:  # noqa: SIM108  (a division of 32 bits takes a fifth of the instructions)

@@ -53,6 +53,11 @@ class _LocalWave:
     def __init__(
         self, wave: Wave, plan: ModalityPlan, encoder: Encoder, world: World, *, gradient: RowGradient
     ) -> None:
+        """Prepare one wave of items on this slot: its bridge to the rows that need them, and the items that run here.
+
+        A slot without items of this wave still runs its smallest one, as all ranks of an encoder must enter; `works` is
+        False, and nothing of the output is used.
+        """
         self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
         slot = encoder.world.slot
         self.works = bool(wave.micro_batch.groups_of(slot))
