@@ -129,6 +129,11 @@ class _Writer:
     """Writes the files of a folder of documents from their beginnings to their ends."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
+        """Open the files of a corpus: a column for each fact of its documents, and their tokens if they are stored.
+
+        A corpus that is not stored has the places of its rows in their files instead. Several sources make a column
+        more.
+        """
         self._recipe, self._folder = recipe, folder
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4"}
         if len(recipe.encodings) > 1:

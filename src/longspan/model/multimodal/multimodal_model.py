@@ -42,6 +42,10 @@ class MultimodalModel(nn.Module):
     def __init__(
         self, encoders: Mapping[str, Encoder], language_model: PreTrainedModel | PipelineModel, world: World
     ) -> None:
+        """Join encoders and a prepared language model, and check that they fit each other.
+
+        Rules of the language model's calls then let images of these encoders see themselves in both directions.
+        """
         super().__init__()
         if not is_prepared(language_model):
             raise ModelError(

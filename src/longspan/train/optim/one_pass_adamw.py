@@ -129,6 +129,11 @@ class OnePassAdamW(AdamW):
         return state["step"].item()
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
+        """Return what an update of a parameter reads and writes; with stochastic rounding also its random bits.
+
+        A part of a large parameter is updated as a parameter: it takes the whole one's key, and places from its start
+        on, and the last part counts the update.
+        """
         assert parameter.grad is not None
         state = self.state[parameter]
         mean, square = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])

@@ -87,6 +87,7 @@ class Encoding:
         backward: bool,
         depths: int = 0,
     ) -> None:
+        """Plan which slot encodes which item of these micro-batches, and who needs its rows, for every modality."""
         world = model.world
         items = _batch_items(table, micro_batches)
         multiple = call_rules(model.language_model).row_multiple
