@@ -147,7 +147,7 @@ class _CorpusOfRun:
         """Build or find the documents of this recipe and record them in the run's folder."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
-        _check_saved(tokenizer, self._run_dir)
+        _check_saved_tokenizer(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)
         documents = self._documents_folder(recipe)
@@ -222,7 +222,7 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _check_saved(tokenizer: TextTokenizer, run_dir: Path) -> None:
+def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
     """Raise DataError if the run's folder, and so the models that it saves, have another tokenizer than the corpus.
 
     The config.json next to a tokenizer's files is one of the things that decide which class reads them.

@@ -181,7 +181,10 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
 
 
 def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and those in it, with the names of their files; each once, those of symbolic links last."""
+    """Yield a folder and those in it, with the names of their files; each once, those of symbolic links last.
+
+    A folder is known by its device and inode, so that links in a circle come to an end. Links wait in `places`.
+    """
     seen, places = set[tuple[int, int]](), [root]
     for place in places:
         for folder, folders, names in os.walk(place, onerror=_raise_unreadable):

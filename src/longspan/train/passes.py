@@ -28,7 +28,7 @@ from longspan.model.sharding import (
     drop_gradients_after_error,
     fsdp_modules,
     gradients_summed_over_slots,
-    parameters_gathered,
+    keep_parameters_whole,
     reshard,
     sum_replicas_at_last,
 )
@@ -223,7 +223,7 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
-    with parameters_gathered(model) if free else nullcontext():
+    with keep_parameters_whole(model) if free else nullcontext():
         if passes.counts_loads:
             _run_forward(passes, batches[0 if free else 1 :], counting=True)
         if free:

@@ -36,6 +36,10 @@ class PairRounds:
     def __init__(
         self, group: ProcessGroup, ranks: Sequence[int], rank: int, limit: Callable[[], float] = lambda: 600.0
     ) -> None:
+        """Give each rank a place: there are as many places as the largest power of two that is no more than the ranks.
+
+        The first places have two members each, so that all ranks have one. `limit` gives the seconds of a wait.
+        """
         self._group, self._ranks, self._limit = group, tuple(ranks), limit
         places = 1 << (len(ranks).bit_length() - 1)
         self._pairs = len(ranks) - places  # places of two members each, the first ones

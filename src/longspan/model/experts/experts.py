@@ -125,7 +125,7 @@ def _multiply(
 ) -> Tensor:
     """Multiply rows by the matrices of their experts, in float8 if the weight is used so, and add their biases."""
     if float8_weight is None:
-        return (_multiply_grouped if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
+        return (_multiply_grouped_rows if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
     ends = loads.device.cumsum(0).to(torch.int32)
     counts = None if grouped else loads.host_counts()
     y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
@@ -160,7 +160,7 @@ def _multiply_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: 
     return torch.cat(pieces)
 
 
-def _multiply_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+def _multiply_grouped_rows(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
     """Multiply rows by the matrices of their experts in one grouped product."""
     assert _grouped_mm is not None
     ends = loads.device.cumsum(0).to(torch.int32)

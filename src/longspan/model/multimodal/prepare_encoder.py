@@ -141,7 +141,7 @@ def prepare_encoder(
     return module
 
 
-def check_prepared(module: nn.Module, world: World) -> None:
+def check_encoder_prepared(module: nn.Module, world: World) -> None:
     """Raise ModelError for an encoder that was not prepared over this world."""
     if _PREPARED.get(module) != world.key:
         raise ModelError(

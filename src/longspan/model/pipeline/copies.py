@@ -172,7 +172,7 @@ class StageCopies:
                 local_tensor(copied_place.parameter).copy_(local_tensor(trained_place.parameter))
 
     @contextmanager
-    def gradients_summed(self, world: World) -> Iterator[None]:
+    def sum_copied_gradients(self, world: World) -> Iterator[None]:
         """Sum over all copies, at the end of the `with` block, what backward passes inside added to their gradients.
 
         Copies of one rank are added to the first of them, the one that is trained; then the ranks that hold a parameter

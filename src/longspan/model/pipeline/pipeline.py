@@ -178,7 +178,7 @@ class PipelineModel(nn.Module):
             call_rules(self).check_spans(stage_input.shard)
         world = world_of(self._world_key)
         self.copies.make_equal()
-        with self.copies.gradients_summed(world) if backward else nullcontext():
+        with self.copies.sum_copied_gradients(world) if backward else nullcontext():
             step, stages = self._make_schedule(len(inputs), backward, world)
             for stage_input in inputs:
                 stage_input.keywords = call_rules(self).put_kernel(stage_input.keywords)
@@ -187,7 +187,7 @@ class PipelineModel(nn.Module):
             if inputs and not self.probed:
                 record_calls(inputs[0].shard)
             try:
-                _run_watched(step, world)
+                _run_watched_schedule(step, world)
             finally:
                 for stage in stages:
                     stage.drop_step()
@@ -265,7 +265,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     return cut_model(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
 
 
-def _run_watched(step: Callable[[], None], world: World) -> None:
+def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
     """Run a schedule; an error of the model is raised as it was, one of a collective with a failure report."""
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):

@@ -20,7 +20,7 @@ from longspan.model.adapters import belongs_to_adapter, is_adapted, model_adapte
 from longspan.model.lora.save import stock_name
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepared import refuse_unprepared
+from longspan.model.prepared import refuse_unprepared_model
 
 _BASE = ".base_layer."
 
@@ -49,12 +49,12 @@ def weights_by_name(
             "write all of it: longspan.save_model(model, folder, world)"
         )
     inside: Any = unwrap_model(model)
-    refuse_unprepared(inside)
+    refuse_unprepared_model(inside)
     world.check_open()
     weights = _WholeWeights(inside, world)
     if merge_adapter:
         weights.check_merge()
-    return weights.iterate_merged() if merge_adapter else weights.iterate_separately()
+    return weights.iterate_merged_weights() if merge_adapter else weights.iterate_separately()
 
 
 class _Entry(NamedTuple):
@@ -122,7 +122,7 @@ class _WholeWeights:
                 stock = stock_name(name, self._adapter.name)
             yield stock, self._gather_tensor(name)
 
-    def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
+    def iterate_merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights with the adapter in them."""
         for name in self._names:
             if ".lora_" in name or ".original_module." in name:

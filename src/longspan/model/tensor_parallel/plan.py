@@ -55,7 +55,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
     Raises ModelError for a model without a plan, and for a style that is not known, naming both.
     """
     plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in tensor_parallel_plan(model).items()}
-    placed = list(_find_styled(model, plan))
+    placed = list(_find_styled_modules(model, plan))
     if unknown := sorted({f"{p.style!r} of {p.name}" for p in placed if p.style not in KNOWN}):
         raise ModelError(
             f"{type(model).__name__}: tensor-parallel style {unknown[0]} is not supported "
@@ -84,7 +84,7 @@ def layer_experts(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
 
-def _find_styled(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
+def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
     """Yield what the plan gives a style, and mixers; nothing inside experts or mixers."""
     mixers = find_mixers(model)
     inside = tuple(f"{name}." for name in mixers)

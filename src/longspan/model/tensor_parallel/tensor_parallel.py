@@ -39,7 +39,7 @@ from longspan.model.tensor_parallel.residual_rows import (
     residual_regions,
     split_residuals,
 )
-from longspan.model.tensor_parallel.split_adapters import ADAPTED, refuse_adapter, split_adapted
+from longspan.model.tensor_parallel.split_adapters import ADAPTED, refuse_adapter, split_adapted_linear
 from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
     ROWS,
@@ -119,7 +119,7 @@ def split_over_ranks(
     for name, module, style, parameter in placed:
         in_parts = sequence_parallel and not name.startswith(mixtures)
         if is_adapted(module) and style in ADAPTED and module is not head:
-            split_adapted(module, style, world, sequence_parallel=in_parts)
+            split_adapted_linear(module, style, world, sequence_parallel=in_parts)
         elif style == tp_style.MIXER:
             split_mixer(name, module, world, sequence_parallel=in_parts)
         elif style == tp_style.PARTIAL_GRADIENT:

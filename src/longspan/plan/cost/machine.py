@@ -14,7 +14,7 @@ from longspan.plan.cost.cost import Cost, Passes
 from longspan.plan.cost.cost_changes import (
     CostSettings,
     recomputation_share,
-    resolve_compiled,
+    resolve_compiled_parts,
     with_recomputation,
 )
 from longspan.plan.cost.links import LEVELS, Level, Link, Network
@@ -122,7 +122,7 @@ class Machine(MachineFigures):
     def _row_seconds(self, shape: ModelShape, settings: CostSettings) -> _RowSeconds:
         """Return what a row takes besides the products of its weights, without recomputation."""
         tp = max(settings.tp, settings.weight_ranks)
-        compiled = resolve_compiled(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
+        compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         pass_seconds = self.layer_pass_seconds * (self.compiled_share if compiled else 1.0)
         return _RowSeconds(
             layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,

@@ -298,7 +298,8 @@ def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple
     """Make the items: the documents of each, its rows and its squared rows; short documents share an item.
 
     `order` are the documents by falling length, `lengths` their rows. With more than `PACKED_ABOVE` of them a slot,
-    those of less than a pack's rows are packed one after the other, and items are sorted by their rows again.
+    those of less than a pack's rows are packed one after the other, and items are sorted by their rows again. A pack
+    has a sixteenth of a slot's cap at most, and a slot gets some PACKS of them, so that items still divide evenly.
     """
     ids: list[int] = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:

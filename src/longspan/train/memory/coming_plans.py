@@ -51,7 +51,7 @@ class ComingSteps:
             PlanChoice.training(planner_config, cost=cost, heads=self.heads)
             for planner_config in self._with_planners(config)
         ]
-        steps = self.fullest_steps(choices[0]) if self._sees_all(config) else self.heaviest_steps()
+        steps = self.fullest_steps(choices[0]) if self._sees_all_steps(config) else self.heaviest_steps()
         return [choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps]
 
     def fullest_steps(self, choice: PlanChoice) -> Sequence[int]:
@@ -72,13 +72,13 @@ class ComingSteps:
         There is none where the fullest steps are known, or rows have no limit.
         """
         cap = PlanChoice.training(config, heads=self.heads).options.max_tokens_per_slot
-        if not cap or self._sees_all(config):
+        if not cap or self._sees_all_steps(config):
             return []
         multiple = max(plan.row_multiple for plan in plans)
         rows = min(cap, max(plan.tokens for plan in plans)) // multiple * multiple
         return [probe_plan(config, self.home, max(rows, multiple), self.heads)]
 
-    def _sees_all(self, config: RunConfig) -> bool:
+    def _sees_all_steps(self, config: RunConfig) -> bool:
         """Return whether every step's plan is made."""
         if self.last - self.first <= FEW_STEPS:
             return True

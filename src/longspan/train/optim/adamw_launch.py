@@ -39,7 +39,10 @@ class Factors(NamedTuple):
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: float) -> "Factors":
-        """Return the factors of a group's parameters at their step, counted from 1."""
+        """Return the factors of a group's parameters at their step, counted from 1.
+
+        Bias corrections of both moments are in `rate` and `root`, so that the kernel multiplies by numbers only.
+        """
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             decay=1 - lr * group["weight_decay"],

@@ -31,7 +31,7 @@ from longspan.train.optim.state_parts import (
     StateSizes,
     check_separate_updates,
     cut_buckets,
-    make_sharded,
+    make_sharded_tensor,
     waits_on_host,
 )
 
@@ -107,7 +107,7 @@ class OffloadedStates(Optimizer):
         buckets = [*cut_buckets(self.inner, self._sizes, self._bucket_bytes)]
         before = {part.parameter: {**self.state.get(part.parameter, {})} for b in buckets for part in b.parts}
         try:
-            self._update_all(buckets, before)
+            self._update_buckets(buckets, before)
         finally:
             self._copies.wait_for_all()
         return loss
@@ -142,7 +142,7 @@ class OffloadedStates(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _update_all(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    def _update_buckets(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Update bucket after bucket, while the next one comes to the device and the one before goes to the host."""
         coming, leaving = (self._fetch_bucket(buckets[0], before) if buckets else None), list[Tensor]()
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
@@ -184,7 +184,7 @@ class OffloadedStates(Optimizer):
         states.clear()
         places = {p: (part.parameter, part.start, part.last) for p, part in zip(stand_ins, bucket.parts, strict=True)}
         try:
-            with inner.standing_in(places) if isinstance(inner, OnePassAdamW) else nullcontext():
+            with inner.use_stand_ins(places) if isinstance(inner, OnePassAdamW) else nullcontext():
                 inner.step()
             return [inner.state.get(p, {}) for p in stand_ins]
         finally:
@@ -229,7 +229,7 @@ class OffloadedStates(Optimizer):
             place = self._arena.take(local.numel() * value.dtype.itemsize)
             memory = place, place.view_like(torch.empty_like(local, dtype=value.dtype, device="meta"))
             self._places[parameter, name] = memory
-        return make_sharded(like, memory[1])
+        return make_sharded_tensor(like, memory[1])
 
 
 @dataclass(frozen=True)

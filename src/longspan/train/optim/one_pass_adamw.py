@@ -91,7 +91,7 @@ class OnePassAdamW(AdamW):
             self._rounding.restart()
 
     @contextmanager
-    def standing_in(self, parts: Mapping[nn.Parameter, tuple[nn.Parameter, int, bool]]) -> Iterator[None]:
+    def use_stand_ins(self, parts: Mapping[nn.Parameter, tuple[nn.Parameter, int, bool]]) -> Iterator[None]:
         """Let parameters stand in for parts of others: each for the numbers from `start` on, the `last` ones or not."""
         self._parts = {stand_in: _Part(*part) for stand_in, part in parts.items()}
         try:

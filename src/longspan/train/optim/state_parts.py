@@ -59,7 +59,7 @@ class Part:
 
     def device_state(self, value: Tensor, local: Tensor) -> Tensor:
         """Return the state of the stand-in, from the parameter's on the host and this part of it on the device."""
-        return make_sharded(value, local) if self.whole else self._view_like(value, local)
+        return make_sharded_tensor(value, local) if self.whole else self._view_like(value, local)
 
     def _view_like(self, like: Tensor, local: Tensor) -> Tensor:
         return local_dtensor(local, like) if isinstance(like, DTensor) and not self.plain else local
@@ -71,7 +71,7 @@ def local_dtensor(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def make_sharded(value: Tensor, local: Tensor) -> Tensor:
+def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
     """Make a tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
     if not isinstance(value, DTensor):
         return local

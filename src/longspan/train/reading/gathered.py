@@ -22,7 +22,7 @@ from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Exchange, Integers, Partition
 from longspan.layout.layout import excerpt
 from longspan.plan import Plan
-from longspan.train.reading.local_batch import read_agreed
+from longspan.train.reading.local_batch import read_and_agree
 from longspan.train.reading.read_rows import WEIGHTS
 
 IDS, LABELS = "ids", "labels"
@@ -98,7 +98,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         hold different plans, and DataError on every rank for a plan of other documents.
         """
         digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
-        need = read_agreed(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
+        need = read_and_agree(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts
         have = [_one_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)]
         exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))

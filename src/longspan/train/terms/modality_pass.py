@@ -257,14 +257,14 @@ class ModalityPass:
             for wave in reversed(self.waves):
                 if wave is self.waves[0]:
                     sum_replicas()
-                output = self._encode_again(wave) if self.encoder.recompute else wave.output
+                output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
                 gradient = wave.bridge.back(_row_gradient(wave, output))
                 with self.clock.time_part("towers"):
                     torch.autograd.backward(output, gradient)
                 wave.output, wave.deliveries = None, []
 
-    def _encode_again(self, wave: _LocalWave) -> Tensor:
+    def _encode_wave_again(self, wave: _LocalWave) -> Tensor:
         """Run a wave forward again, with the random state of the first time, and return its rows."""
         assert wave.random_state is not None
         with restore_random_state(wave.random_state, self.world.device), torch.enable_grad():
