@@ -167,6 +167,7 @@ def load_checkpoint(
     if optimizer is not None:
         moments = StoredMoments.of(_names_under("optimizer.", stored))
         leave_without_moments(path, moments, model, optimizer, tensors, world)
+    # These are not read, and go back into the optimizer as they are.
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
     try:
         with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
@@ -206,7 +207,10 @@ def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped."""
+    """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped.
+
+    The optimizer's states are cleared first, so that torch makes moments for every parameter, trained so far or not.
+    """
     if optimizer is None:
         return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0])}
     optimizer.zero_grad(set_to_none=True)

@@ -41,6 +41,8 @@ class Preset:
     def model_type(self) -> str:
         """Return the model type of its configuration class, without transformers.
 
+        It is the class's name with an underscore before each capital; Granite's types are written without.
+
         >>> PRESETS["qwen3-30b-a3b"].model_type
         'qwen3_moe'
         """

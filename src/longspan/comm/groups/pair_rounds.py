@@ -93,10 +93,11 @@ class PairRounds:
         self._tag = zlib.crc32(f"{self._calls} {what}".encode()) >> 1  # gloo takes 31 bits
 
     def _reduce_in_rounds(self, value: Any, exchange: Exchange, combine: Callable[[Any, Any], Any]) -> Any:
-        """Reduce values over all members in rounds of pairs: round i exchanges with the member whose place differs in
-        bit i.
+        """Reduce values over all members in rounds of pairs: round i is with the member whose place differs in bit i.
 
-        Members beyond a power of two first give their value to a partner, and get the result from it at the end.
+        The value of the lower place is always the first of the two that are combined, so all members get the same
+        result, bit for bit. Members beyond a power of two first give their value to a partner, and get the result from
+        it at the end.
         """
         if self._is_second:
             exchange(self._partner, value, receives=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
 from longspan.ssm.kernels.packages import add_batch_dim, chunk_cumsum, fla_function, fla_lack, match_inputs, run_indices
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, take_runs
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, pick_rows
 
 _BLOCK = 1024
 
@@ -101,7 +101,7 @@ class DecayForward:
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = scan_chunks(self._added, self._decays.whole, zero, self._runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, self._runs.run_of_chunk, self._decays.whole.float())
-        return take_runs(states, leaving), torch.exp2(take_runs(total, carrying))[:, :, None, None]
+        return pick_rows(states, leaving), torch.exp2(pick_rows(total, carrying))[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
         """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
@@ -127,7 +127,7 @@ class DecayBackward:
         """Return gradients (n, H, K, V) of the outputs by the states that enter these runs."""
         zero = torch.zeros_like(self._saved.states)
         entry_gradients = scan_chunks(self._read, self._decays.whole, zero, self._runs, backwards=True)
-        return take_runs(entry_gradients, runs)
+        return pick_rows(entry_gradients, runs)
 
     def prepare_chunks(self) -> None:
         """Compute the states that enter chunks once more."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.comm import to_device
 from longspan.layout.segments import Integers, expand_runs
 from longspan.ssm.kernels.call import Inputs, SavedScan, state_dtype
-from longspan.ssm.kernels.runs import LocalRuns, take_runs
+from longspan.ssm.kernels.runs import LocalRuns, pick_rows
 
 CHUNK = 32
 _CHUNK_BY_CHANNEL = 16  # where each key number has a decay of its own: pairs of rows times key numbers are held
@@ -200,7 +200,7 @@ class TorchBackward:
             self._out, self._start, self._dout, retain_graph=True, allow_unused=True
         )
         entry_gradients = torch.zeros_like(self._start) if entry_gradients is None else entry_gradients
-        return take_runs(entry_gradients, runs)
+        return pick_rows(entry_gradients, runs)
 
     def prepare_chunks(self) -> None:
         """Do nothing: the scan has run."""

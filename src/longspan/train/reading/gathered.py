@@ -138,8 +138,10 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         start, stop = (self._facts.starts[document] + x for x in (start, np.minimum(stop + ahead, length)))
         return np.stack([start, stop], axis=1)[real]
 
-    def read(self, column: str, document: int, positions: Any) -> Integers:
-        """Return what rows of a document hold. Raises IndexError outside it, DataError for rows that are not here."""
+    def read_column(self, column: str, document: int, positions: Any) -> Integers:
+        """Return what a column has for these positions of a document, an array or an index such as a slice.
+
+        Raises IndexError outside it, DataError for rows that are not here."""
         length, local_rows = int(self._facts.lengths[document]), self._here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
         if positions.size and not (positions.min() >= 0 and positions.max() < length):
@@ -171,7 +173,7 @@ class GatheredDocument:
         return self._facts["lengths"]
 
     def __getitem__(self, positions: Any) -> Any:
-        return self._documents.read(IDS, self._number, positions)
+        return self._documents.read_column(IDS, self._number, positions)
 
     @property
     def targets(self) -> int:
@@ -191,7 +193,7 @@ class GatheredDocument:
     def labels(self, positions: Any = None) -> Integers:
         """Return the token id to predict at each position (n,), −100 for none."""
         positions = np.arange(len(self)) if positions is None else positions
-        return self._documents.read(LABELS if LABELS in self._documents.names else IDS, self._number, positions)
+        return self._documents.read_column(LABELS if LABELS in self._documents.names else IDS, self._number, positions)
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
         """Return numbers (n,) of the tokens at these positions, by name."""
