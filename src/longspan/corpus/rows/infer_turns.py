@@ -213,9 +213,10 @@ def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
 
 
 def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Turn) -> int | None:
-    """Find where the messages before a turn end as they do in a prompt, from the last words of their last text on.
+    """Find where the question before an answer ends in the text, by the prompt for that answer.
 
-    The prompt of an answer is rendered, and the longest end of it that stands there in the text ends the question.
+    The messages before it are rendered as a prompt. The question ends with the longest end of this that begins the text
+    from the last words of their last text on. It is None if nothing behind these words is alike.
     """
     try:
         prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
