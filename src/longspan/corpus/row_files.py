@@ -137,9 +137,7 @@ def _is_compressed(name: str) -> bool:
 
 
 def _open_lines(raw: BinaryIO, name: str) -> BinaryIO:
-    """Open the lines of a file, decompressed if its name ends so. A compressed file that ends too early raises OSError
-    or EOFError when it is read, an empty one here.
-    """
+    """Open the lines of a file, decompressed by its ending; if it is cut short, reading raises OSError or EOFError."""
     if _is_compressed(name) and not raw.read(1):
         raise EOFError("it has 0 bytes")
     raw.seek(0)
