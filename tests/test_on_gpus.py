@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.on_gpus import RUNS, GpuRun, choose_runs, pick_rows
+from bench.on_gpus import RUNS, GpuRun, choose_runs, take_runs
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,12 +22,12 @@ def test_runs_go_on_where_they_were_ended(tmp_path: Path, capsys: pytest.Capture
     bad = GpuRun("bad", 1, '{python} -c "raise SystemExit(3)"')
     slow = GpuRun("slow", 1, '{python} -c "import time; time.sleep(60)"')
     long = GpuRun("long", 900, "{python} --version")
-    assert not pick_rows([good, bad, slow, long], tmp_path, 60)
+    assert not take_runs([good, bad, slow, long], tmp_path, 60)
     rows = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [(row["name"], row["status"]) for row in rows] == [("good", 0), ("bad", 3), ("slow", 124)]
     assert "fine" in (tmp_path / "good.log").read_text()
     assert "it takes 900" in capsys.readouterr().out
-    assert pick_rows([good], tmp_path, 60)
+    assert take_runs([good], tmp_path, 60)
     assert "done before" in capsys.readouterr().out
 
 
