@@ -199,8 +199,8 @@ class GatheredDocument:
         """Return numbers (n,) of the tokens at these positions, by name."""
         names = [name for name in self._documents.names if name not in (IDS, LABELS)]
         names = [name for name in names if name != number_column(WEIGHTS) or self._facts["weighted"]]
-        read = self._documents.read
-        return {name[1:]: read(name, self._number, positions).view(np.float64) for name in names}
+        read_column = self._documents.read_column
+        return {name[1:]: read_column(name, self._number, positions).view(np.float64) for name in names}
 
 
 # ---- columns, and runs of rows
