@@ -131,7 +131,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
         raise ModelError(f"unknown model preset {name!r}{_nearest_preset(name)}; presets: {', '.join(PRESETS)}")
     preset = PRESETS[name]
     values = dict(preset.values)
-    if not preset.rows:  # of its embedding: a published model has as many as its tokenizer has ids
+    if not preset.rows:  # its embedding has as many rows as the tokenizer has ids
         values["vocab_size"] = _check_vocab_size(name, vocab_size)
     # The tokenizer decides which ids are special; the default ids of a family may lie outside a small vocabulary.
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
