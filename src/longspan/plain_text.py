@@ -29,7 +29,10 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """Return a number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'."""
+    """Return a number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'.
+
+    Numbers below 10,000 are written out, integers and those from 100 on without a fraction.
+    """
     if not math.isfinite(value):
         return str(value)
     size = abs(value)

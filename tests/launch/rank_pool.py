@@ -47,7 +47,7 @@ class RankPool:
         """`fn(rank, *args)` on the first n ranks; returns and raises as `run_local` does."""
         payload, ranks = pickle_call(fn, args), self._running()
         try:
-            ranks.call(payload, n)
+            ranks.start_call(payload, n)
             ranks.collect_answers(timeout, grace)
             if ranks.failure is not None:
                 raise ranks.failure

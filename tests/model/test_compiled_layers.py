@@ -18,7 +18,7 @@ from longspan.config.file import load_config
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import compiled_layers, load_model, prepare
-from longspan.model.compiled_layers import Compiled, compile_layers, read_compiled
+from longspan.model.compiled_layers import Compiled, compile_layers, read_compiled_parts
 from longspan.model.execution import model_execution
 from longspan.model.experts.moe import use_experts
 from longspan.model.layers import decoder_layers
@@ -245,17 +245,17 @@ def test_generated_kernels_compute_the_formulas_and_round_no_more_often() -> Non
 
 def test_words_of_the_option() -> None:
     model, cpu, gpu = tiny("qwen3"), torch.device("cpu"), torch.device("cuda")
-    assert [read_compiled(w, model, cpu) for w in (True, False, "auto", "layers")] == [
+    assert [read_compiled_parts(w, model, cpu) for w in (True, False, "auto", "layers")] == [
         "modules",
         "none",
         "none",
         "layers",
     ]
-    assert read_compiled("auto", model, gpu) == "none"
+    assert read_compiled_parts("auto", model, gpu) == "none"
     model.config.hidden_size = 1024
-    assert [read_compiled("auto", model, gpu, tp) for tp in (1, 2)] == ["layers", "none"]
+    assert [read_compiled_parts("auto", model, gpu, tp) for tp in (1, 2)] == ["layers", "none"]
     with pytest.raises(ModelError, match="compiled is 'all'; use 'auto', 'layers', 'modules', 'none', True or False"):
-        read_compiled("all", model, cpu)
+        read_compiled_parts("all", model, cpu)
     for value, word in ((True, "modules"), (False, "none"), ("layers", "layers"), ("auto", "auto")):
         assert load_config(overrides={"train.compiled": value}).train.compiled == word
 

@@ -110,21 +110,21 @@ def test_folds_are_those_of_the_recurrence() -> None:
     "old, new",
     [
         (
-            "apply_maps(take_runs(transitions, number), take_runs(result, pieces_before), take_runs(states, number))",
-            "take_runs(result, pieces_before)",
+            "apply_maps(pick_rows(transitions, number), pick_rows(result, pieces_before), pick_rows(states, number))",
+            "pick_rows(result, pieces_before)",
         ),
         (
-            "apply_maps(next_transitions, take_runs(b, with_place), take_runs(states, number))",
-            "apply_maps(next_transitions, take_runs(b, with_place), take_runs(b, with_place))",
+            "apply_maps(next_transitions, pick_rows(b, with_place), pick_rows(states, number))",
+            "apply_maps(next_transitions, pick_rows(b, with_place), pick_rows(b, with_place))",
         ),
-        ("next_transitions @ take_runs(m, with_place)", "take_runs(m, with_place) @ next_transitions"),
+        ("next_transitions @ pick_rows(m, with_place)", "pick_rows(m, with_place) @ next_transitions"),
         (
-            "take_runs(result, with_place), take_runs(entry_gradients, number)",
-            "take_runs(result, with_place), 0 * take_runs(entry_gradients, number)",
+            "pick_rows(result, with_place), pick_rows(entry_gradients, number)",
+            "pick_rows(result, with_place), 0 * pick_rows(entry_gradients, number)",
         ),
         (
-            "take_runs(transitions, number).mT,\n                    take_runs(result, pieces_after)",
-            "take_runs(transitions, number),\n                    take_runs(result, pieces_after)",
+            "pick_rows(transitions, number).mT,\n                    pick_rows(result, pieces_after)",
+            "pick_rows(transitions, number),\n                    pick_rows(result, pieces_after)",
         ),
     ],
 )

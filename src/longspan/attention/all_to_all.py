@@ -185,10 +185,11 @@ class _Backward:
             self._send_gradients(slice_index, gradient_slice, gradients[gradient_slice])
 
     def ring_turns(self, run: range) -> Iterator[None]:
-        """Run the ring of slices that share keys and values: a turn for each block, one for the own, one for the sums.
+        """Run the ring of slices that share keys and values; yields after each turn, so that rings of others go on too.
 
-        The own block of the first half of all slices is computed before the first block of another member arrives, that
-        of the others while the last gradients travel.
+        There is a turn for each block of another member, one for the own block, and one for the sums. Work on the own
+        block waits for nobody, so it fills gaps: that of the first half of all slices is done before the first block
+        arrives, that of the others while the last gradients travel.
         """
         queries, own_pairs = [self._receive_queries(run.start)] if self._is_local else list[Queries](), list[_Pair]()
         first_saved = queries[0].saved if queries else self._swap.slice_saved(self._saved, run.start)

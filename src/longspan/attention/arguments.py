@@ -45,7 +45,10 @@ class Arguments(NamedTuple):
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None:
-    """Raise AttentionError unless q (T, N, H), k (T, K, H), v (T, K, Hv) fit each other and the shard."""
+    """Raise AttentionError unless q (T, N, H), k (T, K, H), v (T, K, Hv) fit each other and the shard.
+
+    Rows must be those of the shard, on its device, and K must divide N; v may have another head size than q and k.
+    """
     if not isinstance(shard, SequenceShard):
         raise AttentionError(f"shard is a {type(shard).__name__}; pass what bind(micro_batch, world) returns")
     tensors = {"q": q, "k": k, "v": v}
@@ -92,7 +95,11 @@ def _values_text(values: dict[str, str]) -> str:
 
 
 def check_features(arguments: Arguments) -> None:
-    """Raise AttentionError for masks and numbers that cannot be computed exactly."""
+    """Raise AttentionError for masks and numbers that cannot be computed exactly.
+
+    A window and a chunk look back from each position, so they need a causal mask. A scale may be negative or 0, a soft
+    cap may not.
+    """
     dropout = arguments.dropout
     if not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise AttentionError(
@@ -280,8 +287,9 @@ def pack_call(
 ) -> AttendCall:
     """Pack the call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact.
 
-    A window that hides nothing is dropped, the sign of the scale is kept apart as kernels take positive ones, and each
-    part of the shard gets its communication type and members.
+    A window that hides nothing is dropped. Kernels take positive scales, so the sign is kept apart, and a scale of 0 is
+    a sign of 0. The kernel is chosen for the whole call; each part of the shard, the rows of one group, gets its
+    communication type and members. A part of padding rows belongs to no group (index −1), and any type will do.
     """
     check_tensors(q, k, v, shard)
     check_features(arguments)

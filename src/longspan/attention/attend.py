@@ -171,8 +171,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of q, k, v and the sinks: part by part, the last first, as every member goes through
-        them.
+        """Return the gradients of q, k, v and the sinks.
+
+        It goes through parts of the shard from the last to the first, as every member does. What forward saved lies in
+        one list: _SAVED tensors for each slice of each part; None stands for the rows of the output, which are saved
+        once.
         """
         sinks, out, *saved = ctx.saved_tensors
         dout, call = gradients[0].contiguous(), _put_sinks(ctx.call, sinks)

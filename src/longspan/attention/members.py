@@ -54,6 +54,7 @@ class Members:
     def __init__(
         self, part: ShardPart, mask: Mask, device: torch.device, inner: int = 1, spans: Spans = NO_SPANS
     ) -> None:
+        """Count the rows of each member of the ring, where `inner` slots that exchange heads make one member."""
         assert part.degree % inner == 0, (part.degree, inner)
         self.part: ShardPart = part
         self.mask: Mask = mask

@@ -35,8 +35,9 @@ def merge_rows(
 ):
     """Step total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each.
 
-    The step's size is the weight e^lse / (e^lse + e^total_lse) of the new block; the log-sum-exp becomes that of both.
-    Strides are those of rows and heads; with HAS_INDEX, row r goes into row index[r].
+    The step's size is the weight e^lse / (e^lse + e^total_lse) of the new block; the log-sum-exp becomes that of both,
+    computed with the larger one taken out, so that nothing overflows. Strides are those of rows and heads; with
+    HAS_INDEX, row r goes into row index[r].
     """
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     real = pair < pairs
@@ -99,7 +100,8 @@ def copy_rows(
 ):
     """Copy into[row, member] ← source[index[row], member] for up to three pairs of (rows, members, width).
 
-    One program copies one row of one member; the three pairs a, b and c each have strides of rows and members.
+    One program copies one row of one member; of the pairs a, b and c the first COUNT are copied. Each has strides of
+    rows and members, and a width, up to the power of two A, B or C.
     """
     row, member = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = row

@@ -109,7 +109,10 @@ def _kernel_row(kernel: Kernel) -> tuple[str, ...]:
 
 
 def feature_rows() -> list[tuple[str, ...]]:
-    """Return the table of features: which types have each, and which kernels."""
+    """Return the table of features: which types have each (all do), and which kernels.
+
+    Features that no kernel names are done outside of kernels, and so work with all of them.
+    """
     types = [row[0] for row in TYPE_ROWS[1:]]
     rows = [("feature", "how", *types, "kernels")]
     kernel_features = {"sliding window": "window", "spans": "window", "softcap": "softcap", "dropout": "dropout"}

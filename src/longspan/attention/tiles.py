@@ -52,7 +52,9 @@ class Tile(NamedTuple):
     def rows(self, start: int, stop: int) -> "Tile":
         """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
 
-        A limit counts from the key that the last row is aligned to; where that key moves, both limits move with it.
+        A row is aligned to the key `shift` places on, so the last row of a tile is to its last key. The part's keys
+        begin `left` before its first row's and end `right` after its last row's. Its last row is then aligned to
+        another last key, `moved` keys away, and both limits, which count from there, move with it.
         """
         shift = self.keys - self.queries
         first_key = 0 if self.left is None else max(0, start + shift - self.left)

@@ -167,6 +167,7 @@ def load_checkpoint(
     if optimizer is not None:
         moments = StoredMoments.of(_names_under("optimizer.", stored))
         leave_without_moments(path, moments, model, optimizer, tensors, world)
+    # These are not read, and go back into the optimizer as they are.
     hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
     try:
         with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
@@ -206,7 +207,10 @@ def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped."""
+    """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped.
+
+    The optimizer's states are cleared first, so that torch makes moments for every parameter, trained so far or not.
+    """
     if optimizer is None:
         return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0])}
     optimizer.zero_grad(set_to_none=True)
@@ -241,17 +245,20 @@ class StoredMoments(NamedTuple):
 def leave_without_moments(
     path: Path, stored: StoredMoments, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Any], world: World
 ) -> None:
-    """Leave parameters without moments, as they are in the checkpoint, which had no gradient before it was saved.
+    """Drop the moments of parameters that have none in the checkpoint: they had no gradient before it was saved.
 
-    All ranks call it together. Raises CheckpointError, on every rank, for parameters that its optimizer did not have,
-    and where it was of another class.
+    They go from the optimizer and from `tensors`, the places that a checkpoint is read into. The optimizer that was
+    saved must have had these parameters. If it has no moments at all it must also have had the same settings of them,
+    which tell its class. All ranks call it together. Raises CheckpointError, on every rank, if it is not so.
     """
     stored_here = StoredMoments.of(tensors["optimizer"])
     updated = {name: p for name, p in model.named_parameters() if name in stored_here.moments}
     without = [name for name in updated if name not in stored.moments]
     lacking = [name for name in without if name not in stored.settings]
     other_settings = [
-        n for n in without if n not in lacking and not stored.moments and stored.settings[n] != stored_here.settings[n]
+        name
+        for name in without
+        if not stored.moments and name not in lacking and stored.settings[name] != stored_here.settings[name]
     ]
     reports = world.control.gather_objects((lacking, other_settings), "moments of a checkpoint")
     if lacking := sorted({name for names, _ in reports for name in names}):
@@ -268,7 +275,8 @@ def leave_without_moments(
     for name in without:
         del optimizer.state[updated[name]]
     moments = tensors["optimizer"]
-    for name in [n for n in moments if n.startswith(tuple(f"{STATE}{parameter}." for parameter in without))]:
+    prefixes = tuple(f"{STATE}{parameter}." for parameter in without)
+    for name in [name for name in moments if name.startswith(prefixes)]:
         del moments[name]
 
 

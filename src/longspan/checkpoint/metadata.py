@@ -87,7 +87,10 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table:
-    """Return names, shapes and places as plain values, from torch's own classes or those of `_Unpickler`."""
+    """Return names, shapes and places as plain values, from torch's own classes or those of `_Unpickler`.
+
+    The table is that which `_as_metadata` reads. A value is at offset None of its name, a chunk at its own offset.
+    """
     place_of = {(index.fqn, _sizes(getattr(index, "offset", None))): place for index, place in places.items()}
     files = {name: number for number, name in enumerate(sorted({place.relative_path for place in places.values()}))}
     if any(getattr(place, "transform_descriptors", None) for place in places.values()):
@@ -157,9 +160,12 @@ def _unpickle_table(file: Path) -> Table:
 
 
 def _as_metadata(table: Any, path: Path) -> Metadata:
-    """Return the table as torch's classes. Raises CheckpointError for what is not in the folder's files.
+    """Return the table of a checkpoint's metadata file as torch's classes.
 
-    Chunks must lie inside their tensor and their file, and have as many numbers together as the tensor's shape.
+    `values` are objects as bytes, each at a place in a file: [number of the file, first byte, bytes]. `tensors` are cut
+    into chunks: [offsets in the tensor, sizes, then the numbers of such a place]. Chunks must lie inside their tensor
+    and their file, and have as many numbers together as the tensor's shape. Raises CheckpointError if one of these is
+    not so.
     """
     if table["format"] != FORMAT:
         raise CheckpointError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longspan.model.activations.host_arena import ALIGNMENT, HostArena, HostRange
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.train.optim.state_parts import make_sharded
+from longspan.train.optim.state_parts import make_sharded_tensor
 
 PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
 SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
@@ -111,7 +111,7 @@ class Stage:
                     target.copy_(source)
                 else:
                     to_copy.append((target, source))
-                staged[group][name] = make_sharded(value, target)
+                staged[group][name] = make_sharded_tensor(value, target)
         return StagedTensors(staged, to_copy, self._copy_from_gpu(sources), [source for _, source in sources])
 
     def close(self) -> None:

@@ -115,7 +115,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def version_checks(installed: dict[str, str]) -> Iterator[Check]:
-    """Yield installed versions against those that longspan is tested with."""
+    """Yield installed versions against those that longspan is tested with: from one version to below another.
+
+    A package without such bounds has no verdict.
+    """
     for name, text in installed.items():
         least_version, first_unsupported = SUPPORTED.get(name, (None, None))
         if least_version is None:

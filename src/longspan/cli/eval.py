@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     begun = time.time()
     flags = parse_eval(argv)
     processes = choose_processes(flags.world, flags.device)
-    with processes.note_errors():
+    with processes.add_note_to_errors():
         request = make_request(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
     if not has_torchrun():

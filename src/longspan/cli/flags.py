@@ -137,8 +137,9 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
     """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist.
 
-    Flags of switches get their value, lists are joined to their flag, and each value is checked against the flag's
-    type.
+    Words before the first flag stay. Of a flag, each value is checked against its type: a switch may stand alone, and
+    then gets True; so may --train.compiled; a list takes all words up to the next flag; other flags have one value,
+    behind "=" or as the next word.
     """
     words: list[str] = []
     argv = _use_present_flags(argv, types)

@@ -30,8 +30,11 @@ class Processes:
     note: str = ""
 
     @contextmanager
-    def note_errors(self) -> Iterator[None]:
-        """Note in an error, as of a home that does not fit, how many processes GPUs make without a flag."""
+    def add_note_to_errors(self) -> Iterator[None]:
+        """Add the note to an error inside, if GPUs decided how many processes there are.
+
+        The error may be of a home that does not fit this number, which the user did not give.
+        """
         try:
             yield
         except LongspanError as error:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags(ReportFlags, argv, "longspan report")
     target = Path(flags.target)
     if flags.follow:
-        return _follow(target, flags)
+        return _follow_run(target, flags)
     if flags.port:
         raise ConfigError(f"--port {flags.port} is for --follow; without it longspan report writes a file")
     if target.is_file():
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _follow(run_dir: Path, flags: ReportFlags) -> int:
+def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
     """Serve the page of a run until that ends; returns the exit code."""
     if run_dir.is_file() or flags.out:
         raise ConfigError(f"--follow takes the folder of a run, and no --out; {run_dir} as a plan: leave --follow out")

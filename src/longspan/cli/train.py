@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         return dry_run(config, argv, flags.config, world=flags.world, on_gpus=on_gpus, as_json=flags.json)
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
-    with processes.note_errors():
+    with processes.add_note_to_errors():
         check_config(config, ranks)
     if not has_torchrun():
         check_files(config)

@@ -114,7 +114,11 @@ class FailureReports:
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
     def _collect_report(self, number: int, operation: str) -> FailureReport:
-        """Wait until every rank has answered, left or died, or until the time for answers is over; then report."""
+        """Wait until every rank has answered, left or died, or until the time for answers is over; then report.
+
+        The causes are ranks that left with an error, died or did not answer; if there are none, ranks that do something
+        else than the others. A rank that left only because it heard of a failure (an echo) has no error of its own.
+        """
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             answers = {entry.pop("rank"): Activity(**entry) for entry in self._entries(f"{number}/answers")}

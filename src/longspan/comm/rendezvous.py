@@ -160,11 +160,11 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
                 prefix = newest if _register_rank(PrefixStore(newest, store), place) else ""
     except BaseException:
         if prefix:
-            _leave_unopened(PrefixStore(prefix, store), place)
+            _leave_unopened_world(PrefixStore(prefix, store), place)
         raise
     if not prefix:
         raise _incomplete_world_error(place, timeout, "rank(s) (0) did not come")
-    if _leave_unopened(PrefixStore(prefix, store), place):
+    if _leave_unopened_world(PrefixStore(prefix, store), place):
         raise _absence_error(PrefixStore(prefix, store), place, timeout)
     return prefix
 
@@ -178,7 +178,7 @@ def _register_rank(here: Store, place: Place) -> bool:
     return True
 
 
-def _leave_unopened(here: Store, place: Place) -> bool:
+def _leave_unopened_world(here: Store, place: Place) -> bool:
     """Leave a world that is not open; returns False if rank 0 has opened it meanwhile."""
     if here.add(_DECIDED, 1) != 1 and any(_is_open(here, place.size) for _ in _iterate_pauses(1, 1.0)):
         return False

@@ -148,9 +148,12 @@ def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
 
 
 def settings_line(config: RunConfig) -> str:
-    """Write the values that decide most about a run in one line; for evaluation those that differ from training's."""
+    """Write the values that decide most about a run in one line; for evaluation those that differ from training's.
+
+    A run of epochs shows these instead of steps and warm-up, which follow from them once the corpus is known.
+    """
     shown = _SHOWN
-    if config.train.epochs:  # from which steps and warm-up follow, once the corpus is known
+    if config.train.epochs:
         train_keys = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
         shown = _SHOWN | {"train": ("epochs", *train_keys)}
     words = [

@@ -35,12 +35,12 @@ def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
     if gpu and 0 < train.memory_bytes < LEAST_OF_GPU:
         raise ConfigError(f"train.memory_bytes is {train.memory_bytes}: {bytes_hint(train.memory_bytes)}")
     if kind == "none":
-        _check_recomputed(train, '"none"')
+        _check_keys_of_recomputation(train, '"none"')
     if kind != AUTO:
         return
     if not chooses_measures(train, gpu=gpu is not False):
         where = "on CPUs without train.memory_bytes" if train.memory == AUTO else 'under train.memory "none"'
-        _check_recomputed(train, f'"{AUTO}", which is "none" {where}')
+        _check_keys_of_recomputation(train, f'"{AUTO}", which is "none" {where}')
     if train.recompute_layers and train.memory == AUTO:
         raise ConfigError(
             f"train.recompute_layers is {train.recompute_layers}: that many layers are recomputed, and under "
@@ -49,7 +49,7 @@ def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
         )
 
 
-def _check_recomputed(train: TrainConfig, kind: str) -> None:
+def _check_keys_of_recomputation(train: TrainConfig, kind: str) -> None:
     """Raise ConfigError for keys that need recomputed layers, where there are none because of `kind`."""
     if train.recompute_layers:
         raise ConfigError(

@@ -70,7 +70,12 @@ class _CorpusOfRun:
             return None
 
     def load_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
-        """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed."""
+        """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed.
+
+        It is opened as it is if settings and files are those of its record, its key is the same (which covers the
+        tokenizer), it holds rows or tokens as it should, and is whole. Otherwise it is built. A run that is resumed
+        may build again only what becomes the same tokens: a corpus that lacks files, say.
+        """
         if resumed and self._old_record is None:
             raise DataError(
                 f"{self._run_dir} has checkpoints but no corpus: restore {self._folder}, or set run.dir to a new folder"
@@ -142,7 +147,7 @@ class _CorpusOfRun:
         """Build or find the documents of this recipe and record them in the run's folder."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
-        _check_saved(tokenizer, self._run_dir)
+        _check_saved_tokenizer(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)
         documents = self._documents_folder(recipe)
@@ -217,7 +222,7 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _check_saved(tokenizer: TextTokenizer, run_dir: Path) -> None:
+def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
     """Raise DataError if the run's folder, and so the models that it saves, have another tokenizer than the corpus.
 
     The config.json next to a tokenizer's files is one of the things that decide which class reads them.

@@ -161,7 +161,12 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
 
 
 def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a folder that may be sources, with their names in it."""
+    """Yield the files of a folder that may be sources, with their names in it.
+
+    Hidden folders and files do not count. In the folder of a saved data set only its files of rows do. Of Python's
+    standard library (`stdlib`) it is modules, without the one that describes this machine's build. Raises DataError
+    for a folder of several splits.
+    """
     hidden = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
     skip = {folder.resolve() for folder in leave_out}
     for directory, names in _walk_folders(
@@ -176,7 +181,10 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
 
 
 def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and those in it, with the names of their files; each once, those of symbolic links last."""
+    """Yield a folder and those in it, with the names of their files; each once, those of symbolic links last.
+
+    A folder is known by its device and inode, so that links in a circle come to an end. Links wait in `places`.
+    """
     seen, places = set[tuple[int, int]](), [root]
     for place in places:
         for folder, folders, names in os.walk(place, onerror=_raise_unreadable):

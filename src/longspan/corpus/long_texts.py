@@ -125,7 +125,8 @@ def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int,
     """Find the token of the left piece (after its `first`) before which it ends, and the right one's next token.
 
     Of the overlap's four quarters, both pieces must agree on the middle two, which hold enough runs of characters that
-    what is beyond has no influence; the seam is in their middle.
+    what is beyond has no influence; the seam is in their middle. The result is None if they do not agree, or if the
+    overlap is too short.
     """
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))

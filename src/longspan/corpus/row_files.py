@@ -43,14 +43,15 @@ class LineFile:
     def chunks(self) -> Iterator[Chunk]:
         """Yield its lines in order, some at a time; while it reads over a line, chunks without rows.
 
-        A line that is longer than the limit is read in pieces and not kept: only its first bytes, to be shown, and its
-        size, without the end of the line. Chunks without rows let a reader show progress meanwhile.
+        A chunk is CHUNK_BYTES and the rest of its last line, which begins at `start`; `first` and `position` are the
+        number and the byte of its first line. Of a line that is longer than the limit only the first bytes are kept, to
+        be shown, and its size `too_long`, without its end; chunks without rows let a reader show progress meanwhile.
         """
         folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1
         with (
             self.path.open("rb") as raw,
             name_read_errors(self.name, self.path),
-            _decompress(raw, self.name) as lines,
+            _open_lines(raw, self.name) as lines,
         ):
             first, position = 0, 0
             while data := lines.read(CHUNK_BYTES):
@@ -82,7 +83,7 @@ class LineFile:
         raw = self.path.open("rb")
         self._close()
         self._close = weakref.finalize(self, raw.close)
-        return _decompress(raw, self.name)
+        return _open_lines(raw, self.name)
 
 
 class TextFile:
@@ -135,8 +136,8 @@ def _is_compressed(name: str) -> bool:
     return name.endswith((GZIP, ZSTD))
 
 
-def _decompress(raw: BinaryIO, name: str) -> BinaryIO:
-    """Open the lines of a file; reading raises OSError or EOFError if a compressed file ends too early."""
+def _open_lines(raw: BinaryIO, name: str) -> BinaryIO:
+    """Open the lines of a file, decompressed by its ending; if it is cut short, reading raises OSError or EOFError."""
     if _is_compressed(name) and not raw.read(1):
         raise EOFError("it has 0 bytes")
     raw.seek(0)

@@ -128,9 +128,10 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
 
 
 def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Integers]:
-    """Return the arrays (B, L) of a batch that are read, as integers.
+    """Return the arrays (B, L) of a batch that are read, as int64: input_ids, and labels and masks if they are there.
 
-    Raises DataError for other names, shapes and types.
+    Names in `ignore` and values of None are left out. Masks may be booleans. Raises DataError for other names, shapes
+    and types.
     """
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch is {short_text(batch)}; give a mapping of input_ids, labels, attention_mask")

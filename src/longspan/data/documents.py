@@ -58,6 +58,10 @@ class Corpus:
     """
 
     def __init__(self, folder: Path, make_tokens: MakeTokens | None = None) -> None:
+        """Open the arrays of a corpus. Raises DataError for a folder that holds none, or not all of it.
+
+        Without a record the folder holds the arrays itself. Tokens are in a file, or made of rows when they are read.
+        """
         record = read_record(folder)
         place = folder if record is None else folder / record.documents
         if record is not None and not place.is_dir():

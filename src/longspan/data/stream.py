@@ -193,7 +193,9 @@ class DocumentStream:
         """Merge documents of all sources, until the first source has given all of its candidates.
 
         Each document comes where its source's tokens so far, over the source's weight, put it; the smallest goes first,
-        so that tokens are shared out by weight.
+        so that tokens are shared out by weight. The part ends at the share at which the first source runs out of
+        candidates, for what comes after it could still go before documents of that one. The next part begins at a new
+        mark: how many documents and tokens of each source are used.
         """
         mark = self._marks[number]
         runs = [self._run(source, mark) for source in range(len(self.sources))]

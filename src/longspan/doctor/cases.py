@@ -110,7 +110,10 @@ def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ..
 
 
 def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """List the same ways with images among the text, and the encoder's own tp; without losses of routers."""
+    """List the cases of `list_cases` with images among the text, without those of routers' losses.
+
+    The whole set on an even number of ranks also has the encoder's own tp 2, with each other division.
+    """
     cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
         cp = 2 if ranks >= 4 else 1
@@ -132,7 +135,10 @@ def _list_basic_cases(ranks: int) -> list[Case]:
 
 
 def _list_all_cases(ranks: int) -> list[Case]:
-    """List cases for every type at each degree, and for plans, losses, recomputation and homes."""
+    """List cases for every type at each degree, and for plans, losses, recomputation and homes.
+
+    Cases that the number of ranks does not allow are left out: degrees of a2a that do not divide it, and homes.
+    """
     degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
     widest = degrees[-1]
     cases = [

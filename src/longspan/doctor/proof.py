@@ -182,7 +182,12 @@ def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backen
 
 
 def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> Proof:
-    """Run every case on these ranks; returns their outcomes, with the facts of their worlds."""
+    """Run every case on these ranks; returns their outcomes, in the order of cases, with the facts of their worlds.
+
+    First the stock model computes what each case should give, in one process. A case whose documents or images cannot
+    be made, or whose stock model fails, gets its outcome from that. The others run grouped by home, as ranks start once
+    for each.
+    """
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
     try:

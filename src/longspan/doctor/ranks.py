@@ -184,8 +184,8 @@ class CaseRun:
     def _step_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
         """Return errors of the loss and of each gradient, the worst of all ranks.
 
-        Gradients are compared under the stock model's names; one that is missing on all ranks is an error. An
-        evaluation has only a loss.
+        Gradients are compared under the stock model's names, on the rank that has them; one that is missing on all
+        ranks is an error. The losses of routers count as losses of the case. An evaluation has only a loss.
         """
         if case.evaluation:
             loss = evaluate(self.model, self.documents, plan, self.world).loss

@@ -127,7 +127,8 @@ def compute_stock_answer(
 ) -> Answer:
     """Compute loss and gradients of the unchanged model on the CPU; weights rounded to `weights`, in `compute`.
 
-    With coefficients, the losses of its routers are over all tokens and layers of the documents. Raises what the
+    Documents run one by one, each from the same states of modules, and the loss is the mean over all targets. With
+    coefficients, the losses of its routers are over all tokens and layers of the documents. Raises what the
     model's own code raises, and ModelError where it returns no logits of routers.
     """
     images = any(isinstance(document, TrialDocument) for document in documents)

@@ -33,7 +33,7 @@ def find_configuration(name: str) -> PreTrainedConfig:
         return _check_has_model(read_configuration(path), name)
     if name in CONFIG_MAPPING:
         return _check_has_model(CONFIG_MAPPING[name](), name)
-    named_class: Any = _import_dotted(name) if "." in name else getattr(transformers, name, None)
+    named_class: Any = _import_dotted_name(name) if "." in name else getattr(transformers, name, None)
     if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
         return _check_has_model(named_class(), name)
     if not isinstance(named_class, type) or getattr(named_class, "config_class", None) is None:
@@ -72,7 +72,7 @@ def register_class(config: PreTrainedConfig, architecture: type | None) -> None:
         AutoModelForCausalLM.register(type(config), architecture)  # pyright: ignore[reportArgumentType]
 
 
-def _import_dotted(name: str) -> object:
+def _import_dotted_name(name: str) -> object:
     """Import an object by its dotted name; None if its module lacks it. Raises ConfigError without the module."""
     module, _, attribute = name.rpartition(".")
     try:

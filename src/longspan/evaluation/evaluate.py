@@ -97,7 +97,11 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """Make the result, without its degree, seconds and bytes."""
+    """Make the result of the totals over all ranks; its degree, seconds and bytes are set by the caller.
+
+    Every metric is a mean: a sum and what it is divided by. Bits per byte are the loss in bits over the bytes of the
+    targets' texts, if the tokenizer gave those.
+    """
     plan, targets = inputs.plan, inputs.documents.targets
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
@@ -189,12 +193,12 @@ class Portions:
         with ExitStack() as stack:
             while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
                 portion = self.plan.micro_batches[done : done + size]
-                batches = self._read_agreed(portion, done)
+                batches = self._read_agreed_batches(portion, done)
                 if self.gathered and not done:
                     stack.enter_context(gather_once(self.inputs.language_model))
                 started = time.perf_counter()
                 run_passes(self.passes, batches)
-                self.sums.collect_measured()
+                self.sums.collect_measured_sums()
                 self.long: bool = time.perf_counter() - started >= SHORT_SECONDS
                 size = size if self.any_long else min(2 * size, self.largest)
                 done += max(len(portion), 1)
@@ -214,7 +218,7 @@ class Portions:
         may_end = self.options.seconds is not None or self.options.stopped is not None
         return 1 if may_end and self.world.home.pp == 1 else self.largest
 
-    def _read_agreed(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
+    def _read_agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
         """Read this rank's rows and items of a portion, once all ranks have theirs and none stops; else all raise."""
         batches, error = list[LocalBatch](), self._end_reason(done)
         try:

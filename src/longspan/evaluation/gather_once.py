@@ -32,7 +32,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
     try:
         with quantise_once(model), ExitStack() as hooks:
             for state in dict.fromkeys(module._get_fsdp_state() for module in modules if module is not model):
-                hooks.enter_context(_hooks_of_gathered(state))
+                hooks.enter_context(_run_hooks_until_gathered(state))
             yield
     finally:
         for module in modules:
@@ -41,7 +41,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks_of_gathered(state: Any) -> Iterator[None]:
+def _run_hooks_until_gathered(state: Any) -> Iterator[None]:
     """Run a layer's hooks of FSDP2 inside only until its parameters are gathered; then inputs are cast, and no more.
 
     A block of several modules, which are gathered together, keeps its hooks.

@@ -66,14 +66,16 @@ class Pieces(NamedTuple):
         """
         engine = _find_engine(tokenizer)
         first = TextTokenizer(engine, None, "").surrounding_ids[0]
-        filler, stops = _encode_behind(engine, FILLER, FILLER)
+        filler, stops = _encode_after_context(engine, FILLER, FILLER)
         ends = np.cumsum([len(sentence) + 1 for sentence in SENTENCES])
         pieces = cls(
             engine=engine,
-            opening=np.concatenate([np.array(first, dtype=np.int64), _encode_behind(engine, "", PASSKEY_OPENING)[0]]),
+            opening=np.concatenate(
+                [np.array(first, dtype=np.int64), _encode_after_context(engine, "", PASSKEY_OPENING)[0]]
+            ),
             filler=filler,
             sentence_ends=tuple(np.searchsorted(stops, ends, side="right").tolist()),
-            question=_encode_behind(engine, FILLER, QUESTION)[0],
+            question=_encode_after_context(engine, FILLER, QUESTION)[0],
         )
         if np.array_equal(pieces.encode_answer(12345), pieces.encode_answer(67890)):
             raise DataError(
@@ -84,11 +86,11 @@ class Pieces(NamedTuple):
 
     def encode_key(self, key: int) -> Integers:
         """Encode the sentences with the key."""
-        return _encode_behind(self.engine, FILLER, KEY.format(key=key))[0]
+        return _encode_after_context(self.engine, FILLER, KEY.format(key=key))[0]
 
     def encode_answer(self, key: int) -> Integers:
         """Encode the key behind the question: with the space before it, where that is a token of its own."""
-        return _encode_behind(self.engine, QUESTION, str(key))[0]
+        return _encode_after_context(self.engine, QUESTION, str(key))[0]
 
 
 def _find_engine(tokenizer: Any) -> Tokenizer:
@@ -105,7 +107,7 @@ def _find_engine(tokenizer: Any) -> Tokenizer:
     return engine
 
 
-def _encode_behind(engine: Tokenizer, context: str, piece: str) -> tuple[Integers, Integers]:
+def _encode_after_context(engine: Tokenizer, context: str, piece: str) -> tuple[Integers, Integers]:
     """Encode text behind another; returns its ids, and where each token ends in it, in characters (1: the space)."""
     text = f"{context} {piece}" if context else piece
     encoding = engine.encode(text, add_special_tokens=False)

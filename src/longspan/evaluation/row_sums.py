@@ -30,7 +30,7 @@ class _Measured(NamedTuple):
 class RowSums:
     """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step.
 
-    Nothing waits for the device before `collect_measured`. An error of a user's metric is kept in `error`, and the
+    Nothing waits for the device before `collect_measured_sums`. An error of a user's metric is kept in `error`, and the
     passes go on, so that this rank does not leave the others in a collective.
     """
 
@@ -103,7 +103,7 @@ class RowSums:
             self.error = error
         return columns.flatten(0, 1)
 
-    def collect_measured(self) -> None:
+    def collect_measured_sums(self) -> None:
         """Bring what was measured to the host and add it up there, in one order."""
         for measured in self._waiting:
             losses = torch.cat(measured.losses).cpu().numpy()

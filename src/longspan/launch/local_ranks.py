@@ -154,7 +154,7 @@ class LocalRank:
 
 
 class LocalRanks:
-    """Local ranks of one call, from start to end; or, without a payload, of one call after another (`call`).
+    """Local ranks of one call, from start to end; or, without a payload, of one call after another (`start_call`).
 
     Between calls each rank restores the `state` that it had when it started. Ranks ignore the signals `ignored`.
     """
@@ -212,7 +212,7 @@ class LocalRanks:
                 return False
         return True
 
-    def call(self, payload: bytes, n: int) -> None:
+    def start_call(self, payload: bytes, n: int) -> None:
         """Let the first n ranks make a call, with a store of its own."""
         self.store: Any = start_store_server()
         self.ranks, self.failed, self.failure = self._all[:n], [], None

@@ -129,9 +129,9 @@ def find_runs(member: int, rows: Iterable[int]) -> Integers:
 
 
 def check_runs(member: int, runs: Integers) -> Integers:
-    """Return the runs of a member, those that touch as one.
+    """Return the runs (start, stop) of a member, with runs that follow each other directly joined to one.
 
-    Raises LayoutError for anything but non-empty runs from 0.
+    Raises LayoutError for anything but non-empty runs from row 0 on.
     """
     if runs.ndim != 2 or runs.shape[1] != 2 or runs.dtype.kind not in "iu":
         raise LayoutError(

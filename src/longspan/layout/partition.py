@@ -207,7 +207,9 @@ class _Zigzag(_LengthPartition):
     def _document_shares(self) -> _DocumentShares:
         """Work out how many rows of each document the chunks have, and which members have one row more.
 
-        `turn`, 0 or 1 for each document, says whether its first odd row goes to an early chunk or to a late one.
+        Every member has `base` rows of a document, and `extra` members from `first` on have one more. A member cuts its
+        rows into an early and a late chunk; where they are odd, one chunk gets a row more, early and late in turn from
+        member to member. `turn`, 0 or 1 for each document, says which of both begins.
         """
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree

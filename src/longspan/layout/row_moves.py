@@ -57,6 +57,9 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     member has several times, is summed, in the order of groups. Without groups a row comes from any one member that
     has it. Rows that nobody has come as zeros. Raises LayoutError where members of a group have a row differently
     often, for then their copies differ.
+
+    A block that a member has several times is sent once, after its copies are summed. `begin` is where each distinct
+    block of this member starts among its rows.
     """
     summed, groups = groups is not None, [range(len(source.members))] if groups is None else list(map(sorted, groups))
     distinct_blocks = [blocks[_first_occurrences(blocks, source)] for blocks in source.members]
@@ -84,7 +87,9 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
 def _arriving_blocks(target: Blocks, once: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
     """Return for each member the blocks that it brings here, in the order in which they are first needed.
 
-    Of each group one member brings a block: this one itself where it can, else one of those that have it, by turns.
+    Of each group one member brings a block: this one itself where it can, else one of those that have it, by turns, so
+    that each sends as much. `once` are the distinct blocks of every member, `order` where a block is first needed
+    here (−1 for one that is not). Of n holders the one that is chosen is known by its rank among them.
     """
     needed = target.members[me][_first_occurrences(target.members[me], target)]
     order = np.full(len(target.size), -1, dtype=np.int64)
@@ -144,7 +149,9 @@ def _find_addends(
     """Return which row of the pool each target row is copied from, and which target rows sum several.
 
     These are the fields `places`, `several` and `more` of RowMoves: the first addend of a block is copied, further ones
-    are added, in the order of groups.
+    are added, in the order of groups. `arriving` are the blocks that each member brings, one after another in the pool;
+    `first` is where a block's first addend begins there (−1 for none), `count` how many addends came so far, and
+    `further_addends` have columns (block, where it begins in the pool, how many came before it).
     """
     first, count = np.full(len(target.size), -1, dtype=np.int64), np.zeros(len(target.size), dtype=np.int64)
     further_addends = [np.empty((3, 0), dtype=np.int64)]

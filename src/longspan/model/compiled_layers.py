@@ -46,12 +46,12 @@ _STARTING = Lock()  # processes that compile
 _FUNCTIONS = (FunctionType, MethodType)
 
 
-def read_compiled(word: bool | str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
+def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
     """Return what `compiled` stands for: True is "modules", False "none", "auto" a choice for this model and device.
 
     Raises ModelError for another word.
 
-    >>> read_compiled("auto", model, torch.device("cpu"))
+    >>> read_compiled_parts("auto", model, torch.device("cpu"))
     'none'
     """
     word = ("modules" if word else "none") if isinstance(word, bool) else word

@@ -46,7 +46,8 @@ def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
 def find_parts(model: PreTrainedModel) -> ModelParts:
     """Find the parts that the model's own pipeline plan names, or else the usual three if they are there.
 
-    Raises ModelError for a model that has neither, or that keeps parameters elsewhere in its base model.
+    Parts are modules of the base model in the order in which they run: some before the layers, one list of layers, some
+    after it. Raises ModelError for a model without such parts, or that keeps parameters elsewhere in its base model.
     """
     base, name = decoder_model(model), type(model).__name__
     plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
@@ -199,7 +200,9 @@ def shallow_copy(
     """Copy the model with stand-ins for what this stage does not hold; modules without parameters are copied.
 
     The first stage has the parts before the layers, the last one those after them and the head, with the embedding
-    where the model reads it at its end; a tied head is on the first stage too.
+    where the model reads it at its end; a tied head is on the first stage too. Where the base model is a wrapper, its
+    modules down to the text model are copied on the way. On a later stage the first part that is not the embedding, or
+    the first layer, becomes one that hands on what arrives.
     """
     tied, embeds = is_tied(model), embeds_at_the_end(model)
     stage = base = shallow_module(model)

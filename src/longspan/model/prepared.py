@@ -18,7 +18,7 @@ from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
 from longspan.model.adapters import unwrap_model
-from longspan.model.compiled_layers import compile_layers, leave_norms, read_compiled, start_compile_workers
+from longspan.model.compiled_layers import compile_layers, leave_norms, read_compiled_parts, start_compile_workers
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
@@ -121,13 +121,18 @@ def prepare_language_model(
 ) -> PreTrainedModel | PipelineModel:
     """Bring a causal language model, or a wrapper of one for text only, under the world's home; see `prepare`.
 
+    The model is checked and tried whole, with its layers connected to longspan's operations. Then it is cut into
+    pipeline stages, or stays one piece, its layers are placed on ranks and get their weights, and are compiled. Last,
+    every call of it is checked by the rules that the trial gave. A model that was not tried (`probe`) is checked in its
+    first pass.
+
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     pipeline, placement = options.pipeline(world), options.placement(world)
     if options.fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {options.fused_norms!r}; use 'auto', 'on' or 'off'")
     peft_model, model = model, unwrap_model(model)
-    compiled = read_compiled(options.compiled, model, world.device, world.home.tp)
+    compiled = read_compiled_parts(options.compiled, model, world.device, world.home.tp)
     if compiled != "none" and world.device.type == "cuda":
         start_compile_workers(min(len(world.home.ranks), world.node_size * world.home.tp))
 
@@ -251,7 +256,7 @@ def _check_every_call(prepared: PreTrainedModel | PipelineModel, rules: CallRule
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
 
 
-def refuse_unprepared(model: nn.Module) -> None:
+def refuse_unprepared_model(model: nn.Module) -> None:
     """Raise ModelError for a transformers model whose attention would take the local rows for the whole sequence."""
     if isinstance(model, PreTrainedModel) and not is_prepared(model):
         raise ModelError(

@@ -41,6 +41,8 @@ class Preset:
     def model_type(self) -> str:
         """Return the model type of its configuration class, without transformers.
 
+        It is the class's name with an underscore before each capital; Granite's types are written without.
+
         >>> PRESETS["qwen3-30b-a3b"].model_type
         'qwen3_moe'
         """
@@ -129,7 +131,7 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
         raise ModelError(f"unknown model preset {name!r}{_nearest_preset(name)}; presets: {', '.join(PRESETS)}")
     preset = PRESETS[name]
     values = dict(preset.values)
-    if not preset.rows:
+    if not preset.rows:  # its embedding has as many rows as the tokenizer has ids
         values["vocab_size"] = _check_vocab_size(name, vocab_size)
     # The tokenizer decides which ids are special; the default ids of a family may lie outside a small vocabulary.
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -155,7 +155,7 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 @contextmanager
-def parameters_gathered(model: nn.Module) -> Iterator[None]:
+def keep_parameters_whole(model: nn.Module) -> Iterator[None]:
     """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another.
 
     All ranks enter together. What backward passes inside leave is summed over the slots by the next backward pass

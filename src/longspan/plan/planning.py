@@ -67,6 +67,10 @@ class Planning:
     """
 
     def __init__(self, planner: Planner) -> None:
+        """Start the process that plans ahead, give it the planner, and begin to receive its plans.
+
+        Raises PlanError inside such a process, which would start another, and so on.
+        """
         if _serving:
             raise PlanError(
                 "a planning process imported a script that plans ahead when it is imported; put what the script does "

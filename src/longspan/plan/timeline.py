@@ -39,8 +39,9 @@ class GroupTable:
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
         """Make the table of the groups of these micro-batches.
 
-        Rows and squares are of documents as they are laid out, `unpadded` of documents as they are. `group` and `slot`
-        have one entry for each slot of each group.
+        Rows and squares are of documents as they are laid out, `unpadded` are squares of documents as they are. `group`
+        and `slot` have one entry for each slot of each group, all others one for each group. `way` numbers the
+        communication types with their levels, which `ways` lists once each.
         """
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _int_array([len(group.slots) for _, group in groups])

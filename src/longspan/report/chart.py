@@ -131,7 +131,8 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
     """Return the frame in which all series and references lie, with some room above and below.
 
     Logarithmic axes get room as a factor, more where notes need it. Curves that vary by less than FLAT of their height
-    are drawn flat, in the middle. `zero` begins the axis at 0, without room below it.
+    are drawn flat, in the middle: the room is then 5 % of the height, or 1 at height 0. `zero` begins the axis at 0,
+    without room below it. The x axis has room on both sides where it has one value, or values with names.
     """
     x = np.concatenate([s.x for s in drawn])
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
@@ -197,9 +198,9 @@ def _tick_digits(marks: Sequence[float]) -> int:
 
 
 def _draw_references(chart: Chart, frame: _Frame) -> str:
-    """Return lines over the whole width, with their words above, or below where there is no room above.
+    """Return lines over the whole width, with their words at the right, WORDS high, above the line or below it.
 
-    Words also go below where a grid line would go through them above, and none does below.
+    They go below where there is no room above, and where a grid line would go through them above, and none does below.
     """
     parts, grid = list[str](), [float(frame.to_y(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:

@@ -27,9 +27,11 @@ text{font:12px system-ui,sans-serif;fill:var(--soft)}.title,.strong{font-weight:
 
 
 def chart_document(chart: Chart) -> str:
-    """Return the chart as the text of an .svg file.
+    """Return the chart as the text of an .svg file, under its title and a legend.
 
     >>> Path("degrees.svg").write_text(chart_document(chart))
+
+    Entries of the legend stand side by side, each as wide as its name.
     """
     titles = chart.title.splitlines()
     head = HEAD + LINE * len(titles)
@@ -81,7 +83,8 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
 
     >>> Path("planners.svg").write_text(bar_document("Planners", [NamedBar("dynamic", 7.0, "7.0 s")], "seconds"))
 
-    A bar that is longer than CUT times the median is cut, so that the others stay readable.
+    A bar that is longer than CUT times the median is cut, so that the others stay readable; the scale is that of the
+    longest bar which is not.
     """
     titles = title.splitlines()
     top = 34.0 + LINE * len(titles)
@@ -136,12 +139,14 @@ def stack_document(
 ) -> str:
     """Return bars of parts as the text of an .svg file, with a legend.
 
-    The reference is a line at a value, with its words.
+    Bars begin at 0 and share one scale, on which the longest one and the reference fit; parts that no bar has are not
+    in the legend. The reference is a line at a value, with its words.
 
     >>> Path("memory.svg").write_text(stack_document("Memory", [StackedBar("none", {"kept": 3.0}, "3 GiB")], "GiB"))
     """
     titles = title.splitlines()
-    names = [name for name in dict.fromkeys(n for bar in bars for n in bar.parts) if any(b.parts[name] for b in bars)]
+    all_names = dict.fromkeys(name for bar in bars for name in bar.parts)
+    names = [name for name in all_names if any(bar.parts[name] for bar in bars)]
     top = 34.0 + LINE * (len(titles) + 1)
     bottom = top + ROW * len(bars)
     largest_value = max([sum(bar.parts.values()) for bar in bars] + [reference[0] if reference else 0.0]) or 1.0

@@ -56,13 +56,15 @@ def _model_lines(model: Mapping[str, Any]) -> list[str]:
 
 
 def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return names and rows of the table: one for each set and degree of each model."""
+    """Return names and cells of the table: a row for each set and degree of each model.
+
+    Columns are those of every evaluation, then the metrics that any of them has, then counts. A metric that has
+    something else than a number somewhere is left out.
+    """
     rows = [(model, row) for model in models for row in model["evaluations"]]
     columns = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
-    metrics = list(
-        dict.fromkeys(key for _, row in rows for key in row if key.startswith("eval_") and key not in columns)
-    )
-    metrics = [key for key in metrics if all(isinstance(row.get(key, 0.0), int | float | None) for _, row in rows)]
+    others = dict.fromkeys(key for _, row in rows for key in row if key.startswith("eval_") and key not in columns)
+    metrics = [key for key in others if all(isinstance(row.get(key, 0.0), int | float | None) for _, row in rows)]
     keys = (*_COLUMNS, *metrics, *_COUNTS)
     names = ["weights", "set", "type", "cp", *(key.removeprefix("eval_").replace("_", " ") for key in keys), "seconds"]
     cells = [

@@ -45,9 +45,9 @@ class EvalRow:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "EvalRow | None":
-        """Return the evaluation of a row of metrics.jsonl.
+        """Return the evaluation of a row of metrics.jsonl; None for a row of training, or a loss that is not finite.
 
-        None for a row of training, and for a loss that is not finite.
+        Values with the prefix "eval_" that are not one of the fixed columns are metrics, if they are numbers.
 
         Raises ConfigError for a row that lacks keys or has no number in their place.
         """

@@ -206,10 +206,10 @@ def _is_base64(picture: object) -> bool:
 
 
 def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
-    """Yield evaluations of the held-out documents by degree, with names.
+    """Yield names of curves and their evaluations of the held-out documents: a curve for each degree.
 
-    The degree that was evaluated most often comes first. Degrees whose every loss equals its loss at that step are
-    named with it, as their marks would lie on its own.
+    The degree that was evaluated most often comes first. Degrees whose every loss equals its loss at the same step get
+    no curve, which would lie on that one; the first curve's name lists them, with the last two of their steps.
     """
     by_degree = dict[str, list[EvalRow]]()
     for row in run.held_out:

@@ -203,9 +203,10 @@ def _ending_text(run: RunFolder) -> str:
 
 
 def configuration_parts(run: RunFolder) -> Iterator[str]:
-    """Yield what was trained on what, from the configuration."""
+    """Yield what was trained on what, by which plans, and how it was evaluated, from the configuration."""
 
     def value(section: str, key: str) -> object:
+        """Return a key's value; None if the file, which may be of another version, lacks it."""
         values = run.config.get(section)
         return values.get(key) if isinstance(values, dict) else None
 

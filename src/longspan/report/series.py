@@ -41,7 +41,10 @@ def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, about `count` of them."""
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, about `count` of them.
+
+    They are multiples of the smallest round step of which at most `count` fit; 1e-9 forgives rounding.
+    """
     if not high > low:
         return [low]
     least_step = (high - low) / max(1, count)
@@ -58,7 +61,10 @@ def byte_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return the powers of ten inside [low, high], with 2 and 5 between them where there is room."""
+    """Return the powers of ten inside [low, high], with 2 and 5 times these up to a ratio of 300.
+
+    Over many powers only every second, third and so on is taken, so that there are about six.
+    """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     power_step = max(1, round(len(powers) / 6))
     inner = (1, 2, 5) if high / low <= 300 else (1,)

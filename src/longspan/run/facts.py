@@ -76,7 +76,10 @@ class RunFacts:
     starts: dict[str, float] = field(default_factory=dict[str, float])  # seconds, once the first step is done
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the text of each line, for the console and the report."""
+        """Yield the name and the text of each line, for the console and the report.
+
+        Lines whose fact a run does not have (a float8 recipe, an encoder, steps done before) are left out.
+        """
         experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
         sizes = f"{_size_text(self.parameters)} parameters, {_size_text(self.parameters_of_rank)} on a rank"
         sizes += f", {_size_text(self.trained)} trained" if self.trained else ""
@@ -141,7 +144,10 @@ class RunFacts:
         return facts if facts._has_types() else None
 
     def _has_types(self) -> bool:
-        """Return whether every value is of its type, as files may come from elsewhere."""
+        """Return whether every value is of its type, as files may come from elsewhere.
+
+        Simple fields are compared with their annotations; lists and mappings are looked into. A home has its slots.
+        """
         kinds: dict[Any, Any] = {int: int, float: int | float, float | None: int | float | None, str: str, bool: bool}
         plain = all(isinstance(vars(self)[field.name], kinds.get(field.type, object)) for field in fields(self))
         counts = [count for session in self.sessions for count in session]

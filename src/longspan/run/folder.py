@@ -99,6 +99,7 @@ class Saves:
     """
 
     def __init__(self, run: TrainingRun, log: LogLine) -> None:
+        """Prepare the saves of a run; a run that keeps its best checkpoint finds it among those that are there."""
         self.done: int = run.done
         self._run, self._saved, self._saved_at = run, run.done, time.monotonic()
         self.saver: CheckpointSaver = CheckpointSaver(

@@ -127,7 +127,9 @@ class _Loop:
         """Run the remaining steps; return the signal that stopped them ("" for none).
 
         After each step all ranks agree on what comes next: whether to stop, to save, or to name a slow slot. A
-        checkpoint comes before an evaluation, in which the step could be lost.
+        checkpoint comes before an evaluation, in which the step could be lost. A run that goes on first makes the
+        evaluation that was due where it stopped, unless it is recorded. `run.done` are the steps before this start,
+        `saves.done` all steps; the plans of the first and of the last step of this start are saved as files.
         """
         run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots, limits, reader = SlowSlots(), self.evaluations.limits, StepReader(run, plans)
@@ -218,8 +220,9 @@ def _take_step(
 ) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan.
 
-    The images of the next step are read meanwhile. Seconds of a step that is profiled count neither for slow slots nor
-    for the refinement of prices.
+    The images of the next step are read meanwhile. A step that is profiled is slower than usual: its seconds count
+    neither for slow slots, nor for the refinement of prices, nor for later time limits. The row has figures that any
+    run has, then those of runs with several sources, images, routers, or depths of prediction.
     """
     started, is_usual = time.perf_counter(), not profiles.has(step + 1)
     documents, plan = reader.read(step)

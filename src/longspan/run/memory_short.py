@@ -106,9 +106,10 @@ def _write_snapshot(run: TrainingRun, folder: Path) -> str:
 
 
 def memory_table(run: TrainingRun) -> str:
-    """Return the bytes of the plan of memory by part, next to this rank's.
+    """Return a table of bytes by part: those of the plan of memory, and those of this rank.
 
-    The rank's are those of tensors that are there, and of the peak.
+    Of a rank only parameters, gradients and states can be counted, as they are tensors that are there; "the rest" is
+    what the peak had beyond these. Without a plan its column is empty.
     """
     planned = run.memory.to_json()["device"] if run.memory is not None else {}
     measured = _count_stored_bytes(run)

@@ -65,8 +65,9 @@ class GroupLog:
     def note(self, plan: Plan, use: Use = "training") -> None:
         """Write and log the groups that this plan adds.
 
-        They are communicators that were made since the last call, groups of this rank, and levels of hierarchical
-        groups, of which only the first few are logged.
+        They are communicators that were made since the last call, context-parallel groups of this rank that no plan had
+        before, and levels of hierarchical groups. The file gets a row for each; the log gets the communicators in one
+        line, and the first PRINTED levels. Only the rank that keeps the records has a file.
         """
         if self._path is None:
             return

@@ -174,11 +174,15 @@ def open_data(
     sets = run_on_every_rank(
         world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError
     )
-    return RunData(model, corpus, order, sets, _longest_of_run(config, corpus, order))
+    return RunData(model, corpus, order, sets, _longest_planned_document(config, corpus, order))
 
 
-def _longest_of_run(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
-    """Return the tokens and the origin of the longest document that a planner receives: a document, or a pack."""
+def _longest_planned_document(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
+    """Return the tokens and the origin of the longest document that a planner receives: a document, or a pack.
+
+    A pack whose documents see each other is planned as one document; in others documents are, which may be cut to a
+    pack's size. Held-out documents are evaluated without packs, and so may be longer.
+    """
     lengths, data = corpus.lengths, config.data
     if not data.pack_to:
         longest_document = int(np.argmax(lengths))

@@ -41,7 +41,9 @@ class Halo:
     def __init__(self, chains: Chains, width: int) -> None:
         """Find the rows before each run that other members hold: which of ours go to whom, and where arriving ones lie.
 
-        Every member works out the needs of all, in one order, so that nothing is asked for.
+        Every member works out the needs of all, in one order, so that nothing is asked for. A need is a run and a row
+        of the document (`at`) that lies in it; `rows` are the local rows that this member sends, by receiver. `before`
+        are the tables of rows before each run, `isolated` the same as if no row arrived.
         """
         self._runs, self._width, self._device = chains.runs, width, chains.device
         needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
@@ -193,10 +195,11 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of rows and parameters; those of arrived rows leave first, and are added where they
-        belong.
+        """Return the gradients of rows and parameters.
 
-        Parts go in reverse, as in every backward pass, so that all members meet in one order.
+        The gradients of rows that arrived for the forward pass leave first, to their owners, while the rest is
+        computed; those that arrive here are added to the rows that were sent. Parts go in reverse, as in every backward
+        pass, so that all members meet in one order.
         """
         x, *saved = ctx.saved_tensors
         parameters, arrived = saved[: ctx.parameters], saved[ctx.parameters :]

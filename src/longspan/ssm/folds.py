@@ -14,7 +14,7 @@ from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing
 from longspan.ssm.kernels import Inputs
 from longspan.ssm.kernels.call import Forward, state_dtype
-from longspan.ssm.kernels.runs import apply_maps, index_on_device, put_runs, take_runs
+from longspan.ssm.kernels.runs import apply_maps, index_on_device, pick_rows, put_runs
 
 
 class ForwardFold:
@@ -137,4 +137,4 @@ def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> No
     """Put values into[run] where this member has the run."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):
-        put_runs(into, local_numbers[local], take_runs(values, local))
+        put_runs(into, local_numbers[local], pick_rows(values, local))

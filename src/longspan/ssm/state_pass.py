@@ -87,7 +87,11 @@ def refuse_no_shard(caller: str, shard: object) -> None:
 
 
 def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard) -> None:
-    """Raise LayoutError for tensors whose shapes, dtypes or devices do not fit each other and the shard."""
+    """Raise LayoutError for tensors whose shapes, dtypes or devices do not fit each other and the shard.
+
+    With T rows, G heads of keys that divide H heads of values: q and k (T, G, K), v (T, H, V), beta (T, H). Decays g
+    are (T, H, 1), or with beta also (T, H, K).
+    """
     refuse_no_shard("linear_scan", shard)
     for name, x in (("k", k), ("v", v), ("g", g)):
         if x.ndim != 3:

@@ -198,7 +198,11 @@ def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
-    """Write what is not finite, and what to do about it: weights first, then what was read, then gradients."""
+    """Write what is not finite, and what to do about it, by the first of these that holds.
+
+    Weights before the step; what was read of items, as pixels; the loss, although weights are finite; no gradient, so
+    that only the sum of their squares overflowed; gradients. A loss of None is not known.
+    """
     if weights := _place_text({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "

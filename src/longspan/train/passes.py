@@ -28,7 +28,7 @@ from longspan.model.sharding import (
     drop_gradients_after_error,
     fsdp_modules,
     gradients_summed_over_slots,
-    parameters_gathered,
+    keep_parameters_whole,
     reshard,
     sum_replicas_at_last,
 )
@@ -214,10 +214,16 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run the passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows."""
+    """Run the passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows.
+
+    In free mode slots run different numbers of micro-batches, so they may not meet in them: parameters are gathered
+    before all, and a last pass over padding sums gradients. In lockstep slots enter each pass together. Loads
+    of experts that a whole step counts need a forward pass of every micro-batch before the first backward: an
+    additional one, which in lockstep leaves out the first, as its own pass counts.
+    """
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
-    with parameters_gathered(model) if free else nullcontext():
+    with keep_parameters_whole(model) if free else nullcontext():
         if passes.counts_loads:
             _run_forward(passes, batches[0 if free else 1 :], counting=True)
         if free:

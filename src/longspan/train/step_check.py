@@ -11,7 +11,7 @@ from longspan.errors import ModelError, PlanError
 from longspan.model.exactness.row_trial import try_rows
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepared import refuse_unprepared
+from longspan.model.prepared import refuse_unprepared_model
 from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
 from longspan.plan import Plan
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
@@ -30,7 +30,7 @@ def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, ba
         language_model = model.language_model
     if not isinstance(documents, StepDocuments):
         documents = StepDocuments(model, documents, plan.lengths)
-    refuse_unprepared(language_model)
+    refuse_unprepared_model(language_model)
     rules = call_rules(language_model)
     refuse_randomness(language_model, training=backward)
     _check_home(language_model, plan, world)

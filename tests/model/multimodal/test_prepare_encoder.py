@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
-from longspan.model.multimodal.prepare_encoder import check_prepared, encoder_blocks, prepare_encoder
+from longspan.model.multimodal.prepare_encoder import check_encoder_prepared, encoder_blocks, prepare_encoder
 from longspan.model.sharding import gradients_summed_over_slots
 from longspan.testing import backend, run_ranks
 from longspan.train.gradients import grad_norm
@@ -194,11 +194,11 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_changed() -> No
         with pytest.raises(ModelError, match=r"2 parameters of Linear have no values \(weight, bias are on the meta"):
             prepare_encoder(nn.Linear(2, 2, device="meta"), world)
         prepare_encoder(module, world)
-        check_prepared(module, world)
+        check_encoder_prepared(module, world)
         with pytest.raises(ModelError, match="was prepared already"):
             prepare_encoder(module, world)
         with pytest.raises(ModelError, match="was not prepared over this world"):
-            check_prepared(other, world)
+            check_encoder_prepared(other, world)
 
 
 # ---- frozen parts, half precision, parameters that some slots do not use

@@ -18,7 +18,7 @@ from longspan.model import prepare, save_model
 from longspan.model.layers import stage_layers
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import StageCopies
-from longspan.model.pipeline.pipeline import PipelineModel, _original_error, _run_watched
+from longspan.model.pipeline.pipeline import PipelineModel, _original_error, _run_watched_schedule
 from longspan.model.pipeline.schedules import ScheduledStage
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_inexact
@@ -441,4 +441,4 @@ def test_no_error_of_a_schedule_is_lost(error: Exception, origin: Exception | No
         raise error from origin
 
     with pytest.raises(expected, match="rows do not fit" if expected is ValueError else "connection closed"):
-        _run_watched(step, world)
+        _run_watched_schedule(step, world)

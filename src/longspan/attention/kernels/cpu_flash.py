@@ -41,8 +41,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv).
 
-    torch's kernel takes one dense call at a time, and the lse over all blocks; its gradients are added up. Heads are
-    padded to one size and cut back.
+    torch's kernel takes one dense call at a time, and the lse over all blocks, so that its gradients are parts of the
+    whole ones and are added up. Heads are padded to one size, as it takes q, k and v of one, and cut back.
     """
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved

@@ -94,7 +94,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv).
 
-    One kernel computes dq, a second one dk and dv; both compute the scores again.
+    One kernel computes dq, a second one dk and dv; both compute the scores again from the saved log-sum-exp. Each is
+    launched with the largest blocks that fit the device's shared memory.
     """
     assert call.dropout is None
     q, k, v, dout = (_contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))

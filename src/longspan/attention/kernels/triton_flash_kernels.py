@@ -172,7 +172,9 @@ def query_gradients(
     """Compute dq of ROWS rows of one head, KEYS keys at a time, from the log-sum-exp over the keys of all blocks.
 
     Weights are w = exp(score − lse); dq = scale · Σ keys w · (dout · v − delta) · k, times the soft cap's slope, where
-    delta is dout · out. Arguments are those of `forward`.
+    delta is dout · out. The cap makes a score s of cap · tanh(s / cap), whose slope is 1 − (capped / cap)².
+    Exponentials are powers of 2, so scores and lse are multiplied by log₂ e. `first_key` and `end_key` leave out the
+    blocks of keys that the window hides from all of these rows. Arguments are those of `forward`.
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)
@@ -264,7 +266,8 @@ def key_gradients(
     """Compute dk, dv or both of KEYS keys, all their query heads one after another: nothing is added at once.
 
     With the weights w of `query_gradients`, dv = Σ rows w · dout and dk = scale · Σ rows w · (dout · v − delta) · q,
-    times the soft cap's slope. Arguments are those of `forward`; blocks are of keys.
+    times the soft cap's slope. `first_row` and `end_row` leave out the blocks of rows that see none of these keys.
+    WANTS_K and WANTS_V leave out what needs no gradient. Arguments are those of `forward`; blocks are of keys.
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     kv_head = tl.program_id(1).to(tl.int64)

@@ -84,7 +84,12 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
 
 
 def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
-    """Yield differences first, then the table of each subject, passkey grids, and a set's degrees or buckets."""
+    """Yield the tables to print, one text after another.
+
+    First one line for each difference between the first subject and another; then each subject's table and its passkey
+    grids; then a set's degrees, if there are several, and with one subject the losses by length and by position; last
+    the tables of the differences.
+    """
     first = results[0]
     pairs = [
         (difference, other_result)

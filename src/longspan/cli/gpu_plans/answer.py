@@ -145,7 +145,8 @@ def _column_json(column: Column) -> dict[str, Any] | None:
 def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     """Return the keys that were given and those that were chosen, as `longspan train` takes them.
 
-    Degree and rows are always among them; a dynamic plan's highest degree is all slots where it has no limit.
+    Given are those of a command or a file; chosen, those that are no defaults any more. Keys of degree, rows, planner
+    and memory are always among them; a dynamic plan's highest degree is all slots where it has no limit.
     """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}

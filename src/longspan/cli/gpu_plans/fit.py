@@ -110,9 +110,11 @@ def _list_degree_runs(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterat
 def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
     """List limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch.
 
-    They grow by one ratio, of at least 2.
+    They grow by one ratio, of at least 2, and are multiples of what plans need: a slot has two parts of a document,
+    each of a whole `row_multiple`. The longest document is divided by the widest degree that divides the slots and that
+    the communication type allows.
     """
-    choice, unit = run.choice, 2 * run.choice.options.row_multiple  # of the two parts of a document that a slot has
+    choice, unit = run.choice, 2 * run.choice.options.row_multiple
     widest = choice.widest_degree(run.home) or run.home.slots
     widest = max(d for d in range(1, widest + 1) if run.home.slots % d == 0 and choice.allows(d, run.home))
     least_rows = _round_to_unit(-(-max(n for step in steps for n in step.lengths) // widest), unit)

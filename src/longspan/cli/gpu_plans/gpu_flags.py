@@ -79,9 +79,10 @@ class Question:
 
 
 def asks_for_gpus(argv: Sequence[str]) -> bool:
-    """Return whether the words name GPUs.
+    """Return whether the words of a command name GPUs, and so ask whether a run fits them.
 
-    Raises ConfigError for flags that need them, and for former meanings, without.
+    Raises ConfigError for --longest with a number, which was another flag once, and, if no GPUs are named, for flags
+    and keys that only such a question has.
     """
     clauses = [*_split_words(argv)]
     names = {name for name, _ in clauses}

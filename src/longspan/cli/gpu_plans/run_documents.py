@@ -99,9 +99,10 @@ def _tokenizer_folder(config: RunConfig) -> Path | None:
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
-    """Estimate the tokens of documents by the bytes of their texts.
+    """Estimate the tokens of documents by the bytes of their texts, where no tokenizer can count them.
 
-    Raises ConfigError for a mixture of sources.
+    Texts are cut and left out as a run would, and ordered as the run's steps take them. Raises ConfigError for a
+    mixture of sources.
     """
     data = config.data
     if data.sources:

@@ -82,14 +82,12 @@ def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing:
 
 def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
     """Compare the dynamic plan and the fastest plan of one degree, in a line; none if either is missing."""
-    of_kind = {
-        kind: [row for row in _possible_simulations(rows) if row[1].plan.planner == kind]
-        for kind in ("fixed", "dynamic")
-    }
-    if not of_kind["fixed"] or len(of_kind["dynamic"]) != 1:
+    possible = list(_possible_simulations(rows))
+    fixed, dynamic = ([row for row in possible if row[1].plan.planner == planner] for planner in ("fixed", "dynamic"))
+    if not fixed or len(dynamic) != 1:
         return []
-    name, fastest_fixed = min(of_kind["fixed"], key=lambda row: row[1].seconds)
-    difference = of_kind["dynamic"][0][1].seconds / fastest_fixed.seconds - 1
+    name, fastest_fixed = min(fixed, key=lambda row: row[1].seconds)
+    difference = dynamic[0][1].seconds / fastest_fixed.seconds - 1
     difference_words = f"{abs(difference):.1%} {'less' if difference < 0 else 'more'} time than"
     words = "as much time as" if abs(difference) < LEAST_DIFFERENCE else difference_words
     kind = f" under {plan_type_text(fastest_fixed.plan)}" if plan_type_text(fastest_fixed.plan) else ""

@@ -36,6 +36,10 @@ class PairRounds:
     def __init__(
         self, group: ProcessGroup, ranks: Sequence[int], rank: int, limit: Callable[[], float] = lambda: 600.0
     ) -> None:
+        """Give each rank a place: there are as many places as the largest power of two that is no more than the ranks.
+
+        The first places have two members each, so that all ranks have one. `limit` gives the seconds of a wait.
+        """
         self._group, self._ranks, self._limit = group, tuple(ranks), limit
         places = 1 << (len(ranks).bit_length() - 1)
         self._pairs = len(ranks) - places  # places of two members each, the first ones
@@ -89,10 +93,11 @@ class PairRounds:
         self._tag = zlib.crc32(f"{self._calls} {what}".encode()) >> 1  # gloo takes 31 bits
 
     def _reduce_in_rounds(self, value: Any, exchange: Exchange, combine: Callable[[Any, Any], Any]) -> Any:
-        """Reduce values over all members in rounds of pairs: round i exchanges with the member whose place differs in
-        bit i.
+        """Reduce values over all members in rounds of pairs: round i is with the member whose place differs in bit i.
 
-        Members beyond a power of two first give their value to a partner, and get the result from it at the end.
+        The value of the lower place is always the first of the two that are combined, so all members get the same
+        result, bit for bit. Members beyond a power of two first give their value to a partner, and get the result from
+        it at the end.
         """
         if self._is_second:
             exchange(self._partner, value, receives=False)

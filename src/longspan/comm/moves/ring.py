@@ -32,6 +32,10 @@ class RingBlocks:
     """
 
     def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
+        """Take this member's tensors as its block; `what` names the messages in reports.
+
+        `_spare` are buffers that are free again; `_live` counts the blocks in memory, and this one is the first.
+        """
         self._channel, self._counts, self._label = channel, tuple(counts), what
         self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)

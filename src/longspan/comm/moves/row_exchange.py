@@ -58,6 +58,11 @@ class RowExchange:
         gradient: RowGradient = "partial",
         slots: Sequence[Sequence[int]] = (),
     ) -> None:
+        """Plan the moves of rows there, and of their gradients back.
+
+        Back, gradients of copies of a row are summed: over members ("partial"), over slots whose members have the same
+        ("partial_over_slots"), or not at all where all have the same already ("identical").
+        """
         if gradient not in get_args(RowGradient):
             raise CommError(f"gradient {gradient!r} is not known; use one of {', '.join(get_args(RowGradient))}")
         if exchange.have.degree != channel.degree:

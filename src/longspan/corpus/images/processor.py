@@ -197,8 +197,8 @@ def _blank(size: Size) -> Any:
 def read_model_inputs(made: Mapping[str, Any]) -> ImageInput:
     """Return the first image of a processor's output for a text and its images.
 
-    A leading dim of documents, or of images, around tiles is removed: pixels are (n, 3, H, W). Raises DataError for a
-    field that is no tensor.
+    A leading dim of documents, or of images, around tiles is removed: pixels are (n, 3, H, W), and other fields that
+    have the same two first dims lose it too. Raises DataError for a field that is no tensor.
     """
     tensors = {name: _as_tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
     pixels = tensors.pop(PIXELS)

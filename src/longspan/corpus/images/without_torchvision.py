@@ -149,7 +149,11 @@ class VideoProcessor:
 
     @classmethod
     def of(cls, folder: Path, stock: Any) -> "VideoProcessor":
-        """Make the video processor of a folder whose processor is `stock`. Raises DataError for other classes."""
+        """Make the video processor of a folder whose processor is `stock`. Raises DataError for other classes.
+
+        Its class is the one that the folder names, or that goes with the stock processor's. Settings are the class's
+        defaults, then those of the folder; Qwen2-VL writes the bounds of a frame's pixels under names of their own.
+        """
         settings = _read_settings(folder)
         names = [name for name in (settings.get("video_processor_type"), _OF_PROCESSORS.get(_class(stock))) if name]
         kind = names[0].removesuffix("Fast") if names else ""

@@ -228,7 +228,11 @@ class RowEncoding:
         return [_masked_row(row) if _has_no_target(sample) else sample for sample in samples]
 
     def _encode_by_kind(self, row: Row) -> list[Sample]:
-        """Encode a row by its kind: messages, text, token ids, or prompt and completion."""
+        """Encode a row by its kind: messages, text, token ids, or prompt and completion.
+
+        A prompt and completion of messages is one conversation, in which the messages of the prompt are no targets; of
+        strings, it cannot have images, which need a chat template to place them.
+        """
         check_keys(row.values, self.kind)
         values, media = self._extract_media(row)
         check_objects(values)

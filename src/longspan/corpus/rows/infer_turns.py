@@ -96,7 +96,8 @@ def find_assistant_spans(
 ) -> Spans:
     """Find the spans of the `learnt` messages of an assistant in the rendering `text` of all messages.
 
-    Raises RowError for a span that its surroundings do not determine.
+    Counted with them is what the rendering lacks of these: thoughts and cut texts, other texts, and messages without a
+    text. Raises RowError for a span that its surroundings do not determine.
     """
     fields = texts_of_messages(messages)
     conversation, ends = _locate_turns(fields, messages, text, template, tools)
@@ -212,9 +213,10 @@ def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
 
 
 def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Turn) -> int | None:
-    """Find where the messages before a turn end as they do in a prompt, from the last words of their last text on.
+    """Find where the question before an answer ends in the text, by the prompt for that answer.
 
-    The prompt of an answer is rendered, and the longest end of it that stands there in the text ends the question.
+    The messages before it are rendered as a prompt. The question ends with the longest end of this that begins the text
+    from the last words of their last text on. It is None if nothing behind these words is alike.
     """
     try:
         prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
@@ -248,8 +250,8 @@ def locate_ends(
 ) -> list[tuple[int, ...]]:
     """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
 
-    All texts are marked in one rendering; where that fails, without blank ones, and then each in a rendering of its
-    own.
+    All are marked in one rendering. If that fails, blank texts, which a template may leave out, stay unmarked, and if
+    that fails too, each has its own rendering; fields that are added to the messages (`added`) always have one.
     """
     marks = _make_marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]

@@ -25,13 +25,17 @@ def check_messages(value: Any, name: str = "messages", *, images: bool = False) 
 
 
 def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
-    """Check a message: its role, content, calls, and keys about targets. Raises RowError for what is wrong."""
+    """Check a message: its role, content, calls, and keys about targets. Raises RowError for what is wrong.
+
+    Content is a string, nothing, or a list of parts: texts, and with `images` places of images and videos. Returns the
+    message, whose parts lack keys with null: templates ask whether a part has a key.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         hint = "; from and value are called role and content here" if _is_sharegpt(message) else ""
         raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
-        content = [_drop_null_values(part) for part in content]  # templates ask whether a part has a key
+        content = [_drop_null_values(part) for part in content]
         message = {**message, "content": content}
         for k, part in enumerate(content):
             if images and part in ({"type": "image"}, {"type": "video"}):

@@ -108,7 +108,9 @@ class RowImages:
     def expand(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
         """Replace placeholders in a text by what the processor writes for these images and videos.
 
-        `spans` of the text, in characters, move with what is written before them.
+        A placeholder of an image is its token, of a video the video's; there must be as many as files, in their order.
+        `spans` of the text, in characters, move by what placeholders before them grew. Returns the text, what was
+        written for each placeholder, and the moved spans. Raises RowError for another number of placeholders.
         """
         tokens = self._processor_tokens(["video"] if media.videos else [])
         if media.videos:

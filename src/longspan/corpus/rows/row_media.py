@@ -172,7 +172,11 @@ def read_video_entry(entry: Any, folder: str, name: str, part: Mapping[str, Any]
 
 
 def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple[float, ...], float]:
-    """Return the time of each frame in seconds, and the mean seconds from one to the next."""
+    """Return the time of each frame of a video in seconds, and the mean seconds from one to the next.
+
+    An entry gives its frames a second, or a timestamp for each frame, or neither, which is FPS frames a second. A
+    single frame with a timestamp counts as one of FPS. Raises RowError for both, and for times that do not rise.
+    """
     rate = next((entry[key] for key in _RATES if entry.get(key) is not None), None)
     times = entry.get("timestamps")
     if times is None:

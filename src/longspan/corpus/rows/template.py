@@ -103,7 +103,7 @@ class ChatTemplate:
 
         A text becomes a list of parts, or a list a text, if the template reads only the other form.
         """
-        contents = [self._contents.get((m["role"], bool(tools)), _TEXT).fit(m) for m in messages]
+        contents = [self._contents.get((m["role"], bool(tools)), _TEXT).fit_content(m) for m in messages]
         return self._render_messages(contents, tools, prompt=prompt, marks=marks)
 
     @cached_property
@@ -147,7 +147,11 @@ class ChatTemplate:
     def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
-        """Render messages by transformers' renderer. Raises RowError with what the template raised."""
+        """Render messages by transformers' renderer. Raises RowError with what the template raised.
+
+        With `prompt` the rendering ends as an answer begins; with `marks` it has the spans of characters that the
+        template marks as answers. Keys without a value are left out, as templates ask whether a key is there.
+        """
         template = self._template(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
@@ -177,8 +181,12 @@ class _Contents:
     text: bool
     parts: bool
 
-    def fit(self, message: Message) -> Message:
-        """Return a message with its text, or text parts, as the template reads them; with other parts as it is."""
+    def fit_content(self, message: Message) -> Message:
+        """Return a message whose content is of a form that the template reads.
+
+        A list of text parts becomes one text if the template does not read several; a text becomes a list of one part
+        if it reads only parts. Anything else stays: images and videos among the parts, and a message without content.
+        """
         content = message.get("content")
         if isinstance(content, list):
             if self.parts or not all(isinstance(part.get("text"), str) for part in content):

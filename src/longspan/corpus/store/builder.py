@@ -111,7 +111,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
-        batches = progress.announce_long(_batch_rows(recipe))
+        batches = progress.announce_long_rows(_batch_rows(recipe))
         for batch, encoded in encode_batches(recipe.encoder, batches, recipe.processes):
             writer.write_rows(encoded)
             progress.log_batch(batch, writer)
@@ -129,6 +129,11 @@ class _Writer:
     """Writes the files of a folder of documents from their beginnings to their ends."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
+        """Open the files of a corpus: a column for each fact of its documents, and their tokens if they are stored.
+
+        A corpus that is not stored has the places of its rows in their files instead. Several sources make a column
+        more.
+        """
         self._recipe, self._folder = recipe, folder
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4"}
         if len(recipe.encodings) > 1:
@@ -225,7 +230,7 @@ class _Progress:
         self._began = self._last_line = time.monotonic()
         self._read = 0
 
-    def announce_long(self, batches: Iterable[list[FileChunk]]) -> Iterator[list[FileChunk]]:
+    def announce_long_rows(self, batches: Iterable[list[FileChunk]]) -> Iterator[list[FileChunk]]:
         """Yield batches; before one that takes long, as a row of it is long, a line says so."""
         for batch in batches:
             longest_chunk = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))

@@ -140,8 +140,10 @@ class _BatchDocuments:
     def _add_sample(self, sample: Sample, place: tuple[int, int], start: int, where: str) -> None:
         """Add the documents of a sample; its tokens are the row's tokens from `start` on.
 
-        Ids that the type of numbers cannot hold, and images longer than a document, make the row a bad one. Long
-        samples are cut outside of images, which move to their places in the documents.
+        `place` is the number of its file and row, `where` the words for that in messages. Ids that the type of numbers
+        cannot hold, and images longer than a document, make the row a bad one. Long samples are cut outside of images,
+        which move to their places in the documents. Codes are labels in short; without them every token but the first
+        is a target.
         """
         ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
         limit = np.iinfo(self._encoder.dtype).max

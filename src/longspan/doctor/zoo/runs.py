@@ -40,7 +40,10 @@ def _make_order() -> StepOrder:
 
 
 def _one_epoch(world: World) -> float:
-    """Count documents that one epoch leaves out or has twice before its last step, for homes of 1 to 8 slots."""
+    """Count documents that one epoch leaves out or has twice before its last step, for homes of 1 to 8 slots.
+
+    The last step may go on into the next epoch, so its documents may be there again, but none may be missing.
+    """
     order = _make_order()
     expected = set(range(60)) - set(order.evaluation)
     wrong = 0
@@ -60,7 +63,7 @@ def _order_after_resuming(world: World) -> float:
 
     A run is resumed before each step: its order is pickled and read again.
     """
-    order = _make_order()
+    order = _make_order()  # of 60 documents
     steps = order.steps_of_epochs(3.0)
     documents_of_steps = [order.documents_of_step(step) for step in range(steps)]
     resumed = [pickle.loads(pickle.dumps(_make_order())).documents_of_step(step) for step in range(steps)]

@@ -110,10 +110,11 @@ def _fit_subject(
     Positions of the model are scaled first, then images are counted, then each set's plan is fitted to this home; what
     changed from the run's configuration is listed.
     """
-    name, longest = max(((s, max(s.documents.lengths)) for s in sets), key=lambda pair: pair[1])
-    origin = name.documents.origins[name.longest]
+    longest_set = max(sets, key=lambda named: max(named.documents.lengths))
+    longest = max(longest_set.documents.lengths)
+    origin = longest_set.documents.origins[longest_set.longest]
     scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})
-    is_made = isinstance(name.documents, PasskeyDocuments)
+    is_made = isinstance(longest_set.documents, PasskeyDocuments)
     cut_by = "--passkey.lengths of at most" if is_made else "--max-document-tokens"
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
     folder = checked.tokenizer.folder
@@ -133,9 +134,8 @@ def _fit_subject(
         set_longest = longest if request.paths else max(named_documents.documents.lengths)
         entry, set_changes = fit_set(config, entry, world.home, heads, set_longest, request.flag_keys)
         choice = PlanChoice.evaluation(config, entry, heads=heads)
-        room = (
-            0 if "context.eval_max_tokens_per_slot" in request.flag_keys else set_longest
-        )  # a given cap is not raised
+        is_cap_fixed = "context.eval_max_tokens_per_slot" in request.flag_keys
+        room = 0 if is_cap_fixed else set_longest  # a cap that a flag gives is not raised
         for at_degree in _list_choices(choice, request.degrees, room):
             at_degree.check(set_longest, world.home, f"the longest document ({set_longest} tokens)")
         entries.append(entry)

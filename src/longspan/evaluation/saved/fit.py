@@ -113,14 +113,16 @@ def fit_set(
 ) -> tuple[EvalConfig, tuple[Change, ...]]:
     """Fit the plan of a set to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
-    The degree is the largest that divides the slots, that a2a can deal the query heads to, and that is no larger than
-    the run's. A max_tokens_per_slot of "auto" is ROWS, which is no change.
+    A planner of one degree gets the largest that divides the slots, that a2a can deal the query heads to, and that is
+    no larger than the run's, unless a flag gives the degree. A dynamic planner keeps its range, whose lower end is at
+    most the slots. An "auto" degree is chosen later, so the cap must hold the document at the largest. Rows are rounded
+    up to a multiple that plans need. A max_tokens_per_slot of "auto" is ROWS, or more, which is no change.
     """
     fit = _Changing(entry, entry.prefix, _strip_prefix("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
     degrees = [divisor for divisor in _divisors(home.slots) if heads_allow(divisor, heads, types, home.tp)]
     degree = PlanChoice.evaluation(config, entry).widest_degree(home)
-    if isinstance(entry.context_parallel_size, str):  # "auto", chosen once the cost is known
+    if isinstance(entry.context_parallel_size, str):  # "auto"
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:
         old_degree, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes

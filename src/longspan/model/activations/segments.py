@@ -54,7 +54,7 @@ class Segments:
         A layer is in the segment of the call before if it takes just what that returned, and the segment has room.
         """
         x, last_link = args[0], self._last_link and self._last_link()
-        follows = last_link is not None and last_link.place + 1 < self.size and last_link.gave(x)
+        follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(x)
         link = _Link(layer, run, args[1:], measure, last_link if follows else None)
         keep: Callable[[Tensor], Callable[[], Tensor]] = _stay
         if link.before is not None:
@@ -80,6 +80,10 @@ class _Link:
     def __init__(
         self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_Link | None"
     ) -> None:
+        """Prepare one layer's call in a segment, whose layers before it are linked by `before` (None: it is the first).
+
+        What the call made (`_output`, `_version`, states, autocast) is noted when it runs, to run it again alike.
+        """
         self.before = before
         self.place = 0 if before is None else before.place + 1
         self._layer, self._run, self._other_args = layer, run, others
@@ -92,7 +96,7 @@ class _Link:
         self._states: Any = None
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def gave(self, x: Tensor) -> bool:
+    def has_returned(self, x: Tensor) -> bool:
         """Return whether x is what this call returned, unchanged; wrappers may have made another tensor of it."""
         out = None if self._output is None else self._output()
         if out is None or out._version != self._version or x._version != self._version:

@@ -78,7 +78,11 @@ def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tu
 def _document_rows(
     world: World, parts: int, lengths: Sequence[int], documents: Sequence[int], *, others: bool
 ) -> TrialRows:
-    """Return the rows of one pass: these documents on every slot, once for each of `parts` ranks."""
+    """Return the rows of one pass: these documents on every slot, once for each of `parts` ranks.
+
+    `numbers` are the rows' places among those of all documents; COUNT apart for each rank. With several parts, tensor
+    parallelism splits rows between layers, and this rank has the part of its number.
+    """
     starts = np.cumsum([0, *lengths])
     numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
     numbers = np.concatenate([rank_part * COUNT + numbers_of_part for rank_part in range(parts)])

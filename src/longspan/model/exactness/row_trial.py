@@ -101,6 +101,11 @@ class _Trial:
     """The passes of a model, or of each stage that is here, and what differs between them."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
+        """Prepare the passes of a trial: one, and others whose rows it is compared with.
+
+        Where sums round coarsely a difference may hide in one pass, so all others run; otherwise the first of them is
+        left out, as one shows everything.
+        """
         self.model, self.world = model, world
         self.stages: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
         rules = call_rules(model)

@@ -76,7 +76,7 @@ def make_tiny_model(
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random, as
     are the biases of routers, which are buffers. State-space layers run in torch's operations.
     """
-    with torch.random.fork_rng(devices=[]), _warnings_silenced():
+    with torch.random.fork_rng(devices=[]), _silence_warnings():
         torch.manual_seed(seed)
         model = _make_model(config, attention, images=images)
         for parameter in model.parameters():
@@ -133,7 +133,7 @@ def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) ->
 
 def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
     """Raise ModelError if the class cannot be made, a size stayed large, or the stock model fails on a document."""
-    with torch.device("meta"), _warnings_silenced():
+    with torch.device("meta"), _silence_warnings():
         model = _make_model(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())
     limit = MOST_PARAMETERS * (_TIMES_WITH_TRUE_HEADS if sizes.true_heads else 1)
@@ -143,12 +143,12 @@ def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) 
             f"it has {count:,} parameters, more than {limit:,}; the largest, {name}, is {tuple(largest.shape)}"
         )
     ids = torch.arange(1, 2 * SCALED_FROM)[None] % sizes.vocabulary
-    with torch.no_grad(), _warnings_silenced():
+    with torch.no_grad(), _silence_warnings():
         make_tiny_model(config, torch.float32, images=images)(input_ids=ids, use_cache=False)
 
 
 @contextmanager
-def _warnings_silenced() -> Iterator[None]:
+def _silence_warnings() -> Iterator[None]:
     """Silence the warnings of transformers about unusual values."""
     logger = logging.getLogger("transformers")
     level = logger.level

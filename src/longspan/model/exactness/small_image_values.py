@@ -57,7 +57,9 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
     """Return the small values of a tower, whose outputs have the `width` of the text model.
 
-    Towers whose layers are named by index (DeepStack, full attention) have three; windows are two merged patches wide.
+    Sizes and patches that are lists have two sides. Towers whose layers are named by index (DeepStack, full attention)
+    have three layers, so that some are named and some are not. In Qwen2-VL `embed_dim` is the tower's width and
+    `hidden_size` that of its outputs. Windows are two merged patches wide.
     """
     result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
     result |= {name: width for name in _OF_TEXT if name in vision and width}
@@ -74,10 +76,10 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
 
 
 def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Set how many rotary pairs of the small head count frames, rows and columns, if the class has its own for a large
-    head.
+    """Set how many rotary pairs of the small head count frames, rows and columns, where the configuration does not.
 
-    Rows and columns get a quarter of the pairs each, and frames what is left.
+    The class's own default is for a large head. Rows and columns get a quarter of the pairs each, and frames what is
+    left. Configurations that set sections (scaled elsewhere), or have several kinds of rotary embeddings, stay.
     """
     rope = text.get("rope_parameters")
     has_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())

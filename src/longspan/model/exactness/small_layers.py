@@ -30,8 +30,9 @@ class LayerChoice:
     def layer_value(self, name: str, value: Any) -> Any:
         """Return the value of one attribute for the chosen layers; values that do not depend on layers stay.
 
-        A count becomes that of the chosen ones, a list of indices their places, a number of first or last layers how
-        many of these are chosen, and a list with one entry a layer their entries.
+        Layers 0, 3 and 7 of 8, say, become 0, 1 and 2. A count of layers becomes 3; a list of indices, the places of
+        those that are chosen; a number of first or last layers, how many of these are chosen; the index at which
+        experts end, the last place; a table by layer, and a list with one entry a layer, the entries of the chosen.
         """
         if name in LAYER_COUNTS and value == self.count:
             return len(self.layers)
@@ -72,7 +73,8 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
 def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
     """Return what the values of a configuration say of one layer, as texts that can be compared.
 
-    Values speak of layers as lists of indices, as numbers of first or last layers, or with one entry for each layer.
+    Layers with equal texts are alike, so that a small model needs one of them. Values speak of layers as lists of
+    indices, as numbers of first or last layers, or with one entry for each layer.
     """
     properties = list[str]()
     for name, value in sorted(values.items()):

@@ -124,7 +124,9 @@ class _Rules:
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
         """Read the sizes that others follow from: hidden size, heads, head size and experts.
 
-        If heads · head size differs from the hidden size, so it does in the small copy.
+        The small hidden size is heads · head size. If these differ in the model, so they do in the small copy, whose
+        hidden size is then three quarters of it (`sizes.narrow`); not under latent attention, where a head's size says
+        nothing of the hidden size. With `sizes.true_heads` heads keep the model's size.
         """
         self.values = values
         self.hidden = _first_count(values, _HIDDEN)
@@ -140,7 +142,11 @@ class _Rules:
         self.small_hidden = full * 3 // 4 if differs and sizes.narrow and not latent else full
 
     def small_value(self, name: str, value: Any) -> Any:
-        """Return the small value of one attribute, by its type and what its name says that it is."""
+        """Return the small value of one attribute, by its type and what its name says that it is.
+
+        Lists of sizes by layer are scaled entry by entry. Token ids beyond the small vocabulary become 2, so that a
+        token is still set. Dropout is off, as a proof compares passes. Flags, words, 0 and other floats stay.
+        """
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
             return [self.small_value(name, entry) for entry in value] if sized else value
@@ -193,8 +199,10 @@ class _Rules:
     def _derive_width(self, name: str, value: int) -> int:
         """Derive a width from the small hidden size, as the class computes it from the large one.
 
-        A width that has a formula of its own is made by it; those of experts and networks are 32 or one and a half
-        times the hidden size; others keep their ratio to the hidden size; small ones stay.
+        The first of these that applies: widths in `derived` have a formula, as Mamba's heads of 16; networks of experts
+        have 32, other sizes of experts stay; the hidden size itself becomes the small one; networks have one and a half
+        times the hidden size, or 32 if experts read their width from it too; sizes above 64 keep their ratio to the
+        hidden size; what is left are small numbers, which stay.
         """
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
@@ -262,8 +270,9 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Scale rotary frequencies as the configuration does, but from a length that documents of a proof exceed.
 
-    Lists of factors are cut to the small rotary size by even steps. Sections of M-RoPE keep their first one's share;
-    the others are equal, and what is left over goes to the first.
+    A head has `pairs` of rotated numbers. Lists with a factor for each pair are cut to the small number of pairs by
+    even steps. Sections of M-RoPE divide the pairs among time, height and width: the first keeps its share, the others
+    are equal, and what is left over goes to the first. Mappings by layer type are made small one by one.
     """
     out: dict[str, Any] = {}
     partial = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0

@@ -67,7 +67,7 @@ def _is_merged(base: Any) -> bool:
 def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
     """Draw patches (n, C · t · p²), or (n, C, p, p), and their grid of frames, rows and columns.
 
-    Models that take it also get how many patches a side make a row.
+    Models that take it also get how many patches a side make a row: 1 or 2, by the image, so that trials have both.
     """
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_parameters(base):
@@ -83,7 +83,8 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
 def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
     """Draw tiles of patches (n, most, C · p²), with a mask (n, most) and shapes (n, 2).
 
-    There are `side[0]` tiles of 3 x 3 rows; the last one is smaller, of `side[0]` x `side[1]` rows.
+    A row of the output is of `factor`² patches. There are `side[0]` tiles of 3 x 3 rows; the last one is smaller, of
+    `side[0]` x `side[1]` rows, so that the mask hides some patches.
     """
     factor, tiles = getattr(base.config, "downsample_factor", 1), side[0]
     shapes = torch.tensor([(3 * factor, 3 * factor)] * (tiles - 1) + [(factor * side[0], factor * side[1])])
@@ -213,7 +214,11 @@ def ordinary_ids(config: PreTrainedConfig) -> list[int]:
 
 
 def make_stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dict[str, Any]:
-    """Make the arguments that the whole unchanged model takes for a document, as its processor would."""
+    """Make the arguments that the whole unchanged model takes for a document, as its processor would.
+
+    Images that are groups of frames of a video (`document.groups`) go with the videos, under the names that stock
+    models have for these, and the others as images.
+    """
     ids = torch.from_numpy(document.ids)[None]
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     base, like, parameters = base_model(model), next(model.parameters()), signature(model.forward).parameters
@@ -231,7 +236,11 @@ def make_stock_arguments(model: PreTrainedModel, document: TrialDocument) -> dic
 def _make_document(
     tokens: ImageTokens, words: np.ndarray, images: Sequence[tuple[ImageInput, int]], draw: np.random.Generator
 ) -> TrialDocument:
-    """Make a document of these words with images at random places among them."""
+    """Make a document of these words with images, each with its number of rows, at random places among them.
+
+    If the model lets a prefix see itself in both directions, the prefix ends two tokens after the last image, so that
+    it holds text too.
+    """
     places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
     for words_between, image in zip(np.split(words, places), (*images, None), strict=True):
@@ -249,8 +258,9 @@ def _make_document(
 def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:
     """Make a document with two videos of several groups of frames around an image, for a whole small model.
 
-    Words come before all of them, after all, and between groups where the model has them apart. Raises ModelError for a
-    model without videos by grids of patches, and whatever its own code raises.
+    The videos have three groups of frames and two, of other shapes, so that no two could be exchanged unseen; each
+    group is an image of the document. Words come before all of them, after each, and between groups where the model has
+    them apart. Raises ModelError for a model without videos by grids of patches, and whatever its own code raises.
     """
     videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_model(model)
     merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))

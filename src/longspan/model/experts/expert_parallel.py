@@ -21,7 +21,10 @@ from longspan.model.weights.fill import copy_to_device
 
 
 def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: bool) -> None:
-    """Raise ModelError, naming sizes, where the home's `ep` does not suit the model; before the first collective."""
+    """Raise ModelError, naming sizes, where the home's `ep` does not suit the model; before the first collective.
+
+    It needs experts that it divides, and sharded parameters, of which some dim must divide too.
+    """
     modules = expert_modules(model)
     if home.ep > 1 and not modules:
         raise ModelError(f"the home has ep {home.ep}, but {type(model).__name__} has no experts to deal out; use ep 1")

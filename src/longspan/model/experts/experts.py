@@ -125,7 +125,7 @@ def _multiply(
 ) -> Tensor:
     """Multiply rows by the matrices of their experts, in float8 if the weight is used so, and add their biases."""
     if float8_weight is None:
-        return (_multiply_grouped if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
+        return (_multiply_grouped_rows if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
     ends = loads.device.cumsum(0).to(torch.int32)
     counts = None if grouped else loads.host_counts()
     y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
@@ -135,7 +135,8 @@ def _multiply(
 def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
     """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), in float8 or as they are.
 
-    torch's grouped product takes bfloat16 on GPUs, sizes of whole 16 bytes, and float8 on GPUs of one generation.
+    torch's grouped product takes bfloat16 on GPUs, sizes of whole 16 bytes, and float8 on GPUs of one generation;
+    anything else is a loop over experts.
     """
     can_group = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
     can_group = can_group and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
@@ -159,7 +160,7 @@ def _multiply_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: 
     return torch.cat(pieces)
 
 
-def _multiply_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
+def _multiply_grouped_rows(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
     """Multiply rows by the matrices of their experts in one grouped product."""
     assert _grouped_mm is not None
     ends = loads.device.cumsum(0).to(torch.int32)

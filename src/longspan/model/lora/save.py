@@ -28,7 +28,7 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
 
     Raises ModelError for a module whose parameters are trained only in part.
     """
-    modules = tuple(_find_trained(model.get_submodule(inside), f"{inside}." if inside else "", set(trained)))
+    modules = tuple(_largest_trained_modules(model.get_submodule(inside), f"{inside}." if inside else "", set(trained)))
     if partial := sorted(name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))):
         raise ModelError(
             f"{', '.join(partial[:3])}: peft saves whole modules beside an adapter, and not all of this one is "
@@ -37,7 +37,7 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
     return modules
 
 
-def _find_trained(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
+def _largest_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
     """Yield the largest modules inside this one whose parameters are all trained."""
     for name, child in module.named_children():
         path, parameters = f"{prefix}{name}", dict(child.named_parameters())
@@ -45,7 +45,7 @@ def _find_trained(module: nn.Module, prefix: str, trained: set[str]) -> Iterator
         if is_trained and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield path
         else:
-            yield from _find_trained(child, f"{path}.", trained)
+            yield from _largest_trained_modules(child, f"{path}.", trained)
 
 
 def select_entries(modules: Collection[str], entries: Any) -> dict[str, Any]:

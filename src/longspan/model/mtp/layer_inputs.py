@@ -83,8 +83,9 @@ def copy_without_layers(
 ) -> tuple[Any, list[nn.Module]]:
     """Copy the module around a model's decoder layers with stand-ins for them, and these; layers `keep` are themselves.
 
-    Its embedding gives the rows `embedded` (1, T, D) whatever the ids are, and it has no norm after the layers. A pass
-    on the meta device leaves tensors of that device in modules without parameters, so they are copied for it.
+    Its embedding gives the rows `embedded` (1, T, D) whatever the ids are, and it has no norm after the layers. Modules
+    without parameters, such as rotary embeddings, may keep tensors of the device of a pass. So for a pass on the meta
+    device they are copied: the model's own would be left with tensors that hold no numbers.
     """
     name, layers = layer_list(model)
     path, _, attribute = name.rpartition(".")
@@ -96,7 +97,7 @@ def copy_without_layers(
         elif module is norm:
             bare._modules[child] = Absent()
         elif embedded.is_meta and not any(True for _ in module.parameters()):
-            bare._modules[child] = deepcopy(module)  # rotary embeddings may keep what a pass made
+            bare._modules[child] = deepcopy(module)
     for child, layer in layers.named_children():
         stands._modules[child] = layer if int(child) in keep else NotedLayer(layer, outputs)
     bare._modules[attribute] = stands
@@ -108,10 +109,8 @@ class LayerInputs:
 
     def __init__(self, model: PreTrainedModel, copied: CopiedLayer) -> None:
         self._model, self._copied = model, copied
-        self._noted: LayerCall = (
-            (),
-            {},
-        )  # of the layer, or, where inputs are made of tokens, of what is around the layers
+        # The arguments of the layer, or, where inputs are made of tokens, of what is around the layers.
+        self._noted: LayerCall = (), {}
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the call of a layer: a forward pre-hook."""

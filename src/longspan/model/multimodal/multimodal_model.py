@@ -27,7 +27,7 @@ from longspan.model.multimodal.checks import (
     check_shared,
 )
 from longspan.model.multimodal.encoder import Encoder, hook_item_rows, span_modalities
-from longspan.model.multimodal.prepare_encoder import check_prepared
+from longspan.model.multimodal.prepare_encoder import check_encoder_prepared
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules, is_prepared
 
@@ -42,6 +42,10 @@ class MultimodalModel(nn.Module):
     def __init__(
         self, encoders: Mapping[str, Encoder], language_model: PreTrainedModel | PipelineModel, world: World
     ) -> None:
+        """Join encoders and a prepared language model, and check that they fit each other.
+
+        Rules of the language model's calls then let images of these encoders see themselves in both directions.
+        """
         super().__init__()
         if not is_prepared(language_model):
             raise ModelError(
@@ -51,7 +55,7 @@ class MultimodalModel(nn.Module):
         for modality, encoder in encoders.items():
             check_encoder(modality, encoder)
             check_encoder_home(modality, encoder.world.home, world)
-            check_prepared(encoder.module, encoder.world)
+            check_encoder_prepared(encoder.module, encoder.world)
         check_image_mask(encoders, language_model)
         modules = {f"the encoder of {modality}": encoder.module for modality, encoder in encoders.items()}
         check_shared({**modules, "the language model": language_model})

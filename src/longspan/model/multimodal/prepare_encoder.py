@@ -25,7 +25,9 @@ from longspan.model.sharding import Sharding, shard_over_slots
 
 
 def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """Return the blocks by qualified name, in the module's order: those given, or the modules of its longest lists.
+    """Return the blocks of an encoder by qualified name, in the module's order.
+
+    They are the given ones, or else the modules of its longest lists, all of them if several are equally long.
 
     >>> [*encoder_blocks(CLIPVisionModel(config))][:2]
     ['encoder.layers.0', 'encoder.layers.1']
@@ -51,8 +53,8 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
     inside = {id(child): names[block] for block in blocks for child in block.modules() if child is not block}
     if nested := [f"{names[block]} in {inside[id(block)]}" for block in blocks if id(block) in inside]:
         raise ModelError(f"blocks lie inside each other ({', '.join(nested[:4])}); give the outer or the inner ones")
-    order = {id(child): place for place, child in enumerate(names)}
-    return {names[block]: block for block in sorted(set(blocks), key=lambda block: order[id(block)])}
+    chosen = set(blocks)
+    return {name: module for module, name in names.items() if module in chosen}
 
 
 def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -139,7 +141,7 @@ def prepare_encoder(
     return module
 
 
-def check_prepared(module: nn.Module, world: World) -> None:
+def check_encoder_prepared(module: nn.Module, world: World) -> None:
     """Raise ModelError for an encoder that was not prepared over this world."""
     if _PREPARED.get(module) != world.key:
         raise ModelError(

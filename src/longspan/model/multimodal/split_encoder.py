@@ -15,7 +15,7 @@ from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
 from longspan.model.multimodal.tp_plan import SplitModule
 from longspan.model.tensor_parallel.family_plans import QKV, ROWWISE
-from longspan.model.tensor_parallel.split_adapters import split_adapted
+from longspan.model.tensor_parallel.split_adapters import split_adapted_linear
 from longspan.model.tensor_parallel.split_trial import SplitTrial
 from longspan.model.tensor_parallel.styles import (
     copy_inputs,
@@ -58,7 +58,7 @@ def _split_linears(part: SplitModule, world: World) -> None:
     for name, style in part.styles.items():
         linear: Any = part.module.get_submodule(name)
         if is_adapted(linear):
-            split_adapted(linear, style, world, sequence_parallel=False)
+            split_adapted_linear(linear, style, world, sequence_parallel=False)
         elif style == ROWWISE:
             split_rows(linear, world, sequence_parallel=False)
         elif style == QKV:

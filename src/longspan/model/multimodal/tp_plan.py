@@ -78,7 +78,11 @@ class SplitModule:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Return the features of all queries, keys and values: thirds of a fused linear, unless keys have less."""
+        """Return the features of all queries, keys and values.
+
+        A fused linear has heads + 2 · key heads of one size if the module counts both so that this fits its outputs,
+        and otherwise three equal parts. Without one, the outputs of a linear that is not row-wise are those of each.
+        """
         for name, style in self.styles.items():
             linear = base_module(self.module.get_submodule(name))
             if style == QKV and isinstance(linear, nn.Linear):
@@ -228,7 +232,11 @@ def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> N
 
 
 def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
-    """Yield the heads and features that tp must divide, with their names for messages."""
+    """Yield the heads and features that tp must divide, with their names for messages.
+
+    Attention that counts no heads itself has those that its linears show. Of a linear it is the side that its style
+    splits: inputs of a row-wise one, keys of a fused one, outputs of others.
+    """
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)

@@ -123,9 +123,13 @@ class StageCopies:
         positions: Sequence[int],
         position: int,
     ) -> None:
-        """Find the places of shared parameters in the stages of this rank, and which copy of each is trained."""
+        """Find the places of shared parameters in the stages of this rank, and which copy of each is trained.
+
+        `models` are the stages here by index, `positions` the pipeline rank of every stage, `position` that of this
+        rank. A parameter counts on the rank of its first stage.
+        """
         self._shared, self._position = tuple(shared), position
-        self._holders = [sorted({positions[stage] for stage in entry.stages}) for entry in shared]
+        self._holders = [sorted({positions[stage] for stage in entry.stages}) for entry in shared]  # pipeline ranks
         self._counted = [positions[entry.stages[0]] for entry in shared]
         names = {i: {n for n, _ in model.named_parameters(remove_duplicate=False)} for i, model in models.items()}
         self._places: list[list[_Place]] = []  # of each parameter, one for each stage here that has it
@@ -168,10 +172,12 @@ class StageCopies:
                 local_tensor(copied_place.parameter).copy_(local_tensor(trained_place.parameter))
 
     @contextmanager
-    def gradients_summed(self, world: World) -> Iterator[None]:
+    def sum_copied_gradients(self, world: World) -> Iterator[None]:
         """Sum over all copies, at the end of the `with` block, what backward passes inside added to their gradients.
 
-        All ranks of the home enter. A parameter that no stage used keeps no gradient.
+        Copies of one rank are added to the first of them, the one that is trained; then the ranks that hold a parameter
+        sum over each other, if any of them has a gradient, for all must enter. All ranks of the home enter. A
+        parameter that no stage used keeps no gradient.
         """
         copies = [place.parameter for places in self._places for place in places if place.parameter.requires_grad]
         with set_earlier_gradients_aside(copies):

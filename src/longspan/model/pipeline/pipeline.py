@@ -108,13 +108,19 @@ class PipelineModel(nn.Module):
         pipeline_settings: PipelineSettings,
         dtype: torch.dtype,
     ) -> None:
+        """Hold the stages of this rank, and what the whole model is.
+
+        Modules that hold parameters are registered under their names in the whole model, as if there were no stages.
+        Stages are in a tuple: in a ModuleList their parameters would have a second name. Modules that have no name in
+        the whole model, such as those around a stage's layers, are kept in `_unnamed` by stage.
+        """
         super().__init__()
         self.training: bool = model.training
         # What the whole model is, whatever stages are here.
         self.architecture: type[PreTrainedModel] = type(model)
         self.config: PreTrainedConfig = model.config
         self.generation_config: GenerationConfig = model.generation_config
-        self.stages: tuple[Stage, ...] = tuple(stages)  # in a ModuleList their parameters would have a second name
+        self.stages: tuple[Stage, ...] = tuple(stages)
         self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages  # of all stages, whatever are here
         self.pipeline_settings: PipelineSettings = pipeline_settings
         self.dtype: torch.dtype = dtype
@@ -172,7 +178,7 @@ class PipelineModel(nn.Module):
             call_rules(self).check_spans(stage_input.shard)
         world = world_of(self._world_key)
         self.copies.make_equal()
-        with self.copies.gradients_summed(world) if backward else nullcontext():
+        with self.copies.sum_copied_gradients(world) if backward else nullcontext():
             step, stages = self._make_schedule(len(inputs), backward, world)
             for stage_input in inputs:
                 stage_input.keywords = call_rules(self).put_kernel(stage_input.keywords)
@@ -181,7 +187,7 @@ class PipelineModel(nn.Module):
             if inputs and not self.probed:
                 record_calls(inputs[0].shard)
             try:
-                _run_watched(step, world)
+                _run_watched_schedule(step, world)
             finally:
                 for stage in stages:
                     stage.drop_step()
@@ -259,7 +265,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     return cut_model(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
 
 
-def _run_watched(step: Callable[[], None], world: World) -> None:
+def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
     """Run a schedule; an error of the model is raised as it was, one of a collective with a failure report."""
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):

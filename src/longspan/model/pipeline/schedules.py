@@ -43,6 +43,11 @@ class ScheduledStage(PipelineStage):
     """
 
     def __init__(self, stage: Stage, world: World, *, hidden_size: int, dtype: torch.dtype, row_parts: int) -> None:
+        """Tell torch's stage what it reads and returns: tokens or rows, and rows or a loss, by its place.
+
+        These are of one row and on the meta device, as every micro-batch has another number of rows; they only say
+        dtypes.
+        """
         row = torch.empty(1, 1, hidden_size, dtype=dtype, device="meta", requires_grad=True)
         ids = torch.empty(1, 1, dtype=torch.long, device="meta")
         loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)

@@ -61,7 +61,7 @@ def save_model(
     """
     encoders = _find_encoders(model)
     model = model.language_model if isinstance(model, MultimodalModel) else model
-    model, target = _find_prepared(model), Path(folder)
+    model, target = _find_prepared_model(model), Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
     with world.watch.naming(f"writing of {target}", world.home.ranks):  # its gathers are DTensor's
         _save_weights(model, encoders, target, world, tokenizer, kind)
@@ -147,7 +147,7 @@ def _find_trained_modules(encoders: Sequence[Encoder]) -> _TrainedModules:
     return _TrainedModules(names, tuple(states))
 
 
-def _find_prepared(model: Any) -> PreTrainedModel | PipelineModel:
+def _find_prepared_model(model: Any) -> PreTrainedModel | PipelineModel:
     """Find the model itself, of a PeftModel the prepared one inside it, which other names belong to."""
     inside: Any = unwrap_model(model)
     if inside is not model and model_adapter(inside) is None:

@@ -20,7 +20,7 @@ from longspan.model.adapters import belongs_to_adapter, is_adapted, model_adapte
 from longspan.model.lora.save import stock_name
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepared import refuse_unprepared
+from longspan.model.prepared import refuse_unprepared_model
 
 _BASE = ".base_layer."
 
@@ -49,12 +49,12 @@ def weights_by_name(
             "write all of it: longspan.save_model(model, folder, world)"
         )
     inside: Any = unwrap_model(model)
-    refuse_unprepared(inside)
+    refuse_unprepared_model(inside)
     world.check_open()
     weights = _WholeWeights(inside, world)
     if merge_adapter:
         weights.check_merge()
-    return weights.iterate_merged() if merge_adapter else weights.iterate_separately()
+    return weights.iterate_merged_weights() if merge_adapter else weights.iterate_separately()
 
 
 class _Entry(NamedTuple):
@@ -72,6 +72,11 @@ class _WholeWeights:
     """Gathers the weights of a model one at a time; entered by all ranks in one order."""
 
     def __init__(self, model: PreTrainedModel | PipelineModel, world: World) -> None:
+        """Collect which weights there are, over all pipeline stages, under their names in the whole model.
+
+        Of names that share a tensor only the first is written, and is noted as tied. A weight below an adapter has the
+        scaling with which the adapter is added to it.
+        """
         self._world, self._adapter = world, model_adapter(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
@@ -117,7 +122,7 @@ class _WholeWeights:
                 stock = stock_name(name, self._adapter.name)
             yield stock, self._gather_tensor(name)
 
-    def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
+    def iterate_merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights with the adapter in them."""
         for name in self._names:
             if ".lora_" in name or ".original_module." in name:
@@ -176,7 +181,11 @@ class _WholeWeights:
 
 
 def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """Add to a weight (or a bias) what an adapter adds to it."""
+    """Add to a weight (or a bias) what an adapter adds to it; `parts` are the adapter's tensors by role.
+
+    It is scaling · B A, of an embedding transposed, of a bias the adapter's bias; DoRA also sets the length of each
+    row.
+    """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     wide = {role: x.to(dtype) for role, x in parts.items()}
     total = weight.to(dtype)

@@ -113,7 +113,11 @@ def _reaches_attention(module: nn.Module, reached: set[int]) -> bool:
 
 
 def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
-    """Raise ModelError, naming the layer, for a call of attention that `attend` cannot do exactly."""
+    """Raise ModelError, naming the layer, for a call of attention that `attend` cannot do exactly.
+
+    A feature that the configuration names (a window, a chunk, a soft cap) must also reach the calls, for else the model
+    applies it where it is not seen.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or []

@@ -175,7 +175,11 @@ def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
 
 
 def _random_keys(config: Any) -> str:
-    """Return the keys of a configuration for dropout and noise outside attention, with their values."""
+    """Return the keys of a configuration for dropout and noise outside attention, with their values.
+
+    Keys in `_NOT_HERE` are of attention or of parts that do not run here; "layerdrop", although it looks like one of
+    them, drops whole layers and counts.
+    """
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")
     keys = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]

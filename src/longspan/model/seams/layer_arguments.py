@@ -55,15 +55,17 @@ def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShar
 def number_layers(model: PreTrainedModel) -> None:
     """Give a module with `layer_idx` -1 the index of its decoder layer from here on, if it is in only one.
 
+    Calls of attention are told apart by that index. A module that several layers share keeps -1.
+
     In a depth of multi-token prediction it gets that of the layer that the depth copies.
     """
-    layers_of: dict[int, tuple[Any, set[int]]] = {}
+    modules_with_layers: dict[int, tuple[Any, set[int]]] = {}
     depths = [(find_copied_layer(model).index, block) for block in mtp_blocks(model).values()]
     for index, layer in (*enumerate(decoder_layers(model).values()), *depths):
         for module in layer.modules():
             if getattr(module, "layer_idx", None) == -1:
-                layers_of.setdefault(id(module), (module, set()))[1].add(index)
-    for module, indices in layers_of.values():
+                modules_with_layers.setdefault(id(module), (module, set()))[1].add(index)
+    for module, indices in modules_with_layers.values():
         if len(indices) == 1:
             module.layer_idx = indices.pop()
 

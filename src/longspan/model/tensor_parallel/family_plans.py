@@ -85,7 +85,9 @@ _HEAD = {"lm_head": GATHERED[0]}
 def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of every module and parameter that has one, by its name in the model.
 
-    Raises ModelError for a model without a plan.
+    Names have `*` for layers. Plans of a configuration are of the base model, and go before ours; layers of depths of
+    prediction are split as the model's own. The class's plan is of the whole model, with its head. Raises ModelError
+    for a model without a plan.
     """
     config = model.config.get_text_config()
     theirs, ours = getattr(config, "base_model_tp_plan", None), _OURS.get(config.model_type)

@@ -24,7 +24,7 @@ from longspan.errors import ModelError, plural
 from longspan.model.adapters import is_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
 from longspan.model.tensor_parallel.mixer_parts import MixerParts, find_tensors, mixer_parts, reads_inputs
-from longspan.model.tensor_parallel.split_adapters import split_adapted
+from longspan.model.tensor_parallel.split_adapters import split_adapted_linear
 from longspan.model.tensor_parallel.styles import ReplacedAttributes, View, make_row_view, split_rows
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
@@ -134,7 +134,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
         views.setdefault(owner, {})[attribute] = view
     output: Any = mixer.get_submodule(parts.output)
     if is_adapted(output):
-        split_adapted(output, ROWWISE, world, sequence_parallel=sequence_parallel)
+        split_adapted_linear(output, ROWWISE, world, sequence_parallel=sequence_parallel)
     else:
         split_rows(output, world, sequence_parallel=sequence_parallel)
     _show_views(mixer, views)

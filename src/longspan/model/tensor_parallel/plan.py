@@ -55,7 +55,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
     Raises ModelError for a model without a plan, and for a style that is not known, naming both.
     """
     plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in tensor_parallel_plan(model).items()}
-    placed = list(_find_styled(model, plan))
+    placed = list(_find_styled_modules(model, plan))
     if unknown := sorted({f"{p.style!r} of {p.name}" for p in placed if p.style not in KNOWN}):
         raise ModelError(
             f"{type(model).__name__}: tensor-parallel style {unknown[0]} is not supported "
@@ -84,7 +84,7 @@ def layer_experts(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"}
 
 
-def _find_styled(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
+def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
     """Yield what the plan gives a style, and mixers; nothing inside experts or mixers."""
     mixers = find_mixers(model)
     inside = tuple(f"{name}." for name in mixers)
@@ -122,7 +122,12 @@ def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) 
 
 
 def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
-    """Return the numbers that tp must divide, by words for messages: heads, features, and parameters' own."""
+    """Return the numbers that tp must divide, by words for messages: heads, features, and parameters' own.
+
+    Layers share words, as their numbers are alike. The width of a linear is what its style splits: outputs of a
+    column-wise one, one of two packed outputs, inputs of others. Linears of attention divide as the heads do. Raises
+    ModelError for a style of something that it is not for.
+    """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:
         if style == MIXER:
@@ -207,7 +212,9 @@ def _partial_block_parameters(
 def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
     """Name those parameters that act on the block's output only through the inputs of row-wise linears.
 
-    The block runs on the meta device; empty if it cannot be called with only hidden states.
+    Such parameters, of a norm of features inside the block say, are split with the features. A parameter is one if the
+    inputs of row-wise linears depend on it and the output does not, once these linears' outputs are cut from the graph.
+    The block runs on the meta device; the result is empty if it cannot be called with only hidden states.
     """
     inputs: list[Tensor] = []
 
@@ -229,10 +236,8 @@ def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: M
     finally:
         for handle in handles:
             handle.remove()
-    through, around = (
-        _depend_on_parameters(inputs, parameters),
-        _depend_on_parameters([out[0] if isinstance(out, tuple) else out], parameters),
-    )
+    through = _depend_on_parameters(inputs, parameters)
+    around = _depend_on_parameters([out[0] if isinstance(out, tuple) else out], parameters)
     return {name for name, inside, outside in zip(names, through, around, strict=True) if inside and not outside}
 
 

@@ -43,8 +43,13 @@ from longspan.model.tensor_parallel.styles import (
 ADAPTED = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)  # styles of linears with adapters
 
 
-def split_adapted(module: nn.Module, style: str, world: World, *, sequence_parallel: bool) -> None:
-    """Split an adapted linear and its adapter; both get the inputs, and give the outputs, that the style names."""
+def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequence_parallel: bool) -> None:
+    """Split an adapted linear and its adapter; both get the inputs, and give the outputs, that the style names.
+
+    An adapter is two linears, `first` from the inputs to its rank and `second` to the outputs. Row-wise styles split
+    the inputs, so of the linear and of `first`; others split the outputs, so of the linear and of `second`. The one
+    that stays whole sees a part of what it reads or makes, so its gradient is a part and is summed over ranks.
+    """
     layer: Any = module
     key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
     if style in (ROWWISE, SPLIT_INPUT):
@@ -74,7 +79,11 @@ def refuse_adapter(model: PreTrainedModel, placed: Sequence[StyledModule]) -> No
 
 
 def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
-    """Yield why an adapter cannot be split over tensor-parallel ranks."""
+    """Yield why the model's adapter cannot be split over tensor-parallel ranks.
+
+    It is split as the linear that it changes is, so each needs a style; adapters of the embedding and of the head stay
+    whole.
+    """
     adapter = find_adapter(model)
     if adapter is None:
         return

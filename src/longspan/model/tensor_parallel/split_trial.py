@@ -63,7 +63,11 @@ class SplitTrial:
         unit.forward = forward
 
     def _compare_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run the split block and its unsplit twin on the same inputs. Raises ModelError where they differ."""
+        """Run the split block and its unsplit twin on the same inputs. Raises ModelError where they differ.
+
+        The twin runs with the parameters gathered from all tensor-parallel ranks. Its outputs and gradients are cut to
+        this rank's part, as the split ones are. Every rank raises if any of them sees a difference.
+        """
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
         values = {name: _gather_parameter(p) for name, p in self.unit.named_parameters()}
@@ -119,20 +123,23 @@ def _gather_parameter(parameter: Tensor) -> Tensor:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Run a call; return its outputs, and the gradients of its inputs and parameters for one of its outputs'.
+    """Run a call; return its outputs, and the gradients of its inputs and parameters, by words for messages.
 
-    The first input always gets a gradient, as the module's caller would give it one.
+    Backward begins with fixed gradients of the outputs. Inputs that need gradients are replaced by copies, wherever
+    they stand in the arguments, so that the caller's graph stays as it is. The first input always gets a gradient, as
+    the module's caller would give it one.
     """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
-    leaves = {id(x): x.detach().clone().requires_grad_() for x in inputs if id(x) in differentiable}
-    args, kwargs = tree_map(lambda x: leaves.get(id(x), x), (args, kwargs))
-    out = [x for x in tree_leaves(call(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-    tensors = {f"the gradient of input {i}": x for i, x in enumerate(leaves.values())}
-    tensors |= {f"the gradient of {name}": p for name, p in parameters.items()}
-    gradients = torch.autograd.grad(out, [*tensors.values()], [_output_gradient(x) for x in out], allow_unused=True)
-    results: dict[str, Tensor | None] = {f"output {i}": x.detach() for i, x in enumerate(out)}
-    return results | dict(zip(tensors, gradients, strict=True))
+    copies = {id(x): x.detach().clone().requires_grad_() for x in inputs if id(x) in differentiable}
+    args, kwargs = tree_map(lambda x: copies.get(id(x), x), (args, kwargs))
+    outputs = [x for x in tree_leaves(call(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    leaves = {f"the gradient of input {i}": x for i, x in enumerate(copies.values())}
+    leaves |= {f"the gradient of {name}": p for name, p in parameters.items()}
+    output_gradients = [_output_gradient(x) for x in outputs]
+    gradients = torch.autograd.grad(outputs, [*leaves.values()], output_gradients, allow_unused=True)
+    results: dict[str, Tensor | None] = {f"output {i}": x.detach() for i, x in enumerate(outputs)}
+    return results | dict(zip(leaves, gradients, strict=True))
 
 
 def _output_gradient(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from longspan.model.tensor_parallel.residual_rows import (
     residual_regions,
     split_residuals,
 )
-from longspan.model.tensor_parallel.split_adapters import ADAPTED, refuse_adapter, split_adapted
+from longspan.model.tensor_parallel.split_adapters import ADAPTED, refuse_adapter, split_adapted_linear
 from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
     ROWS,
@@ -119,7 +119,7 @@ def split_over_ranks(
     for name, module, style, parameter in placed:
         in_parts = sequence_parallel and not name.startswith(mixtures)
         if is_adapted(module) and style in ADAPTED and module is not head:
-            split_adapted(module, style, world, sequence_parallel=in_parts)
+            split_adapted_linear(module, style, world, sequence_parallel=in_parts)
         elif style == tp_style.MIXER:
             split_mixer(name, module, world, sequence_parallel=in_parts)
         elif style == tp_style.PARTIAL_GRADIENT:
@@ -173,10 +173,11 @@ def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, 
 def _split_head_and_embedding(
     model: PreTrainedModel, placed: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
-    """Split the head, with a tied embedding, where tp divides the vocabulary; otherwise every rank holds it whole.
+    """Split the head and the embedding by vocabulary where their styles ask for it and tp divides the vocabulary.
 
-    Both stay whole where an adapter changes one of them. A whole embedding hands on only this rank's rows where rows
-    are split between layers (`sequence_parallel`).
+    A tied embedding is split with the head, whose weight it shares. What is not split is whole on every rank: both
+    where an adapter changes one of them. Where rows are split between layers (`sequence_parallel`), an embedding hands
+    on only this rank's rows: a whole one by slicing its output, a split one as it sums over ranks.
     """
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(is_adapted(end) for end in ends):

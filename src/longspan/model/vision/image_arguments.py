@@ -60,8 +60,10 @@ _HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}
 def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> dict[str, Any]:
     """Make the arguments of a model's `get_image_features`, and of its forward pass, for images, in the type of `like`.
 
-    Images of several sizes are filled up with zeros if a field has their size. Raises DataError for images that do
-    not fit each other, lack what the model asks for, or have what it does not take.
+    Inputs of all images are joined along the first dim. Images of several sizes are filled up with zeros to the
+    largest, if sizes or a mask tell the model what is padding. A model that takes the mask of pixels by documents gets
+    one document. Raises DataError for images that do not fit each other, lack what the model asks for, or have what it
+    does not take.
     """
     names = {name: [image.fields[name] for image in inputs if name in image.fields] for name in _field_names(inputs)}
     arguments: dict[str, Any] = {}

@@ -17,10 +17,10 @@ COMPILED_WIDTH = 1024
 """Features of hidden states from which "auto" compiles: below, a layer's kernels take less than the host."""
 
 
-def resolve_compiled(word: Compiled, *, hidden: int, tp: int) -> Compiled:
+def resolve_compiled_parts(word: Compiled, *, hidden: int, tp: int) -> Compiled:
     """Return what of layers is compiled on GPUs, where "auto" leaves the choice to the width and tensor parallelism.
 
-    >>> resolve_compiled("auto", hidden=4096, tp=1), resolve_compiled("auto", hidden=4096, tp=2)
+    >>> resolve_compiled_parts("auto", hidden=4096, tp=1), resolve_compiled_parts("auto", hidden=4096, tp=2)
     ('layers', 'none')
     """
     if word != "auto":

@@ -53,7 +53,11 @@ class Wire:
     samples: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        """Take the samples as numbers, and check that they rise."""
+        """Take the samples as numbers, and check that they rise: bytes strictly, seconds at the end at least.
+
+        The last two samples give the bytes a second of all larger messages, so their seconds must differ. Seconds of
+        small messages may be equal.
+        """
         samples = tuple((float(size), float(seconds)) for size, seconds in self.samples)
         object.__setattr__(self, "samples", samples)
         steps = list(pairwise(samples))

@@ -14,7 +14,7 @@ from longspan.plan.cost.cost import Cost, Passes
 from longspan.plan.cost.cost_changes import (
     CostSettings,
     recomputation_share,
-    resolve_compiled,
+    resolve_compiled_parts,
     with_recomputation,
 )
 from longspan.plan.cost.links import LEVELS, Level, Link, Network
@@ -122,7 +122,7 @@ class Machine(MachineFigures):
     def _row_seconds(self, shape: ModelShape, settings: CostSettings) -> _RowSeconds:
         """Return what a row takes besides the products of its weights, without recomputation."""
         tp = max(settings.tp, settings.weight_ranks)
-        compiled = resolve_compiled(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
+        compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         pass_seconds = self.layer_pass_seconds * (self.compiled_share if compiled else 1.0)
         return _RowSeconds(
             layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,
@@ -157,8 +157,8 @@ class Machine(MachineFigures):
     ) -> float:
         """Return the seconds that FSDP2 adds to a micro-batch: copies, and the share of its messages that shows.
 
-        Each of w slots receives (w − 1) / w of the weights in each gather, and of their gradients in the sum, which
-        travels in float32 at least.
+        Each of w slots receives (w − 1) / w of the weights in each gather (once forward and once backward, unless they
+        stay gathered), and of their gradients in the sum, which travels in float32 at least.
         """
         if not settings.shards:
             return 0.0
@@ -195,7 +195,11 @@ class Machine(MachineFigures):
         return self.update_seconds + self.weight_update_seconds * weights + summed
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
-        """Return the cost of a model of this shape, whose layers all run alike."""
+        """Return the cost of a model of this shape, whose layers all run alike.
+
+        Experts run at another rate than dense products, so their weights get the difference. `turns` are the bytes that
+        a ring moves of a number of a key or value: twice itself, and its gradient, in float32 at least.
+        """
         constants = price_model(
             shape,
             tflops=self.product_flops_per_second / 1e12,
@@ -210,7 +214,7 @@ class Machine(MachineFigures):
         constants["linear_seconds"] += 6 * shape.expert_weights * expert_extra
         network = None
         if shape.layers:
-            turns = 2 * bytes_per_number + max(4, bytes_per_number)  # keys and values twice, their gradients in float32
+            turns = 2 * bytes_per_number + max(4, bytes_per_number)
             constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns)
             network = self._model_network(
                 layers=shape.layers,
@@ -277,17 +281,19 @@ class Machine(MachineFigures):
     def _type_prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
         """Return the prices of a call under all types, a2a+p2p with all levels that the group may have."""
         nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
-        return [
-            price_type(cost, way, group, call, nodes, width=ring_share(call, way, group)) for way in type_ways(group)
-        ]
+        ways = type_ways(group)
+        return [price_type(cost, way, group, call, nodes, width=ring_share(call, way, group)) for way in ways]
 
     def _call_cost(self, call: AttentionCall) -> Cost:
-        """Return the cost of one layer, which has nothing but this call."""
+        """Return the cost of one layer of nothing but this call.
+
+        `pair` are forward's seconds for a query and a key: two products of the half of all pairs that a causal mask
+        shows. Backward has 5 products to forward's 2; `width` counts a head's numbers of key and value.
+        """
         has_both, number = call.passes == "both", call.bytes_per_number
         keys, queries = call.kv_heads * call.width, call.heads * call.width
         turns = 2 * number + max(4, number)
-        pair = 2 * queries / self.attention_flops_per_second / 2  # two products, of pairs below the diagonal
-        passes: Passes = "forward and backward" if has_both else "forward"
+        pair = 2 * queries / self.attention_flops_per_second / 2
         return Cost(
             linear_seconds=0.0,
             attention_seconds=pair * (3.5 if has_both else 1.0),
@@ -297,7 +303,7 @@ class Machine(MachineFigures):
             ring_step_seconds=0.0,
             micro_batch_seconds=0.0,
             source="one layer",
-            passes=passes,
+            passes="forward and backward" if has_both else "forward",
             network=self._model_network(
                 layers=1,
                 heads=call.heads,

@@ -219,7 +219,9 @@ class MessageBound:
         """Return the seconds a row of exchanges among members of whom one of these numbers shares a host.
 
         Each of e members sends 1 / e of its queries, keys and values to every other and gets as much of outputs back,
-        and of their gradients in backward. In slices the messages are shorter, and there are more latencies.
+        and of their gradients in backward. Keys of which there are too few heads are copied, and the gradients of
+        copies are summed, in a wider type. In slices the messages are shorter, and there are more latencies; the faster
+        of both counts.
         """
         network, copies = self.network, float(self._copies(members))
         keys, summed = self._keys * copies, network.gradient_share / network.block_share if self._both else 1.0

@@ -234,7 +234,8 @@ def _message_bytes(cost: Cost, sizes: tuple[int, int], tokens: int) -> tuple[flo
 
     Each row goes to the other around − 1 members of its ring, and of a row's heads (inner − 1) / inner leave their
     member. A key/value head that several members need is sent to each; the gradients of its copies travel in the dtype
-    of sums.
+    of sums, and so are `widened` times as large. Of what is exchanged keys and values are `key_share`, and
+    `key_factor` what they grow to by that.
     """
     network, (inner, around) = cost.network, sizes
     turns = cost.ring_bytes * tokens * (around - 1)

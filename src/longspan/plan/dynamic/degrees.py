@@ -46,7 +46,12 @@ class DegreeTable:
 
     @classmethod
     def of(cls, problem: Problem) -> "DegreeTable":
-        """Make the table of a problem, which does not depend on durations."""
+        """Make the table of a problem, which does not depend on durations.
+
+        Items that may be anchors, single documents of enough work, are classed by length; of each class the longest one
+        is priced at every degree: seconds, rows of a slot, and whether these fit the cap. The fillers'
+        density is the work of a token of a short item.
+        """
         may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
         lengths = np.unique(problem.tokens[may_anchor])
         longest = _longest_by_class(lengths)

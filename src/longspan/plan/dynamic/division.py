@@ -52,7 +52,9 @@ class _FilledBins:
     def _note_anchors(self, draft: Draft) -> None:
         """Note what an anchor adds to its bin: documents of the shared group, or seconds and rows before it.
 
-        It joins the shared group if both have the same slots.
+        An anchor of one part takes all slots of its bin, as the shared group does, so both are one group. One of
+        several parts runs before the fillers. A bin without an anchor (index −1) gets zeros; the tables have one entry
+        at least, so that −1 can be looked up.
         """
         anchor = np.array(draft.bins.anchor, dtype=np.int64)[self.index]
         parts = np.array([len(a.parts) for a in draft.anchors] or [0], dtype=np.int64)
@@ -161,7 +163,11 @@ def _earliest_ends(
 def _choose_sharing(
     filled: _FilledBins, division: Division, goal: Floats, all_shared: Floats, share_counts: list[int]
 ) -> None:
-    """Share as few fillers as let each bin end by its goal; a bin that cannot is divided so that it ends earliest."""
+    """Share as few fillers as let each bin end by its goal; a bin that cannot is divided so that it ends earliest.
+
+    `share_counts` rise; each is tried on the bins that are still late and have more fillers. Last all fillers are
+    shared, whose seconds, `all_shared`, are known already and need no slots (−1).
+    """
     is_late = np.ones(len(filled.index), dtype=np.bool_)  # after its goal, as divided so far
     best = np.full(len(filled.index), np.inf)
     most = int(filled.count.max())

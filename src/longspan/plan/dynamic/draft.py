@@ -57,7 +57,10 @@ class LeastLoaded:
     """
 
     def __init__(self, bins: Bins, durations: list[float], problem: Problem) -> None:
-        """Put bins whose width is a degree in a heap for each width, by how late they end already."""
+        """Put bins whose width is a degree in a heap for each width, by how late they end already.
+
+        `late` is how long after its micro-batch's planned duration a bin ends: below 0 for most.
+        """
         self.bins = bins
         self.late: list[float] = [
             seconds - durations[m] for seconds, m in zip(bins.seconds, bins.micro_batch, strict=True)

@@ -148,7 +148,8 @@ class _Lanes:
     def _make_gang(self, item: int, lanes: Ints) -> None:
         """Let these lanes work on a document together, after the gangs that they already are in.
 
-        The last lane gives only as many slots as the degree needs.
+        A gang begins when the last of its lanes is free of earlier gangs; each lane does its local work after all its
+        gangs. The last lane gives only as many slots as the degree needs.
         """
         seconds, local = self._gang_seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
         self.gang_end[lanes] = self.gang_end[lanes].max() + seconds

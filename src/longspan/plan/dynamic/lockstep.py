@@ -155,11 +155,11 @@ def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> Dr
 
 
 def _change_durations(best: Draft, durations: Floats, change: int, micro_batch: int, random: Random) -> Floats:
-    """Return other durations, in units of the mean work of a slot.
+    """Return other durations of micro-batches, in units of the mean work of a slot, for the search to try next.
 
-    0: all become a little less than what they came out as, or as long. 1: that of this micro-batch becomes up to a
-    tenth longer or shorter. 2: it passes a twentieth at most on to another. 3: it just holds its anchor at another
-    degree.
+    `change` chooses the kind. 0: all become a little less than what they came out as, or as long. 1: that of this
+    micro-batch becomes up to a tenth longer or shorter. 2: it passes a twentieth at most on to another. 3: it just
+    holds its anchor at another degree.
     """
     mean = best.problem.mean_seconds
     if change == 0:

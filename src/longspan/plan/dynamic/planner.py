@@ -104,7 +104,13 @@ def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degr
 
 
 def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> list[MicroBatch]:
-    """Plan in several ways and return the fastest; a way is left out if those before it come close to the goal."""
+    """Plan in several ways and return the fastest; a way is left out if those before it come close to the goal.
+
+    In order: in free mode a search without lockstep; the search in lockstep; the best of all plans of few items;
+    lockstep with degrees halved. Plans of one degree are compared if there are few slots and documents, which makes it
+    cheap, or if all others stay far from the goal. Each candidate is its predicted seconds and a function that makes
+    its micro-batches. Where the cost knows the network, the best are priced once more with their messages.
+    """
     candidates = [_search_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * goal:
         candidates.append(_search_lockstep(problem, _choose_effort(effort, problem)))

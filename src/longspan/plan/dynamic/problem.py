@@ -22,7 +22,9 @@ Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each blo
 def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
     """Divide the slots into nodes, or into runs of nodes if a group needs more than one; slots beyond stay idle.
 
-    Returns (first slot, slots) of each block.
+    Returns (first slot, slots) of each block, in which groups of `min_cp` to `max_cp` slots are placed. A run of whole
+    nodes that is wider than any group may be is cut to `min_cp` slots. A last block that is too small for a group is
+    joined to the one before, if both together are no wider than a group may be.
     """
     size = node_size if min_cp <= node_size else -(-min_cp // node_size) * node_size
     if size > max_cp and min_cp > node_size:
@@ -39,7 +41,8 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
 def even_runs(slots: int, degrees: DegreeSet) -> Parts:
     """Divide so many slots into runs that each hold a group: few left out, few runs, and as even as degrees allow.
 
-    Returns (first slot, slots) of each run.
+    Returns (first slot, slots) of each run. `degrees` rise. There are as few runs as the largest degree allows, but no
+    more than are at least as wide as the smallest one. Where even runs have a width that is no degree, they are uneven.
     """
     if slots < degrees[0]:
         return []
@@ -295,7 +298,8 @@ def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple
     """Make the items: the documents of each, its rows and its squared rows; short documents share an item.
 
     `order` are the documents by falling length, `lengths` their rows. With more than `PACKED_ABOVE` of them a slot,
-    those of less than a pack's rows are packed one after the other, and items are sorted by their rows again.
+    those of less than a pack's rows are packed one after the other, and items are sorted by their rows again. A pack
+    has a sixteenth of a slot's cap at most, and a slot gets some PACKS of them, so that items still divide evenly.
     """
     ids: list[int] = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:

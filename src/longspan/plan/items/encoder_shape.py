@@ -120,8 +120,10 @@ class EncoderShape:
     def cost(self, *, trained: Trained = "all", again: int = 0, gpu: bool = True) -> Cost:
         """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
 
-        A pair of patches takes 4 x width forward and 10 x width backward, where scores are computed again; heads are
-        padded as kernels pad them. The forward pass runs `again` so many times for the backward pass.
+        A pair of patches takes 4 x width FLOPs forward and 10 x width backward, where scores are computed again; heads
+        are padded as kernels pad them. The forward pass runs `again` so many times for the backward pass. Seconds are
+        those of an output row, which stands for several patches. Layers that attend to all patches of an image grow
+        with their square; those with windows have as many pairs a patch as a window has, and so grow evenly.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         machine = Machine.known("H200") if gpu else Machine.cpus()
@@ -160,8 +162,9 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
     """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack).
 
-    A block has four square projections of attention and an MLP of two matrices, three with a gate; a merger takes
-    merge² patches side by side.
+    A block has four square projections of attention and an MLP of two matrices, three with a gate. A merger takes
+    merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it. There is
+    one merger, and another for each deeper layer. A patch has the pixels of some frames.
     """
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _first_side(vision, "merge")
     between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))

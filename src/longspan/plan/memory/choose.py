@@ -45,8 +45,11 @@ class FixedMemory:
 
     @property
     def words(self) -> tuple[Measure, ...]:
-        """Return the measures that layers may have, in the order of MEASURES. Raises PlanError where the keys leave
-        none.
+        """Return the measures that layers may have, in the order of MEASURES.
+
+        A word is what layers recompute, with "+host" if what is left waits on the host. "none" with offload given by
+        hand stays only if the measure is free. "exchanged" is the finer form of "selective", and is tried when that one
+        is asked for. Raises PlanError where the keys leave none.
         """
         words: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
         if self.offload is not None:
@@ -145,7 +148,11 @@ def _distinct_measures(needs: MemoryNeeds, words: Sequence[Measure]) -> list[Mea
 
 
 def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
-    """Yield the needs under each choice of settings."""
+    """Yield the needs under each choice of settings that is not fixed, from the fastest to the smallest.
+
+    Parameters that are gathered once a step need a backward pass over shards; states can wait on the host where there
+    are any, on a GPU. Otherwise there is no choice.
+    """
     place = needs.places[0]
     settings = place.settings
     gathers = place.shards > 1 and not place.stays_whole and settings.backward

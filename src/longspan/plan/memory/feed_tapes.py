@@ -95,8 +95,10 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
 def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, gates: int, width: int, count: float) -> str:
     """Add the experts that rows visit, of `count` weights here, and the weighted sums of what they make.
 
-    Rows are copied for each visit, with `ep` exchanged and sorted by expert, multiplied, gated, multiplied back, and go
-    the same way back. Of a layer's weights the first product has gates / (gates + 1).
+    Each row visits `visits` experts of this width; `x` names their input, `share` the weights of the sums. Rows are
+    copied for each visit, with `ep` exchanged and sorted by expert, multiplied, gated, multiplied back, and go the same
+    way back. The first product makes `gates` times the width (2 where an activation gates), the second reads it once:
+    so the first has gates / (gates + 1) of the weights, the second the rest. Returns the result's name.
     """
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
     of_experts = count * builder.number * trained

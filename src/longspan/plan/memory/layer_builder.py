@@ -7,7 +7,7 @@ layers, else by torch's or transformers' operations in float32.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longspan.plan.cost.cost_changes import resolve_compiled
+from longspan.plan.cost.cost_changes import resolve_compiled_parts
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.memory.tape import Tape, Work
@@ -83,7 +83,7 @@ class LayerBuilder:
         """Return what of layers is compiled, "auto" resolved as for a run."""
         if self.settings.compiled == "auto" and not self.settings.gpu:
             return "none"
-        return resolve_compiled(self.settings.compiled, hidden=self.hidden, tp=self.tp)
+        return resolve_compiled_parts(self.settings.compiled, hidden=self.hidden, tp=self.tp)
 
     @property
     def lies_in_graph(self) -> bool:

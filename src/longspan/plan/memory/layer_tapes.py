@@ -115,7 +115,9 @@ def _add_attend(
 
     Types that exchange heads stand between two exchanges. Rings hold four blocks of keys and values (two that travel
     and two that are read), gathers two, and their sums in float32. Backward of many rows does one group of heads at a
-    time, so that float32 sums are of one group.
+    time, so that float32 sums are of one group. `keys` are the bytes of keys, or of values, after an exchange. A layer
+    that keeps little (`lean`) saves tensors from before the exchange and exchanges them again: what moves is then part
+    of the operation's work. Others keep the exchanged ones.
     """
     heads, heads_of_keys = counts
     load, tape, number, (q, k, v) = builder.load, builder.tape, builder.number, qkv

@@ -186,10 +186,12 @@ class MicroBatchMoments:
             )
 
     def _logit_bytes(self) -> Iterator[float]:
-        """Yield the bytes of a chunk of logits with sums of the head's gradient, and of these sums when they are
-        scaled.
+        """Yield the bytes of two moments of the loss: of a chunk of logits, and of scaling the head's gradient.
 
-        A logit is there twice, itself and its gradient; several chunks sum the head's gradient in float32.
+        In the first there are the logits of one chunk, twice (themselves and their gradient; on a CPU a float32 copy
+        too), and the chunk's gradient of the head beside the sum over chunks, which is in float32 if there are several.
+        In the second the sum is scaled into a new tensor, and cast if it was wider. Each depth of prediction keeps such
+        a sum as well.
         """
         settings, number = self.peak.settings, self.peak.settings.compute_bytes
         vocabulary = self.peak.read.count("vocab_size") / self.peak.home.tp
@@ -207,13 +209,16 @@ class MicroBatchMoments:
         """Yield the moments of the backward pass from the last layer to the first: two a layer.
 
         In the first a layer runs backward; in the second, if weights are sharded, its gradients are summed over ranks.
+        What the layer kept for backward is freed between them. Meanwhile the gradients of the layer behind are still
+        being sent (`sent_bytes`), and what the layer before keeps on the host is fetched. In a `later` micro-batch
+        the gradients of all layers are there from its start.
         """
         peak, stage = self.peak, self.peak.stage
         activations, summed = (
             self._other_activations + sum(layer.kept for layer in self._waiting_bytes),
             self._shard_bytes,
         )
-        sent_bytes = 0.0  # what is sent of the layer behind
+        sent_bytes = 0.0
         for i in reversed(range(len(self._layer_bytes))):
             layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
             activations -= self._waiting_bytes[i].kept

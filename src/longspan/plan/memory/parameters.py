@@ -80,7 +80,12 @@ class ModelNumbers:
 
     @classmethod
     def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
-        """Count the parameters of a configuration under a home. Raises PlanError for sizes that are missing."""
+        """Count the parameters of a configuration under a home. Raises PlanError for sizes that are missing.
+
+        They are those of each layer, of depths of prediction, of the embedding and the output projection (`table`,
+        split over tp), and of an encoder's tower. Each depth has the same layers, the first with the projection that
+        joins two rows of the hidden size.
+        """
         read = ConfigReader.of(config)
         read.check_counts("hidden_size", "vocab_size")
         if reason := reason_uncounted(config):
@@ -144,8 +149,9 @@ def _layer_numbers(
 ) -> Numbers:
     """Count the parameters of one layer of this kind, on a rank before it is sharded over slots.
 
-    Linear layers are split over tp, experts over ep, and norms are on every rank. `share`
-    has the experts of all ep neighbours, which are among the ranks that it is sharded over.
+    Linear layers are split over tp, experts over ep, and norms are on every rank: one before each of the layer's parts.
+    `share` has the experts of all ep neighbours, which are among the ranks that it is sharded over. With adapters only
+    their numbers are trained: rank · (inputs + outputs) of each linear that has one.
     """
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:
@@ -172,7 +178,10 @@ def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | Non
     """Return the linears of a layer that adapters go into: name, and numbers of a row before and behind.
 
     Widths that a configuration does not name follow from the counted weights: a gate of attention is what its weights
-    have beyond queries, keys, values and output.
+    have beyond queries, keys, values and output. A mixer's output projection has `mixer.last` weights, so its inner
+    width is that over the hidden size; its input projection makes what the convolution reads (`channels`), the gate,
+    and a number or two for each head (two more inner widths without heads, in short convolutions). A network whose
+    weights are more than twice its last product's has a gate.
     """
     hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
     if kind.attention:
@@ -231,7 +240,9 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
 def make_stages(layers: int, home: Layout, settings: MemorySettings, *, of_depths: int = 0) -> tuple[Stage, ...]:
     """Make what each pipeline rank holds of `layers`; those `of_depths` behind them stand with the last stage.
 
-    With virtual stages rank r has stages r, r + pp and so on, or for ZBV stage r from the front and from the end.
+    Layers are divided as evenly as `stage_layers` does. With virtual stages rank r has stages r, r + pp and so on, or
+    for ZBV stage r from the front and from the end. Each rank's record says whether it has the first stage, and the
+    last.
     """
     stages = home.pp * (settings.vpp if home.pp > 1 else 1)
     parts: Sequence[Sequence[int]] = stage_layers(layers, stages)

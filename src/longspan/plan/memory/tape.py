@@ -132,9 +132,10 @@ class Tape:
 
         Operations run in reverse. Each makes gradients of its inputs in new buffers, or passes its output's buffer on
         if it is a sum; a second gradient of a tensor is added in place, or waits as a summand until that tensor's own
-        operation runs. Then what the operation saved is freed unless another saved it too.
+        operation runs. Then what the operation saved is freed unless another saved it too. What is `held` counts
+        elsewhere; constants get no gradient; gradients of weights stay to the end.
         """
-        users: dict[str, int] = {}
+        users: dict[str, int] = {}  # how many operations yet to run saved a tensor
         for operation in self.operations:
             for name in set(operation.saves):
                 users[name] = users.get(name, 0) + 1
@@ -145,12 +146,12 @@ class Tape:
         for operation in reversed(self.operations):
             output = operation.outputs[0]
             buffer = gradient_of.pop(output, None)
-            if buffer is None:
+            if buffer is None:  # its output leads to no gradient
                 continue
             for name in operation.inputs:
                 if name in self.constants:
                     continue
-                if operation.through and name not in gradient_of:
+                if operation.through and name not in gradient_of:  # a sum passes the buffer on
                     gradient_of[name] = buffer
                     continue
                 new_buffer = len(buffers) + max(buffers)
@@ -158,7 +159,7 @@ class Tape:
                 peak = max(peak, sum(alive.values()) + sum(buffers.values()) + weights + operation.work.backward)
                 buffer_before = gradient_of.get(name)
                 if buffer_before is None or list(gradient_of.values()).count(buffer_before) > 1:
-                    gradient_of[name] = new_buffer
+                    gradient_of[name] = new_buffer  # the first gradient, or a sum beside a buffer that others share
                 elif self.added_in_place:
                     del buffers[new_buffer]
                 else:

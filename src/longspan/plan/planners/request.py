@@ -249,7 +249,10 @@ def check_heads(request: Request, degree: int) -> None:
 
 
 def check_first_size(request: Request) -> None:
-    """Raise PlanError if `a2a+p2p` would deal the query heads to a first size that does not divide them."""
+    """Raise PlanError if `a2a+p2p` would deal the query heads to a first size that does not divide them.
+
+    A single size is the first one. Without heads or sizes there is nothing to check.
+    """
     sizes, heads = request.hierarchical_context_parallel_sizes, request.heads
     sizes = (sizes, 1) if isinstance(sizes, int) else sizes
     if heads is None or sizes is None or "a2a+p2p" not in request.types or heads % (sizes[0] * request.tp) == 0:

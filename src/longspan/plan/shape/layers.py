@@ -135,7 +135,11 @@ def has_shared_blocks(read: ConfigReader) -> bool:
 
 
 def _visits_experts(read: ConfigReader, layer: int) -> bool:
-    """Return whether a layer has experts, by any of the keys with which configurations say so."""
+    """Return whether a layer has experts, by any of the keys with which configurations say so.
+
+    They give the layers with experts, or a type for each layer, or else three conditions: no layer of a list, every
+    so-many-th layer, none of the first.
+    """
     if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
         return False
     if isinstance(moe_layers := read.value("moe_layers"), list):
@@ -211,8 +215,9 @@ def attention_weights(read: ConfigReader) -> Weights:
 def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> Weights:
     """Count the weights of Zamba 2's shared block in one layer.
 
-    The block attends to [hidden | embedding] and has an MLP. A layer has adapters of both, and a projection of what the
-    block made.
+    The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. A layer has
+    adapters of low rank of its own, of the MLP's first product and, if configured, of queries, keys and values (three
+    times 2 · hidden in and out), and a projection of what the block made.
     """
     attention = 2 * hidden * (widths.query + 2 * widths.key) + widths.query * hidden
     width, rank = read.count("intermediate_size") or 4 * hidden, read.count("adapter_rank")
@@ -224,7 +229,8 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     """Count the weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits.
 
     Experts count as those that a token visits, with a shared expert and the router; the number of all experts' weights
-    that a token does not visit is returned as well.
+    that a token does not visit is returned as well. A gated shared expert has one more column in the router. Experts
+    that read a narrower row have a projection to it and back.
     """
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate

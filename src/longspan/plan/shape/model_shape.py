@@ -80,6 +80,10 @@ class ModelShape:
         With so many `depths` of multi-token prediction (`add_mtp`): each a layer like the last, or those that the
         configuration names for it, a projection and the output projection once more. Raises PlanError naming the
         attributes that are missing, are no counts, or show layers that are not priced.
+
+        `weights` are those that multiply rows: of all layers, and `outside` of them the output projection, once more
+        for each depth, with the depth's projection of 2 · hidden to hidden. `stored_weights` are all that memory holds:
+        experts that a row does not visit too, and the embedding, unless it is tied to the output projection.
         """
         read = ConfigReader.of(config)
         mixer = _read_mixer(read)
@@ -129,9 +133,10 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 
 
 def _read_mixer(read: ConfigReader) -> MixerShape | None:
-    """Read the state-space layer of a configuration.
+    """Read the state-space layer of a configuration; None if it has none.
 
-    Raises PlanError for layers that are not priced, and missing counts.
+    Latent attention needs the size of its values' heads, or a mixer that has it. Counts are only asked of parts that
+    some layer has. Raises PlanError for layers that are not priced, and missing counts.
     """
     mixer, types, kinds = read_mixer_shape(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []

@@ -74,8 +74,9 @@ def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backw
     """List the actions of a stage: forward passes to warm up, then one forward and one backward in turn, then the rest.
 
     The warm-up has as many forward passes as stages behind this one, so that its first backward pass never waits for
-    its own forward. With chunks actions come in rounds of `stages` micro-batches, chunk by chunk (Narayanan et al.
-    2021).
+    its own forward. With chunks actions come in rounds of `stages` micro-batches, chunk by chunk (interleaved 1F1B,
+    Narayanan et al. 2021); the warm-up is then twice as long, as each stage is passed again, and has a round for each
+    chunk but the last.
     """
     total = micro_batches * chunks
     if not backward:
@@ -103,7 +104,9 @@ def _schedule_action(kind: Literal["forward", "backward"], k: int, stages: int, 
 def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], ...], chunks: int) -> float:
     """Run all stages, each action when its stage is free and its input is there; return when the last one ends.
 
-    A stage goes on until an input is missing; then others run, as long as any makes progress.
+    A stage goes on until an input is missing; then others run, as long as any makes progress. `clock` is when each
+    stage is free, `place` how many of its actions are done. A micro-batch's seconds are those of all layers, of which a
+    chunk of a stage has its share.
     """
     stages, end_times = len(order), dict[tuple[Action, int], float]()
     clock, place = [0.0] * stages, [0] * stages
@@ -184,6 +187,10 @@ def simulate(
     runs the passes that the plan's own cost is of; an evaluation is priced by `Cost.forward_only`. Raises PlanError for
     a free plan on more than one stage, whose micro-batches do not move together, and where backward passes are asked of
     a cost without them.
+
+    The pipeline of a lockstep plan is run action by action, and a free plan's seconds are those of its slots. `once` is
+    what a step takes once, whatever its documents: the update, and in free mode the closing sums. Bytes between stages
+    cross each boundary once a pass.
     """
     if plan.mode == "free" and pp > 1:
         raise PlanError(f"free mode has no {pp} pipeline stages: its slots do not move together; plan in lockstep")
@@ -267,7 +274,9 @@ def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray
 def _link_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
     """Return the bytes that all groups put on links inside and between nodes, by their own communication types.
 
-    A group with a type for each layer counts by the commonest. States of mixers go between nodes if the group does.
+    A group with a type for each layer counts by the commonest. Its degree is `inner` members that exchange heads times
+    members of a ring: all exchange under a2a, the first level under a2a+p2p, none otherwise. States of mixers go
+    between nodes if the group does.
     """
     inside = across = 0.0
     for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):

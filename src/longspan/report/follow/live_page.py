@@ -40,7 +40,7 @@ def live_title(live: LiveRun) -> str:
 def live_parts(live: LiveRun) -> dict[str, str]:
     """Return the parts by name, in their order. A part that its records make impossible says so."""
     parts: dict[str, Callable[[LiveRun], str]] = {
-        "status": _status,
+        "status": _status_text,
         "figures": _figure_cards,
         "loss": _loss_section,
         "plan": _plan_part,
@@ -63,7 +63,7 @@ def _markup_or_note(make: Callable[[LiveRun], str], live: LiveRun, name: str) ->
         return tag("p", text(words[:500]), class_="note")
 
 
-def _status(live: LiveRun) -> str:
+def _status_text(live: LiveRun) -> str:
     """Return the name of the run, whether it is at work, and how far it is."""
     title = tag("p", "longspan", class_="brand") + tag("h1", text(live.run.name))
     state = tag("span", text(_WORDS[live.state]), class_=f"state {live.state}", role="status")

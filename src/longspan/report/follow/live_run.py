@@ -116,7 +116,7 @@ class LiveRecords:
                 holder = lock_holder(self.path)  # first: what a run that ends writes is there once its lock is gone
                 self._read_metrics()
                 self._read_plans()
-                self._live, self._read_at = self._compose(holder), time.monotonic()
+                self._live, self._read_at = self._compose_run(holder), time.monotonic()
             return self._live
 
     def _read_metrics(self) -> None:
@@ -125,7 +125,7 @@ class LiveRecords:
         """
         for line in self._metrics.lines():
             if self._metrics.is_first:
-                self._forget()
+                self._forget_records()
             if not line.strip():
                 continue
             row = read_json_row(line)
@@ -136,9 +136,9 @@ class LiveRecords:
             else:
                 self._add_evaluation(row)
         if self._metrics.is_first:  # of a file that has no line yet
-            self._forget()
+            self._forget_records()
 
-    def _forget(self) -> None:
+    def _forget_records(self) -> None:
         """Forget all steps, evaluations and saves that were read."""
         self._step, self._columns = array("q"), {name: array("d") for name in COLUMNS}
         self._evaluations.clear()
@@ -186,7 +186,7 @@ class LiveRecords:
         except (PlanError, RecursionError, MemoryError) as error:
             self._plan, self._notes["plan"] = None, str(error)
 
-    def _compose(self, holder: str) -> LiveRun:
+    def _compose_run(self, holder: str) -> LiveRun:
         """Make the run as it is now from what was read so far and the small files of its folder."""
         notes = list[str]()
         facts = RunFacts.from_json(read_json_object(self.path / "run.json", notes))

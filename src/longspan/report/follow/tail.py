@@ -47,12 +47,12 @@ class Tail:
         with file:
             status = os.fstat(file.fileno())
             name = status.st_dev, status.st_ino
-            if name != self._file or status.st_size < self._offset or not self._stands(file):
+            if name != self._file or status.st_size < self._offset or not self._line_stands(file):
                 self._file, self._offset, self._last_line = name, 0, (0, b"")
                 self.is_first = True
             yield from self._new_lines(file)
 
-    def _stands(self, file: BinaryIO) -> bool:
+    def _line_stands(self, file: BinaryIO) -> bool:
         """Return whether the line that was read last is still where it was."""
         start, words = self._last_line
         file.seek(start)

@@ -133,7 +133,9 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
 def _find_neighbours(bars: Sequence[Bar]) -> list[list[int]]:
     """Return the bars that touch each bar: next to it in time on shared slots, or above or below it at the same time.
 
-    Bars on shared slots count as neighbours also across a gap of NEAR times the picture's length.
+    Every bar is compared with every other: (bars, bars). Bars `share` slots if one begins before the other's last slot
+    ends, both ways, and are `touching` if their slots are adjacent at least. Bars on shared slots count as neighbours
+    also across a gap of NEAR times the picture's length.
     """
     slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))
     gap = NEAR * float(stop.max(initial=0.0))

@@ -93,7 +93,10 @@ class _Canvas:
         return "".join(parts)
 
     def bar(self, bar: Bar) -> str:
-        """Return the rectangle of a document on its slots, with its name if there is room."""
+        """Return the rectangle of a document on its slots, with its name if there is room.
+
+        Rectangles are smaller than their place by a gap, but never too small to be seen.
+        """
         x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
         y, tall = _TOP + bar.slot * self.height, bar.slots * self.height
         inset = 0.5 if self.height >= 5 else 0.0
@@ -169,7 +172,11 @@ class _Canvas:
         return f"{value:g}" if self.timed else self.write_time(value)
 
     def _tick_values(self) -> list[tuple[float, float]]:
-        """Return the begin of a tick's panel and its value: seconds from 0, or 0 and the cap where they have room."""
+        """Return the ticks of the time axis: where the panel of each begins, and its value in the panel.
+
+        Seconds go on over all panels, from 0. Rows begin anew in each micro-batch's panel, which has ticks at 0 and at
+        the cap, only at the cap in a narrow one, and none in a narrower one.
+        """
         if self.picture.unit == "seconds":
             return [(0.0, value) for value in ticks(0, self.picture.end, 9 if self.right > 900 else 4)]
         panels = self.picture.panels

@@ -16,6 +16,9 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     """Write the picture of a plan, slots × time, as a PNG file. Raises ConfigError without matplotlib.
 
     >>> write_png(plan, "plan.png")
+
+    Panels are micro-batches, dotted lines the borders of hosts. Of many bars the largest are drawn, and those too small
+    to see are drawn together, as summaries in one colour. Scales are pixels a unit.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -41,7 +44,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
         axes.axhline(host, color="#555555", linewidth=1.0, linestyle=(0, (1, 3)), zorder=3)
     fills = [FILLS[picture.color_of[b.document]] for b in bars]
     boxes, summary_boxes = (
-        [Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in of] for of in (bars, summaries)
+        [Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in group] for group in (bars, summaries)
     )
     axes.add_collection(PatchCollection(summary_boxes, facecolor=MANY, edgecolor="none", zorder=1))
     axes.add_collection(PatchCollection(boxes, facecolor=fills, edgecolor="white", linewidth=0.5, zorder=2))
@@ -68,11 +71,8 @@ def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float
         name = next((name for name in names if along >= LETTER * len(name) + 4), "")
         if name and across >= LINE:
             middle = ((b.start + b.stop) / 2, b.slot + b.slots / 2)
-            ground = {
-                "facecolor": FILLS[picture.color_of[b.document]],
-                "edgecolor": "none",
-                "pad": 0.5,
-            }  # over host lines
+            color = FILLS[picture.color_of[b.document]]
+            ground = {"facecolor": color, "edgecolor": "none", "pad": 0.5}  # covers host lines
             look = {"fontsize": 8, "color": "#222222", "zorder": 4, "bbox": ground, "rotation": 90 if upright else 0}
             axes.text(*middle, name, ha="center", va="center", **look)
 

@@ -98,7 +98,11 @@ def check_preset(config: RunConfig) -> None:
 
 
 def check_lora(config: RunConfig) -> None:
-    """Raise ConfigError for adapters that cannot be trained so, and for keys of adapters that are not there."""
+    """Raise ConfigError for adapters that cannot be trained so, and for keys of adapters that are not there.
+
+    With rank 0 there is no adapter, and no other key of it may be set. Dropout excludes tensor parallelism, of the
+    model or of the encoder that the adapter is in; stochastic rounding excludes adapters.
+    """
     lora = config.lora
     if not lora.rank:
         if lora != LoraSection():

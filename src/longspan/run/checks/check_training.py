@@ -18,7 +18,11 @@ _OF_ADAMW = ("betas", "eps")
 
 
 def check_numbers(config: RunConfig, *, training: bool) -> None:
-    """Raise ConfigError for a number outside its bounds, and for a word in its place that is not known."""
+    """Raise ConfigError for a number outside its bounds, and for a word in its place that is not known.
+
+    Bounds that a key's field declares come first, of all sections and evaluation sets, then those that depend on the
+    key's meaning: shares, the -1 of a default, a process's status, signals, steps counted from 1, and folders.
+    """
     for section, kind in section_kinds().items():
         leave_out = _optional_keys(config, section, training=training)
         _check_bounds(getattr(config, section), kind, f"{section}.", leave_out)

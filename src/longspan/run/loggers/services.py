@@ -26,6 +26,11 @@ class WandbLogger:
     """A run of wandb, named after the run's folder; its files are in `wandb/` of that folder."""
 
     def __init__(self, start: RunStart) -> None:
+        """Open the run of Weights & Biases, or the one that an earlier start of this run wrote to.
+
+        A file in the run's folder keeps its id and how far it is: a step, the evaluations of that step, and how many
+        rows were sent. So a resumed run sends again nothing that was sent.
+        """
         import wandb
 
         path = start.dir / FILE

@@ -101,7 +101,7 @@ def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: Log
             f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
         )
     if state.get("step", 0) == config.train.steps:
-        _check_finished(*_both_configurations(config, state), checkpoint, log)
+        _check_finished_run(*_both_configurations(config, state), checkpoint, log)
 
 
 def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
@@ -166,10 +166,11 @@ def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
 
 
-def _check_finished(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
+def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
     """Raise ConfigError for a finished run under other training keys; log a line otherwise.
 
-    A finished run is shown and evaluated under the present evaluation keys; its records stay.
+    A finished run is shown and evaluated under the present evaluation keys; its records stay. Keys of the run's folder
+    and of hosts may change, and so may a key that is "auto" now: it was replaced by a number before.
     """
     changes = {
         key: f"{section}.{key} was {before[section][key]!r} and is {value!r} now"

@@ -18,7 +18,7 @@ from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.packages import package_lack
-from longspan.ssm.kernels.runs import LocalRuns, take_runs
+from longspan.ssm.kernels.runs import LocalRuns, pick_rows
 
 NAME = "mamba_ssm"
 _NEEDED = (2, 3)
@@ -89,7 +89,7 @@ class MambaForward:
         zero = chunks.sums.new_zeros((len(chunks.runs.lengths), heads, width, size))
         states = scan_chunks(chunks.additions(), chunks.base_two, zero, chunks.runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, chunks.runs.run_of_chunk, chunks.whole)
-        return take_runs(states, leaving).mT, take_runs(total, carrying).exp()[:, :, None, None]
+        return pick_rows(states, leaving).mT, pick_rows(total, carrying).exp()[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
         """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
@@ -115,7 +115,7 @@ class MambaBackward:
     def entry_gradients(self, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) of the outputs by the states that enter these runs."""
         zero = torch.zeros_like(self._states)
-        return take_runs(self._chunk_sums(zero), runs).mT
+        return pick_rows(self._chunk_sums(zero), runs).mT
 
     def prepare_chunks(self) -> None:
         """Compute the states of chunks once more."""

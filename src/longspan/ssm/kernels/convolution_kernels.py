@@ -25,7 +25,8 @@ def _sum_taps(
 ):
     """Sum weight · row over the last BEFORE + 1 rows up to row ROW of a run, for BLOCK channels; before activation.
 
-    Rows before the run are in `arrived`, at the places in `table`, −1 for none.
+    Rows before the run are in `arrived`, at the places in `table`, −1 for none, which counts as zeros. The run begins
+    at row `start` of x; its tap i reads the row BEFORE − i rows back.
     """
     y = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in tl.static_range(BEFORE + 1):

@@ -98,7 +98,7 @@ def _torch_backward(
 ) -> ConvolutionGradients:
     """Compute the gradients of rows and parameters by running the convolution again.
 
-    Parameters that need no gradient get None.
+    Rows always get a gradient; parameters that need none get None. `arrived` rows get theirs elsewhere.
     """
     weight, bias, silu = convolution
     with torch.enable_grad():
@@ -305,7 +305,11 @@ PACKAGE_CONVOLUTION = ConvolutionKernel(
 
 
 def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
-    """Choose the kernel for rows x (T, C) and weight (C, W). Raises LayoutError if a named one is unknown or cannot."""
+    """Choose the kernel for rows x (T, C) and weight (C, W): flash-linear-attention's where it can, else torch's.
+
+    `kernel_names` are those of all kernels of a mixer. Of these "torch" and the package causal_conv1d choose the
+    convolution; names of scans do not. Raises LayoutError for an unknown name, or a package that cannot.
+    """
     check_kernel_names(kernel_names)
     if TORCH_ONLY in kernel_names:
         return TORCH_CONVOLUTION

@@ -14,7 +14,7 @@ from torch import Tensor
 from longspan.layout.segments import Integers
 from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
 from longspan.ssm.kernels.packages import add_batch_dim, chunk_cumsum, fla_function, fla_lack, match_inputs, run_indices
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, take_runs
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, pick_rows
 
 _BLOCK = 1024
 
@@ -101,7 +101,7 @@ class DecayForward:
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = scan_chunks(self._added, self._decays.whole, zero, self._runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, self._runs.run_of_chunk, self._decays.whole.float())
-        return take_runs(states, leaving), torch.exp2(take_runs(total, carrying))[:, :, None, None]
+        return pick_rows(states, leaving), torch.exp2(pick_rows(total, carrying))[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
         """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
@@ -120,14 +120,17 @@ class DecayBackward:
         self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
-        self._read = chunk_additions(inputs.q, self._do, scale * self._decays.decay_from_start(), runs)
+        self._added_gradients = chunk_additions(inputs.q, self._do, scale * self._decays.decay_from_start(), runs)
         self._h = inputs.v[:0]
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs."""
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs.
+
+        Chunk by chunk from the last, what the outputs of a chunk add is joined to what came from the chunk behind.
+        """
         zero = torch.zeros_like(self._saved.states)
-        entry_gradients = scan_chunks(self._read, self._decays.whole, zero, self._runs, backwards=True)
-        return take_runs(entry_gradients, runs)
+        entry_gradients = scan_chunks(self._added_gradients, self._decays.whole, zero, self._runs, backwards=True)
+        return pick_rows(entry_gradients, runs)
 
     def prepare_chunks(self) -> None:
         """Compute the states that enter chunks once more."""
@@ -140,7 +143,7 @@ class DecayBackward:
         """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""
         q, k, v, _ = add_batch_dim(self._inputs)
         dh = torch.empty_like(self._h)
-        scan_chunks(self._read, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
+        scan_chunks(self._added_gradients, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
         arguments = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
         shared = {"chunk_size": CHUNK, **run_indices(self._runs)}
         gradients_of_reads = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")

@@ -14,7 +14,7 @@ from torch import Tensor
 from longspan.layout.segments import Integers
 from longspan.ssm.kernels.packages import fla_function, run_indices
 from longspan.ssm.kernels.pieces import Pieces
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, take_runs
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, pick_rows
 
 Named = dict[str, Tensor]
 _COLUMNS = 64  # of a program
@@ -90,7 +90,7 @@ class DeltaStates:
         """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""
         either = np.union1d(leaving, carrying)
         states, transitions = self._pieces.run_maps(self._states, self.transitions, either)
-        return take_runs(states, np.searchsorted(either, leaving)), take_runs(
+        return pick_rows(states, np.searchsorted(either, leaving)), pick_rows(
             transitions, np.searchsorted(either, carrying)
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, apply_maps, put_runs, take_runs
+from longspan.ssm.kernels.runs import CHUNK, LocalRuns, apply_maps, pick_rows, put_runs
 
 _AT_ONCE = 64  # pieces times heads that fill a GPU
 _SHORTEST = 8 * CHUNK
@@ -56,15 +56,15 @@ class Pieces:
         The map S → M S + B of a run is that of its pieces one after another: B ← M_p B + B_p, M ← M_p M.
         """
         first_pieces = self._starts[runs] - self.first
-        b, m = take_runs(states, first_pieces), take_runs(transitions, first_pieces)
+        b, m = pick_rows(states, first_pieces), pick_rows(transitions, first_pieces)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             with_place = np.flatnonzero(self._counts[runs] > place)
             number = first_pieces[with_place] + place
-            next_transitions = take_runs(transitions, number)
+            next_transitions = pick_rows(transitions, number)
             b = _replace_rows(
-                b, with_place, apply_maps(next_transitions, take_runs(b, with_place), take_runs(states, number))
+                b, with_place, apply_maps(next_transitions, pick_rows(b, with_place), pick_rows(states, number))
             )
-            m = _replace_rows(m, with_place, next_transitions @ take_runs(m, with_place))
+            m = _replace_rows(m, with_place, next_transitions @ pick_rows(m, with_place))
         return b, m
 
     def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Pieces:
             put_runs(
                 result,
                 pieces_before + 1,
-                apply_maps(take_runs(transitions, number), take_runs(result, pieces_before), take_runs(states, number)),
+                apply_maps(pick_rows(transitions, number), pick_rows(result, pieces_before), pick_rows(states, number)),
             )
         return result
 
@@ -93,12 +93,12 @@ class Pieces:
         Pieces are followed backwards: the gradient after a piece goes through its transposed M, plus that piece's own.
         """
         last_pieces = self._starts[runs] + self._counts[runs] - 1
-        result = take_runs(entry_gradients, last_pieces - self.first)
+        result = pick_rows(entry_gradients, last_pieces - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
             with_place = np.flatnonzero(self._counts[runs] > place)
             number = last_pieces[with_place] - place - self.first
             gradient_before = apply_maps(
-                take_runs(transitions, number).mT, take_runs(result, with_place), take_runs(entry_gradients, number)
+                pick_rows(transitions, number).mT, pick_rows(result, with_place), pick_rows(entry_gradients, number)
             )
             result = _replace_rows(result, with_place, gradient_before)
         return result
@@ -120,9 +120,9 @@ class Pieces:
                 result,
                 pieces_after - 1,
                 apply_maps(
-                    take_runs(transitions, number).mT,
-                    take_runs(result, pieces_after),
-                    take_runs(entry_gradients, number),
+                    pick_rows(transitions, number).mT,
+                    pick_rows(result, pieces_after),
+                    pick_rows(entry_gradients, number),
                 ),
             )
         return result

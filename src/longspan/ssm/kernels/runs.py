@@ -123,7 +123,7 @@ class LocalRuns:
         return to_device(np.ascontiguousarray(rows), self.device)
 
 
-def take_runs(x: Tensor, rows: Integers) -> Tensor:
+def pick_rows(x: Tensor, rows: Integers) -> Tensor:
     """Take these rows of x, a view where they are consecutive."""
     if _are_consecutive(rows):
         return x[int(rows[0]) : int(rows[-1]) + 1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.comm import to_device
 from longspan.layout.segments import Integers, expand_runs
 from longspan.ssm.kernels.call import Inputs, SavedScan, state_dtype
-from longspan.ssm.kernels.runs import LocalRuns, take_runs
+from longspan.ssm.kernels.runs import LocalRuns, pick_rows
 
 CHUNK = 32
 _CHUNK_BY_CHANNEL = 16  # where each key number has a decay of its own: pairs of rows times key numbers are held
@@ -63,7 +63,8 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Scan all runs: the outputs (T, H, V), and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
 
-    `lengths` (R,): rows of each run, one after another. Without q there is no o: an empty tensor.
+    `lengths` (R,): rows of each run, one after another. Without q only the final states are wanted, and o is an empty
+    tensor. Without rows the states stay; zero times the inputs keeps them in the graph.
 
     With b the decays from a chunk's start on, all chunks at once solve (I + tril(β k kᵀ, decayed)) [u | w] = β [v | k
     e^b], so that the rows of a chunk add k (u − w S) to the state S that enters it. Then chunk after chunk, all runs at
@@ -75,7 +76,8 @@ def scan(
     chunk = CHUNK if g.shape[-1] == 1 else _CHUNK_BY_CHANNEL
     chunks = _cut_into_chunks(tuple(lengths.tolist()), chunk, k.device)
 
-    def cut_rows(x: Tensor) -> Tensor:  # (N, H, C, ·)
+    def cut_rows(x: Tensor) -> Tensor:
+        """Return the rows of all chunks (N, H, C, ·) of local rows (T, H, ·); places without a row get zeros."""
         wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
         return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
 
@@ -138,8 +140,9 @@ def summaries(
 ) -> tuple[Tensor, Tensor]:
     """Return B (n, H, K, V) of the runs `leaving` and M of the runs `carrying`, of S_out = M S_in + B.
 
-    Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, M (m, H, K, K). Without a delta
-    term M (m, H, 1, 1) is the product of a run's decays.
+    Scanning the columns [v | 0] from the state [0 | I] gives [B | M] of the delta rule, M (m, H, K, K), at twice the
+    cost or more, so the second half is left out where no run needs M. Without a delta term M (m, H, 1, 1) is the
+    product of a run's decays. Only rows of runs in either list are scanned.
     """
     heads, size, width = k.shape[1], k.shape[2], v.shape[2]
     summed_runs = np.union1d(leaving, carrying)
@@ -197,7 +200,7 @@ class TorchBackward:
             self._out, self._start, self._dout, retain_graph=True, allow_unused=True
         )
         entry_gradients = torch.zeros_like(self._start) if entry_gradients is None else entry_gradients
-        return take_runs(entry_gradients, runs)
+        return pick_rows(entry_gradients, runs)
 
     def prepare_chunks(self) -> None:
         """Do nothing: the scan has run."""

@@ -31,7 +31,8 @@ def scan_chunks_kernel(
     """Compute the state after each chunk of a run: S ← 2^decay S + addition.
 
     One program does BLOCK numbers of one head's state, for one run, chunk after chunk. KEEP stores the state before
-    each chunk in `into`; BACKWARDS goes from the last chunk to the first.
+    each chunk in `into`; BACKWARDS goes from the last chunk to the first. States are (SIZE, WIDTH) a head; in `added`
+    SHARED heads of one key lie next to each other: (HEADS / SHARED, SIZE, SHARED, WIDTH) a chunk.
     """
     head = tl.program_id(1)
     run = tl.program_id(2).to(tl.int64)
@@ -140,8 +141,11 @@ def entry_gradients_kernel(
 ):
     """Compute COLUMNS of the gradient of a head's outputs by the state that entered a run, last chunk first.
 
-    Through a chunk the gradient G becomes decay · G + scale · qᵀ do − wᵀ (k G + dv), q and k decayed. What the chunk
-    before reads is loaded while this one is computed.
+    Through a chunk the gradient G becomes decay · G + scale · qᵀ do − wᵀ (k G + dv): q by the decay from the chunk's
+    start, k G by the decay to its end. `do` and `dv` (T, HEADS, WIDTH) are gradients of the outputs and of the values
+    that rows add; SHARED and Q_SHARED heads have one key and one query in common. One program does COLUMNS value
+    columns of one head's G, for one run. With a decay by channel (BY_CHANNEL) q and k come decayed already. What the
+    chunk before reads is loaded while this one is computed.
     """
     head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first_row = tl.load(ends + run)
@@ -150,7 +154,7 @@ def entry_gradients_kernel(
     key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
     key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
 
-    begin = tl.maximum((length - 1) // CHUNK, 0) * CHUNK
+    begin = tl.maximum((length - 1) // CHUNK, 0) * CHUNK  # first row of the last chunk, which may be shorter
     at = first_row + begin + row
     keys = k + (at[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
     reads = q + (at[:, None] * (HEADS // Q_SHARED) + head // Q_SHARED) * SIZE + key[None, :]

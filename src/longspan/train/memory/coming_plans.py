@@ -51,7 +51,7 @@ class ComingSteps:
             PlanChoice.training(planner_config, cost=cost, heads=self.heads)
             for planner_config in self._with_planners(config)
         ]
-        steps = self.fullest_steps(choices[0]) if self._sees_all(config) else self.heaviest_steps()
+        steps = self.fullest_steps(choices[0]) if self._sees_all_steps(config) else self.heaviest_steps()
         return [choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps]
 
     def fullest_steps(self, choice: PlanChoice) -> Sequence[int]:
@@ -72,13 +72,13 @@ class ComingSteps:
         There is none where the fullest steps are known, or rows have no limit.
         """
         cap = PlanChoice.training(config, heads=self.heads).options.max_tokens_per_slot
-        if not cap or self._sees_all(config):
+        if not cap or self._sees_all_steps(config):
             return []
         multiple = max(plan.row_multiple for plan in plans)
         rows = min(cap, max(plan.tokens for plan in plans)) // multiple * multiple
         return [probe_plan(config, self.home, max(rows, multiple), self.heads)]
 
-    def _sees_all(self, config: RunConfig) -> bool:
+    def _sees_all_steps(self, config: RunConfig) -> bool:
         """Return whether every step's plan is made."""
         if self.last - self.first <= FEW_STEPS:
             return True
@@ -95,14 +95,15 @@ class ComingSteps:
         """List the rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
 
         The first hold the longest document in the widest group. The numbers double until the heaviest step is one
-        micro-batch.
+        micro-batch. All are rounded up to what plans need: a slot has two parts of a document, each of a whole
+        `row_multiple`.
         """
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]
         longest_document, tokens = max(max(step, default=1) for step in lengths), max(sum(step) for step in lengths)
         most_slots = choice.widest_degree(self.home) or self.home.slots
         widest = max(d for d in range(1, most_slots + 1) if self.home.slots % d == 0)
-        multiple = 2 * choice.options.row_multiple  # of the two parts of a document that a slot has
+        multiple = 2 * choice.options.row_multiple
         rows = [-(-longest_document // widest) + multiple]
         while rows[-1] < tokens / self.home.slots + multiple:
             rows.append(2 * rows[-1])

@@ -66,9 +66,10 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
 
 
 def fixed_keys(config: RunConfig) -> FixedMemory:
-    """Read the keys of memory that are given by hand; with train.memory "none" all of them are.
+    """Read the keys of memory that are given by hand; None is what the plan of memory may choose.
 
-    Only states of known optimizers are moved to the host without a key.
+    With train.memory "none" all are given: those that are not set are off. Only states of known optimizers are moved to
+    the host without a key.
     """
     train, by_hand = config.train, config.train.memory == "none"
     kind = key_checkpointing(train) or ("none" if by_hand else None)

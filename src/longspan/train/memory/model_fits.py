@@ -100,7 +100,8 @@ def needed_bytes(
     """Count the least bytes of this model on the rank of a home that needs most, from the shapes of its parameters.
 
     Everything is taken as split over tensor-parallel ranks: more is needed, never less. What is frozen has neither
-    gradients nor states. What several stages share has a copy on each, and a state on each rank.
+    gradients nor states. What several stages share has a copy and a gradient on each, and one state on a rank.
+    Parameters are gathered if they are sharded, or computed with in another type than they are kept in.
     """
     shards, ranks = home.slots // home.dp_replicate, _rank_models(config, model, home)
     gathers = shards > 1 or compute_dtype != getattr(torch, config.model.dtype)

@@ -236,6 +236,11 @@ class _Probes:
     """The probes run so far, from which the next one follows; the same on every rank."""
 
     def __init__(self, config: RunConfig, model: nn.Module, world: World, budget: float, below: int | None) -> None:
+        """Choose the rows of the first probe: those for this device, a quarter of what did not fit before at most.
+
+        `budget` are the bytes of this rank; `below` is the number of rows that did not fit in an earlier start, if any.
+        Raises ConfigError if that leaves too few rows for two probes.
+        """
         self._config, self._model, self._world, self._below = config, model, world, below
         self._multiple = plan_row_multiple(config.parallel)
         self._sizes = PROBES.get(world.device.type, PROBES_ELSEWHERE)

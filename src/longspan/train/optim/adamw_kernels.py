@@ -28,12 +28,15 @@ def adamw_kernel(
     """Update the numbers of many tensors: program (p, t) does every so many blocks of tensor t, from block p on.
 
     A row of the table has addresses of parameter, gradient and both moments, how many numbers they have, the key and
-    the places of the random bits, and float32 factors. A `scale` that is not a number leaves everything as it is.
+    the places of the random bits, and the float32 factors of `update_block`. FLAT numbers lie one after another in the
+    whole tensor too, so that an offset gives their places. Whole blocks need no mask; the rest of a tensor is a block
+    with one, done by the program whose turn it is. A `scale` that is not a number (the gradients' norm was not finite)
+    leaves everything as it is.
     """
     factor = 1.0
     if SCALED:
         factor = tl.load(scale).to(tl.float32)
-    if factor == factor:
+    if factor == factor:  # not for NaN
         row = table + tl.program_id(1).to(tl.int64) * COLUMNS
         parameter = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(PARAMETER)), ALIGNMENT)
         gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(GRADIENT)), ALIGNMENT)
@@ -91,8 +94,13 @@ def update_block(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Update BLOCK numbers of a tensor, of which `first` is the first; with MASKED up to `numel`. Each result rounds
-    once: nothing is contracted."""
+    """Update BLOCK numbers of a tensor, of which `first` is the first; with MASKED up to `numel`.
+
+    p, g, m and v are parameter, gradient, mean and mean square: m += (g − m) · fresh, v = v · keep + g² · new, and
+    p = p · decay − m / (√v · root + eps) · rate. `scale` is that of clipping, `sign` −1 to maximise. All is computed in
+    float32, and each operation rounds by itself (none are fused), so that torch's operations give the same bits.
+    BY_CHANCE rounds results to bfloat16 stochastically, by bits drawn from each number's place in the whole tensor.
+    """
     lane = tl.arange(0, BLOCK)
     if MASKED:
         inside = first + lane < numel
@@ -128,7 +136,12 @@ def update_block(
 
 @triton.jit
 def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
-    """Compute where numbers of a block are in the whole parameter, without its offset; `Places` has the formula."""
+    """Compute where numbers of a block are in the whole parameter, without its offset; `Places` has the formula.
+
+    Rows of `inner` numbers each begin where `row_start` says. Divisions are slow, so there is one for the block's first
+    number, of 32 bits if that is enough; a block that is no longer than a row touches two rows at most, and needs no
+    more; in shorter rows each number takes one.
+    """
     inner, rows, near, far = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
     first += tl.load(row + 12)  # of a part of a tensor
     if first < 4294967296:  # noqa: SIM108  (a division of 32 bits takes a fifth of the instructions)

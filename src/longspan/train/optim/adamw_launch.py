@@ -39,7 +39,10 @@ class Factors(NamedTuple):
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: float) -> "Factors":
-        """Return the factors of a group's parameters at their step, counted from 1."""
+        """Return the factors of a group's parameters at their step, counted from 1.
+
+        Bias corrections of both moments are in `rate` and `root`, so that the kernel multiplies by numbers only.
+        """
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             decay=1 - lr * group["weight_decay"],
@@ -84,7 +87,11 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
-    """Update all these tensors of one GPU; returns the number of launches: one for each mix of types, at most a few."""
+    """Update all these tensors of one GPU; returns the number of launches.
+
+    Tensors share a launch if they have the same types, alignment, rounding and kind of places, which the kernel is
+    compiled for: a few launches at most. Factors and addresses are in its table.
+    """
     kinds = defaultdict[Any, list[Update]](list)
     for update in updates:
         aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in update[:4])

@@ -31,7 +31,7 @@ from longspan.train.optim.state_parts import (
     StateSizes,
     check_separate_updates,
     cut_buckets,
-    make_sharded,
+    make_sharded_tensor,
     waits_on_host,
 )
 
@@ -107,19 +107,26 @@ class OffloadedStates(Optimizer):
         buckets = [*cut_buckets(self.inner, self._sizes, self._bucket_bytes)]
         before = {part.parameter: {**self.state.get(part.parameter, {})} for b in buckets for part in b.parts}
         try:
-            self._update_all(buckets, before)
+            self._update_buckets(buckets, before)
         finally:
             self._copies.wait_for_all()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does; moments are copied to the host's memory, whatever device they come from."""
+        """Load a state as torch does; moments are copied to the host's memory, whatever device they come from.
+
+        The inner optimizer loads settings and what is no moment, with all that its class checks and converts; its
+        states then move here, next to the moments on the host. Hooks of torch run around all of it.
+        """
         state_dict = {**state_dict}
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         states: dict[Any, dict[str, Any]] = state_dict["state"]
-        small = {key: {k: v for k, v in state.items() if not _has_numbers(v)} for key, state in states.items()}
-        self.inner.load_state_dict(state_dict | {"state": small})  # counts, settings, and all that a class checks
+        small = {
+            key: {name: value for name, value in state.items() if not _has_numbers(value)}
+            for key, state in states.items()
+        }
+        self.inner.load_state_dict(state_dict | {"state": small})
         loaded, self.inner.state = self.inner.state, defaultdict(dict)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -128,13 +135,14 @@ class OffloadedStates(Optimizer):
         for key, state in states.items():
             parameter = parameters[key]
             values = {
-                k: _cast_state(v, parameter, k) if _has_numbers(v) else loaded[parameter][k] for k, v in state.items()
+                name: _cast_state(value, parameter, name) if _has_numbers(value) else loaded[parameter][name]
+                for name, value in state.items()
             }
             self.state[parameter] = self._host_state(parameter, values)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _update_all(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    def _update_buckets(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Update bucket after bucket, while the next one comes to the device and the one before goes to the host."""
         coming, leaving = (self._fetch_bucket(buckets[0], before) if buckets else None), list[Tensor]()
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
@@ -176,7 +184,7 @@ class OffloadedStates(Optimizer):
         states.clear()
         places = {p: (part.parameter, part.start, part.last) for p, part in zip(stand_ins, bucket.parts, strict=True)}
         try:
-            with inner.standing_in(places) if isinstance(inner, OnePassAdamW) else nullcontext():
+            with inner.use_stand_ins(places) if isinstance(inner, OnePassAdamW) else nullcontext():
                 inner.step()
             return [inner.state.get(p, {}) for p in stand_ins]
         finally:
@@ -221,7 +229,7 @@ class OffloadedStates(Optimizer):
             place = self._arena.take(local.numel() * value.dtype.itemsize)
             memory = place, place.view_like(torch.empty_like(local, dtype=value.dtype, device="meta"))
             self._places[parameter, name] = memory
-        return make_sharded(like, memory[1])
+        return make_sharded_tensor(like, memory[1])
 
 
 @dataclass(frozen=True)

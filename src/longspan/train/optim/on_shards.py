@@ -73,7 +73,12 @@ def _draw_normal(shape: Sequence[int], *, seed: int) -> Tensor:
 
 
 def _describe_difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
-    """Describe how updated sharded parameters differ from whole ones; "" if they do not."""
+    """Describe how updated sharded parameters differ from whole ones; "" if they do not.
+
+    Both members of a pair, the sharded parameter and the whole one, begin alike and take STEPS steps along the same
+    gradients, each under an optimizer of its own. Errors count as shares of the largest update. States must be shards
+    too, or plain numbers, as a checkpoint holds nothing else.
+    """
     initial_values = [whole.detach().clone() for _, whole in pairs]
     optimizers = [choice.build([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]
     for step in range(1, STEPS + 1):

@@ -91,7 +91,7 @@ class OnePassAdamW(AdamW):
             self._rounding.restart()
 
     @contextmanager
-    def standing_in(self, parts: Mapping[nn.Parameter, tuple[nn.Parameter, int, bool]]) -> Iterator[None]:
+    def use_stand_ins(self, parts: Mapping[nn.Parameter, tuple[nn.Parameter, int, bool]]) -> Iterator[None]:
         """Let parameters stand in for parts of others: each for the numbers from `start` on, the `last` ones or not."""
         self._parts = {stand_in: _Part(*part) for stand_in, part in parts.items()}
         try:
@@ -129,6 +129,11 @@ class OnePassAdamW(AdamW):
         return state["step"].item()
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
+        """Return what an update of a parameter reads and writes; with stochastic rounding also its random bits.
+
+        A part of a large parameter is updated as a parameter: it takes the whole one's key, and places from its start
+        on, and the last part counts the update.
+        """
         assert parameter.grad is not None
         state = self.state[parameter]
         mean, square = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
@@ -158,7 +163,12 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
 
 
 def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
-    """Update one parameter and its moments by operations of torch: the reference of the kernel."""
+    """Update one parameter and its moments by operations of torch: the reference of the kernel.
+
+    It goes through the numbers in chunks, in float32 (float64 for float64), which bounds what it allocates. With a key,
+    bfloat16 results are rounded stochastically, by random words that a number's place in the whole tensor gives.
+    Tensors that are not contiguous are updated as a contiguous copy, which is copied back at the end.
+    """
     tensors = (update.parameter, update.gradient, update.mean, update.square)
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
     wide = torch.float64 if update.parameter.dtype == torch.float64 else torch.float32

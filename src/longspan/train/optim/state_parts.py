@@ -59,7 +59,7 @@ class Part:
 
     def device_state(self, value: Tensor, local: Tensor) -> Tensor:
         """Return the state of the stand-in, from the parameter's on the host and this part of it on the device."""
-        return make_sharded(value, local) if self.whole else self._view_like(value, local)
+        return make_sharded_tensor(value, local) if self.whole else self._view_like(value, local)
 
     def _view_like(self, like: Tensor, local: Tensor) -> Tensor:
         return local_dtensor(local, like) if isinstance(like, DTensor) and not self.plain else local
@@ -71,7 +71,7 @@ def local_dtensor(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def make_sharded(value: Tensor, local: Tensor) -> Tensor:
+def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
     """Make a tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
     if not isinstance(value, DTensor):
         return local
@@ -174,6 +174,12 @@ class StateSizes:
         )
 
     def _state_bytes(self, group: int, values: Tensor) -> tuple[int, ...]:
+        """Return the bytes of each state that would wait on the host, of a parameter of this group with these values.
+
+        A copy of the optimizer takes one step of the parameter alone. An optimizer whose states grow number by number
+        (BY_NUMBER) begins with those of its first parameter, cut to this size. Raises ConfigError if states are no
+        plain tensors.
+        """
         parameter = nn.Parameter(values)
         parameter.grad = torch.zeros_like(values)
         shadow = make_shadow(self._optimizer, self._optimizer.param_groups[group], [parameter])
@@ -240,7 +246,11 @@ STEPS = 3
 def _update_difference(
     optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]
 ) -> str:
-    """Describe how an update of all parameters differs from updates of one after another; "" if it does not."""
+    """Describe how an update of all parameters differs from updates of one after another; "" if it does not.
+
+    Two equal sets of random parameters take STEPS steps along equal gradients, one set at once, the other parameter by
+    parameter. Neither values nor the group's settings, in which some optimizers count steps, may differ in one bit.
+    """
     draws = torch.Generator().manual_seed(0)
     values = [
         torch.randn(shape, generator=draws).to(local_tensor(p.detach())) for shape, p in zip(shapes, like, strict=True)

@@ -89,7 +89,10 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
 
 
 def _check_own_heads(plan: Plan, options: PlanOptions, home: Layout) -> None:
-    """Raise PlanError for groups whose number of slots does not divide the query heads that a2a exchanges."""
+    """Raise PlanError for groups whose number of slots does not divide the query heads that a2a exchanges.
+
+    Under a2a+p2p only the members of the first level exchange heads. Groups that are alike are checked once.
+    """
     groups = (group for batch in plan.micro_batches for group in batch.groups)
     for degree, kind, sizes in dict.fromkeys(
         (group.degree, group.cp_comm_type, group.hierarchical_context_parallel_sizes) for group in groups

@@ -196,8 +196,10 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
     """Gather what all ranks must know of all documents: lengths, targets, and where their rows are.
 
-    `numbers` are those of each rank's own, by default in the order of ranks. Rows of all documents count in one line,
-    rank after rank: `ends` are where those of each rank end.
+    `numbers` are those of each rank's own documents; by default documents are numbered in the order of ranks, and then
+    no rank may have a copy of another's. Facts (D, columns) lie by document number; the last column is where a
+    document's rows begin, all rows of all ranks counted one after another. `ends` are where the rows of each rank end.
+    The rows that this rank read itself become a table with only those columns that some rank has.
     """
     shares = world.control.gather_objects(local.describe_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)

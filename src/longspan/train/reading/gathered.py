@@ -22,7 +22,7 @@ from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Exchange, Integers, Partition
 from longspan.layout.layout import excerpt
 from longspan.plan import Plan
-from longspan.train.reading.local_batch import read_agreed
+from longspan.train.reading.local_batch import read_and_agree
 from longspan.train.reading.read_rows import WEIGHTS
 
 IDS, LABELS = "ids", "labels"
@@ -98,7 +98,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         hold different plans, and DataError on every rank for a plan of other documents.
         """
         digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
-        need = read_agreed(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
+        need = read_and_agree(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts
         have = [_one_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)]
         exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))
@@ -138,8 +138,10 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         start, stop = (self._facts.starts[document] + x for x in (start, np.minimum(stop + ahead, length)))
         return np.stack([start, stop], axis=1)[real]
 
-    def read(self, column: str, document: int, positions: Any) -> Integers:
-        """Return what rows of a document hold. Raises IndexError outside it, DataError for rows that are not here."""
+    def read_column(self, column: str, document: int, positions: Any) -> Integers:
+        """Return what a column has for these positions of a document, an array or an index such as a slice.
+
+        Raises IndexError outside it, DataError for rows that are not here."""
         length, local_rows = int(self._facts.lengths[document]), self._here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
         if positions.size and not (positions.min() >= 0 and positions.max() < length):
@@ -171,7 +173,7 @@ class GatheredDocument:
         return self._facts["lengths"]
 
     def __getitem__(self, positions: Any) -> Any:
-        return self._documents.read(IDS, self._number, positions)
+        return self._documents.read_column(IDS, self._number, positions)
 
     @property
     def targets(self) -> int:
@@ -191,14 +193,14 @@ class GatheredDocument:
     def labels(self, positions: Any = None) -> Integers:
         """Return the token id to predict at each position (n,), −100 for none."""
         positions = np.arange(len(self)) if positions is None else positions
-        return self._documents.read(LABELS if LABELS in self._documents.names else IDS, self._number, positions)
+        return self._documents.read_column(LABELS if LABELS in self._documents.names else IDS, self._number, positions)
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
         """Return numbers (n,) of the tokens at these positions, by name."""
         names = [name for name in self._documents.names if name not in (IDS, LABELS)]
         names = [name for name in names if name != number_column(WEIGHTS) or self._facts["weighted"]]
-        read = self._documents.read
-        return {name[1:]: read(name, self._number, positions).view(np.float64) for name in names}
+        read_column = self._documents.read_column
+        return {name[1:]: read_column(name, self._number, positions).view(np.float64) for name in names}
 
 
 # ---- columns, and runs of rows

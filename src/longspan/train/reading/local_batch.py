@@ -44,7 +44,9 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
     inputs, plan = move_rows(inputs, depths), inputs.plan
     digest = plan.digest() if temperature == 1 else sha256(f"{plan.digest()} {temperature!r}".encode()).hexdigest()
     # A rank that cannot read its plan has none to compare.
-    return read_agreed(lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT)
+    return read_and_agree(
+        lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
+    )
 
 
 def move_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
@@ -55,7 +57,7 @@ def move_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
     return replace(inputs, documents=inputs.documents.move_rows(inputs.plan, inputs.world, depths))
 
 
-def read_agreed(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
+def read_and_agree(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
     """Read, and compare a digest of what is read over all ranks, which enter together.
 
     Where any rank cannot read, every rank raises DataError. `names` go to `ControlGroup.agree`.

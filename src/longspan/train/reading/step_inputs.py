@@ -46,6 +46,10 @@ class StepDocuments:
     """
 
     def __init__(self, model: nn.Module, documents: Any, lengths: Sequence[int]) -> None:
+        """Take the documents of a step, with their items if the model encodes any.
+
+        Raises DataError for documents without items under a model with encoders, ModelError for the opposite.
+        """
         self.documents: Any = documents
         self.lengths: tuple[int, ...] = tuple(lengths)
         items = getattr(documents, "items", None)

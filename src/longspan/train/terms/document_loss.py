@@ -157,6 +157,11 @@ class DocumentPasses:
     def __init__(
         self, function: SetFunction, sets: Sequence[tuple[int, ...]], plan: Plan, world: World, chunk_rows: int
     ) -> None:
+        """Sort the sets of documents by where their loss can be computed.
+
+        A set inside one micro-batch of a lockstep plan is computed in that micro-batch's pass. Another one needs sums
+        that are complete only after all passes, so its documents get coefficients from a forward pass ahead.
+        """
         self.error: Exception | None = None
         self.forward_twice = 0  # micro-batches that look_ahead runs
         self._check = SameOnRanks()

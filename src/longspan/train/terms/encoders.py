@@ -26,7 +26,7 @@ from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
 from longspan.train.passes import Term
-from longspan.train.reading.local_batch import read_agreed
+from longspan.train.reading.local_batch import read_and_agree
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
 from longspan.train.terms.encoder_times import EncoderTimes, PartClock, gather_times
@@ -51,7 +51,7 @@ class EncodersTerm(Term):
         self._micro_batches = inputs.plan.micro_batches
         self._encoding = encoding = take_encoding(self._model, inputs.plan, table, **passes)
         read = partial(encoding.read, inputs.documents.documents)
-        read_agreed(read, table.digest(), inputs.world, what="lists of items")
+        read_and_agree(read, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Plan the waves of some micro-batches and read the inputs of this rank's items."""
@@ -87,6 +87,7 @@ class Encoding:
         backward: bool,
         depths: int = 0,
     ) -> None:
+        """Plan which slot encodes which item of these micro-batches, and who needs its rows, for every modality."""
         world = model.world
         items = _batch_items(table, micro_batches)
         multiple = call_rules(model.language_model).row_multiple
@@ -131,7 +132,7 @@ class Encoding:
             for modality_pass in self._parts:
                 stack.enter_context(modality_pass.open())
             with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
-                self._raise_agreed([modality_pass.encode() for modality_pass in self._parts])
+                self._raise_errors_together([modality_pass.encode() for modality_pass in self._parts])
                 for modality_pass in self._parts:
                     modality_pass.deliver_rows(micro_batches, batches)
             yield
@@ -151,7 +152,7 @@ class Encoding:
     def _name_part(self, part: str) -> AbstractContextManager[None]:
         return self._world.watch.naming(part, self._world.home.ranks)
 
-    def _raise_agreed(self, errors: Sequence[ModelError | None]) -> None:
+    def _raise_errors_together(self, errors: Sequence[ModelError | None]) -> None:
         """Raise on every rank where any encoder made other rows than its items take."""
         error = next((error for error in errors if error is not None), None)
         if self._world.control.any_rank(error is not None):

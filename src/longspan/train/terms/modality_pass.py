@@ -53,6 +53,11 @@ class _LocalWave:
     def __init__(
         self, wave: Wave, plan: ModalityPlan, encoder: Encoder, world: World, *, gradient: RowGradient
     ) -> None:
+        """Prepare one wave of items on this slot: its bridge to the rows that need them, and the items that run here.
+
+        A slot without items of this wave still runs its smallest one, as all ranks of an encoder must enter; `works` is
+        False, and nothing of the output is used.
+        """
         self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
         slot = encoder.world.slot
         self.works = bool(wave.micro_batch.groups_of(slot))
@@ -185,7 +190,10 @@ class ModalityPass:
     def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
         """Exchange the rows of every wave, and give the shard of each of these micro-batches its own.
 
-        Rows of the embedding are spliced in at each depth of prediction; those for deeper layers are added there.
+        A micro-batch takes its rows from those of the waves, in order, as one leaf of the graph, whose gradient goes
+        back to the encoders later. Rows of the embedding are spliced in at each depth of prediction (`ahead` 0 is the
+        model itself); those for deeper layers are added there, in the model only. The outputs are dropped if the
+        encoder runs again for backward, or is not trained.
         """
         arrived: list[Tensor] = []
         for wave in self.waves:
@@ -249,14 +257,14 @@ class ModalityPass:
             for wave in reversed(self.waves):
                 if wave is self.waves[0]:
                     sum_replicas()
-                output = self._encode_again(wave) if self.encoder.recompute else wave.output
+                output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
                 gradient = wave.bridge.back(_row_gradient(wave, output))
                 with self.clock.time_part("towers"):
                     torch.autograd.backward(output, gradient)
                 wave.output, wave.deliveries = None, []
 
-    def _encode_again(self, wave: _LocalWave) -> Tensor:
+    def _encode_wave_again(self, wave: _LocalWave) -> Tensor:
         """Run a wave forward again, with the random state of the first time, and return its rows."""
         assert wave.random_state is not None
         with restore_random_state(wave.random_state, self.world.device), torch.enable_grad():

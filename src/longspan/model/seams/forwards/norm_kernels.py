@@ -29,7 +29,8 @@ def norm_rows_kernel(
     """Norm rows of `width` features a group, and store 1 / √(mean of squares + eps) of each in `inverse`.
 
     One program does ROWS rows of one of the GROUPS groups. A gate, its sigmoid or SiLU, multiplies features before the
-    norm (GATE_FIRST) or after it (GATE_LAST). The weight is added to OFFSET.
+    norm (GATE_FIRST) or after it (GATE_LAST). The weight is added to OFFSET, which is 1 where a model keeps its weight
+    around 0. `x_row` and `gate_row` are strides; `out` and `inverse` are contiguous.
     """
     group, column = tl.program_id(1), tl.arange(0, COLUMNS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -79,7 +80,9 @@ def norm_rows_backward_kernel(
     """Compute the gradients of x and of the gate, and in `parts` each program's sum of the weight's gradient.
 
     With n = x / root and d = dout · weight, dx = (d − n · mean(d n)) / root; a gate multiplies x or the norm by SiLU or
-    the sigmoid of it, whose derivative is `slope`. A program does every so many blocks of ROWS rows of one group.
+    the sigmoid of it, whose derivative is `slope`. `dy` starts as dout and becomes the gradient of one factor after
+    another, from the last to the first: the gate behind the norm, the weight, the norm, the gate before it. A program
+    does every so many blocks of ROWS rows of one group.
     """
     group, column = tl.program_id(1), tl.arange(0, COLUMNS)
     valid = column < width

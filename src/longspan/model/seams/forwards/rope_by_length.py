@@ -70,7 +70,7 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     shard = rotary.__dict__.get(_CALL) or find_layer_shard()  # a layer may keep keyword arguments to itself
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     if isinstance(shard, Probe) or not depends_on_length(kind):
-        fresh_rotary: Any = _copy_unscaled(rotary)
+        fresh_rotary: Any = _copy_unscaled_rotary(rotary)
         fresh_rotary.rope_type = "default" if layer_type is None else {layer_type: "default"}  # reads no positions
         return fresh_rotary(x, position_ids, **_layer_type_argument(layer_type))
     if not isinstance(shard, SequenceShard) or position_ids.shape != (1, shard.local_rows):
@@ -127,10 +127,12 @@ def _document_frequencies(
     """
     own_positions = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
     with_last = torch.cat([own_positions, own_positions.new_full((1, 1), length - 1)], dim=1)
-    return tree_map(lambda out: out[:, :-1], _copy_unscaled(rotary)(x, with_last, **_layer_type_argument(layer_type)))
+    return tree_map(
+        lambda out: out[:, :-1], _copy_unscaled_rotary(rotary)(x, with_last, **_layer_type_argument(layer_type))
+    )
 
 
-def _copy_unscaled(rotary: nn.Module) -> nn.Module:
+def _copy_unscaled_rotary(rotary: nn.Module) -> nn.Module:
     """Copy a rotary module with the frequencies that it was made with; the module itself stays as it is."""
     fresh_rotary: Any = copy.copy(rotary)
     del fresh_rotary.__dict__["forward"]
