@@ -24,6 +24,7 @@ PRELOAD: tuple[str, ...] = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "transformers",
+    "longspan.launch.late_imports",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.llama.modeling_llama",
     "longspan.comm.world",
