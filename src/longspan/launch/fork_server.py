@@ -49,13 +49,13 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
     context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
     with block_signals():  # its process heeds no SIGINT and SIGTERM, and so gets none of the others
         resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks these two here
-    with _added_to_environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}), block_signals():
+    with _temporary_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}), block_signals():
         forkserver.ensure_running()
     return context
 
 
 @contextmanager
-def _added_to_environment(environment: Mapping[str, str]) -> Iterator[None]:
+def _temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
     """Set variables for the processes that are started inside."""
     old_values = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)

@@ -27,10 +27,10 @@ class _LateModule(ModuleType):
 
 
 @contextmanager
-def imported_late(*names: str) -> Iterator[None]:
+def late_modules(*names: str) -> Iterator[None]:
     """Give functions that import these modules when they are called to what is imported inside from them.
 
-    >>> with imported_late("scipy.optimize"):
+    >>> with late_modules("scipy.optimize"):
     ...     import transformers.loss.loss_utils
     """
     late = {name: _LateModule(name) for name in names if name not in sys.modules}
@@ -42,5 +42,5 @@ def imported_late(*names: str) -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-with imported_late("scipy.optimize"), suppress(ImportError):  # of which they import a function alone
+with late_modules("scipy.optimize"), suppress(ImportError):  # of which they import a function alone
     import_module("transformers.loss.loss_utils")
