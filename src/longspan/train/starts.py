@@ -15,8 +15,9 @@ from importlib import import_module
 
 # What the first step on GPUs would import: the compiler of layers and the kernels of FlashAttention-4.
 GPU_MODULES = ("triton", "torch._inductor.compile_fx", "flash_attn.cute.interface")
-# Seconds that a thread which imports may keep the main one waiting (Python's: 5 ms). Every operator of torch gives the
-# interpreter away and waits to have it back: the thousands of a start's passes over layers would wait most of the time.
+# Seconds that a thread which imports may keep the main one waiting (Python's: 5 ms). An operator or a message of some
+# tens of microseconds gives the interpreter away, and waits that long to have it back: 300 products of 160 x 160 on a
+# CPU took 0.03 s alone, 2.1 s beside a thread of Python's default, and 0.4 s beside one that takes turns of this.
 TURN = 0.0005
 
 
