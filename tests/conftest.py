@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan.launch import local_ranks as fork_server
+from longspan.launch import fork_server
 from tests.outcomes import Resumed
 from tests.over_nccl import PARTS, mark
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
-from longspan.launch import local_ranks as fork_server
+from longspan.launch import fork_server
 from longspan.testing import run_ranks
 from tests.hf.tiny import SIZES, VOCABULARY, WORDS, model_of, tokenizer
 

@@ -191,12 +191,47 @@ def test_what_cannot_be_started_is_refused() -> None:
         run_ranks(describe, 0)
 
 
+AHEAD = """
+import os, sys
+from multiprocessing import forkserver
+from longspan.launch import fork_server
+
+fork_server.PRELOAD = ("longspan.launch.no_name_server", "torch")  # that order: ranks run after both
+
+def environment(rank):
+    return os.getppid(), os.environ.get("LONGSPAN_TEST"), "PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ
+
+if __name__ == "__main__":
+    with fork_server.imports_for_ranks({"LONGSPAN_TEST": "imports"}):
+        pid = forkserver._forkserver._forkserver_pid
+        begun = open(f"/proc/{pid}/environ").read().split(chr(0))
+        assert "LONGSPAN_TEST=imports" in begun and "PYTORCH_NVML_BASED_CUDA_CHECK=1" in begun
+        assert not {"torch", "numpy", "transformers"} & set(sys.modules), "the launcher imports before its server"
+        from longspan.launch.launch import run_local
+        assert run_local(environment, 2) == [(pid, None, False)] * 2
+    assert not os.path.exists(f"/proc/{pid}"), "the server outlives its command"
+    try:
+        with fork_server.imports_for_ranks({}):
+            pid = forkserver._forkserver._forkserver_pid
+            raise ValueError("of a flag")
+    except ValueError:
+        assert not os.path.exists(f"/proc/{pid}"), "the server outlives an error"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_fork_server_imports_ahead_and_ends_with_its_command(tmp_path: Path) -> None:
+    (tmp_path / "ahead.py").write_text(AHEAD)
+    done = subprocess.run([sys.executable, tmp_path / "ahead.py"], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 SCRIPT = """
 import os, signal, sys, time
 from longspan.comm import run_local
-from longspan.launch import local_ranks
+from longspan.launch import fork_server
 
-local_ranks.PRELOAD = ("torch",)  # its ranks need no more, and transformers takes seconds
+fork_server.PRELOAD = ("torch",)  # its ranks need no more, and transformers takes seconds
 
 def wait_for_a_signal(rank, number):
     seen = []

@@ -128,6 +128,21 @@ def test_an_anchor_gains_by_slots_that_short_documents_could_not_keep_busy() -> 
     np.testing.assert_allclose(reaching[:, 1:], (plain - 0.5 * width * lack)[:, 1:], rtol=1e-12)
 
 
+@pytest.mark.parametrize("cost", [Cost(), Cost(cp_comm_type="auto", heads=8)], ids=["ring", "auto"])
+def test_an_anchor_is_priced_once_at_each_degree_as_a_group_of_its_own(cost: Cost) -> None:
+    request = Request.of([30000, 20000, 7, 5], Layout(16), PlanOptions(cost=cost, node_size=8, allow_empty=False))
+    degrees = DegreeTable.of(Problem.of(request, range(1, 17)))
+    for item, is_anchor in enumerate(degrees.item_class >= 0):
+        rows = int(degrees.problem.tokens[item])
+        for column, degree in enumerate(degrees.degrees.tolist()):
+            alone = [
+                float(request.cost.group_seconds(rows, rows**2, degree, inside and degree <= 8)) for inside in (0, 1)
+            ]
+            assert degrees.item_seconds[:, item, column].tolist() == alone or not is_anchor
+    assert degrees.item_class.max() >= 0
+    assert np.isnan(degrees.item_seconds[:, degrees.item_class < 0]).all()
+
+
 def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
     alone, beside = (DegreeTable.of(problem(lengths, 8)).least_seconds() for lengths in ([30000], [30000, 20000]))
     assert beside == alone > DegreeTable.of(problem([20000], 8)).least_seconds()

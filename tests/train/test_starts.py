@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,7 +66,18 @@ def test_modules_that_are_absent_are_left_to_who_needs_them(monkeypatch: pytest.
     monkeypatch.setattr(starts, "GPU_MODULES", ("longspan.no_such_module", "this"))
     thread = starts.begin_gpu_imports(1, compiled=False)
     thread.join()
-    assert threading.current_thread() is not thread and "this" in __import__("sys").modules
+    assert threading.current_thread() is not thread and "this" in sys.modules
+
+
+def test_threads_take_short_turns_while_one_of_them_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, turns, go_on = sys.getswitchinterval(), list[float](), threading.Event()
+    monkeypatch.setattr(starts, "import_module", lambda name: (go_on.wait(10), turns.append(sys.getswitchinterval())))
+    thread = starts.begin_gpu_imports(1, compiled=False)
+    turns.append(sys.getswitchinterval())
+    go_on.set()
+    thread.join()
+    assert turns == [pytest.approx(starts.TURN)] * (1 + len(starts.GPU_MODULES))
+    assert sys.getswitchinterval() == usual > starts.TURN
 
 
 @pytest.mark.parametrize(("slots", "kinds"), [(1, ["1-1-1", "0-1-1"]), (2, ["1-1-1", "1-0-1", "0-1-1", "0-0-1"])])

@@ -96,7 +96,7 @@ class EvalDisplay:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    begun = time.time()
+    starts = Starts()
     flags = parse_eval(argv)
     processes = choose_processes(flags.world, flags.device)
     with processes.add_note_to_errors():
@@ -108,7 +108,8 @@ def main(argv: Sequence[str]) -> int:
     if is_reporting():
         check_writable(flags.documents, flags.out, flags.plot)
     print_note(processes.note, sys.stderr)
-    args = (request, processes.ranks, processes.backend, begun)
+    starts.end_part("command")
+    args = (request, processes.ranks, processes.backend, starts)
     config = request.subjects[0].config
     with attention_ahead(config, processes, backward=False):
         results: tuple[SubjectResult, ...] = run_on_ranks(
@@ -142,11 +143,8 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
     return home
 
 
-def eval_rank(
-    rank: int, request: EvalRequest, ranks: int, backend: str, begun: float | None = None
-) -> tuple[SubjectResult, ...]:
-    """Evaluate on one rank, for a command that has begun at a time of `time.time()`."""
-    starts = Starts(begun)
+def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts: Starts) -> tuple[SubjectResult, ...]:
+    """Evaluate on one rank; `starts` has the parts of the command's start so far."""
     starts.end_part("processes")
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=False)

@@ -89,6 +89,11 @@ def _has_build(driver: str) -> bool:
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 and later read the first before the second
 
 
+def allocator_environment() -> dict[str, str]:
+    """Return the variable that lets segments of GPUs' memory grow; none where the user has set one."""
+    return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
+
+
 def set_gpu_environment(compile_cache: str = "") -> None:
     """Keep kernels in a folder across runs ("": the user's cache), and let segments of memory grow; nothing on CPUs.
 
@@ -98,8 +103,7 @@ def set_gpu_environment(compile_cache: str = "") -> None:
     gpus = find_gpus()
     if not gpus.count:
         return
-    if not any(name in os.environ for name in ALLOCATOR):
-        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+    os.environ.update(allocator_environment())
     folder = _make_writable(kernel_cache_folder(compile_cache))
     major, minor = gpus.capability
     folders = {

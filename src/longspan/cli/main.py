@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 
 from longspan import __version__
@@ -27,6 +28,8 @@ VERBS = {
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
 _ALIASES = {"simulate": ["plan", "--compare"]}
+_RANK_VERBS = ("train", "eval")  # verbs that start ranks, unless they show help or a plan
+_WITHOUT_RANKS = {"-h", "--help", "--dry_run", "--dry-run"}
 _MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
 EXIT_ERROR = 2
 EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        with interruptible():
+        with interruptible(), _imports_ahead(words) if argv is None else nullcontext():
             return _run_verb(words)
     except LongspanError as error:
         return _print_error(error, debug=debug)
@@ -52,6 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, `| head`, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
+    """Return a context in which ranks' imports are under way from now on, if a command that begins will start ranks."""
+    if words[:1] not in [[verb] for verb in _RANK_VERBS] or _WITHOUT_RANKS.intersection(words) or "RANK" in os.environ:
+        return nullcontext()
+    from longspan.cli.machine import allocator_environment
+    from longspan.launch.fork_server import imports_for_ranks
+
+    return imports_for_ranks(allocator_environment())
 
 
 def _print_error(error: LongspanError, *, debug: bool) -> int:

@@ -3,7 +3,6 @@
 import gc
 import json
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns 0 when the run came to its end, `run.stopped_status` when it was told to stop."""
-    begun = time.time()
+    starts = Starts()
     flags, config = parse_train(argv)
     save_on = [number for number in NOTICES if number.name in config.run.save_on]
     pass_over(save_on)  # until there is a step to save
@@ -46,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
     if not has_torchrun():
         check_files(config)
     print_note(processes.note, sys.stderr if flags.json else sys.stdout)
-    args = (config, ranks, processes.backend, flags.json, begun)
+    starts.end_part("command")
+    args = (config, ranks, processes.backend, flags.json, starts)
     try:
         with attention_ahead(config, processes, backward=True):
             result: TrainResult = run_on_ranks(
@@ -63,10 +63,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train_rank(
-    rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool, begun: float | None = None
+    rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool, starts: Starts
 ) -> "TrainResult":
-    """Train on one rank, of a command that has begun at a time of `time.time()`."""
-    starts = Starts(begun)
+    """Train on one rank; `starts` has the parts of the command's start so far."""
     starts.end_part("processes")
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import CommError
-from longspan.launch.local_ranks import LocalRanks, kill_fork_server
+from longspan.launch.fork_server import kill_fork_server
+from longspan.launch.local_ranks import LocalRanks
 from longspan.launch.stop_signals import Forwarding
 
 

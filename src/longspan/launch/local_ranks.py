@@ -1,23 +1,21 @@
 """The ranks of one launch: fresh processes from the fork server, what each of them answered, and how one ended.
 
-The fork server and the store that the ranks share are started here too. What a rank does is in `rank_process.py`.
+The store that the ranks share is started here too. What a rank does is in `rank_process.py`.
 """
 
-import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from multiprocessing import connection, forkserver, resource_tracker
-from multiprocessing.context import ForkServerContext
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError, RankLostError
+from longspan.launch.fork_server import start_fork_server
 from longspan.launch.rank_process import (
     DEAD_KEY,
     DUMP,
@@ -38,58 +36,6 @@ if TYPE_CHECKING:
 
 
 LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing outside this host reaches them
-# Imported once, by the fork server; a module that cannot be imported is left out.
-PRELOAD: tuple[str, ...] = (
-    "__main__",
-    "torch",
-    "longspan.launch.no_name_server",
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "transformers",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.llama.modeling_llama",
-    "longspan.comm.world",
-    "longspan.comm.shard",
-    "longspan.attention",
-    "longspan.model.prepare_model",
-    "longspan.train.step",
-    "longspan.run.loop",
-)
-
-
-def start_fork_server() -> ForkServerContext:
-    """Start the fork server if it does not run; it imports in the background while this process imports torch.
-
-    What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
-    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13).
-
-    It gets no signals that stop, which a supervisor may send to all processes of a command: it ends with its launcher.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    old_value = os.environ.get(name)
-    os.environ[name] = "1"
-    with block_signals():  # its process heeds no SIGINT and SIGTERM, and so gets none of the others
-        resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks these two here
-    try:
-        with block_signals():
-            forkserver.ensure_running()
-    finally:
-        if old_value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = old_value
-    return context
-
-
-def kill_fork_server() -> None:
-    """End the fork server, which may be importing still; the next `start_fork_server` starts another."""
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGKILL)
-        server._stop()
 
 
 def start_store_server() -> Any:

@@ -79,14 +79,22 @@ def draw_copy(
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(_short_seed(path, seed))
         drawn.apply(initialise)  # children before parents, as transformers does
-    for inner in drawn.modules():
-        _fill_class_defaults(inner)
-    if unset := [name for name, parameter in drawn.named_parameters() if parameter.isnan().any()]:
-        raise ModelError(
-            f"{path}: {', '.join(unset[:4])} ({type(module).__name__}) get no random values by the model's own "
-            "_init_weights; read weights from a folder"
-        )
+    if _list_unset(drawn):
+        for inner in drawn.modules():
+            _fill_class_defaults(inner)
+        if unset := _list_unset(drawn):
+            raise ModelError(
+                f"{path}: {', '.join(unset[:4])} ({type(module).__name__}) get no random values by the model's own "
+                "_init_weights; read weights from a folder"
+            )
     return drawn
+
+
+def _list_unset(module: nn.Module, *, recurse: bool = True) -> list[str]:
+    """List the parameters of a module that hold NaN; the device is waited for once."""
+    parameters = dict(module.named_parameters(recurse=recurse))
+    flags = torch.stack([p.isnan().any() for p in parameters.values()]).tolist() if parameters else []
+    return [name for name, is_unset in zip(parameters, flags, strict=True) if is_unset]
 
 
 def _fill_class_defaults(module: nn.Module) -> None:
@@ -94,13 +102,13 @@ def _fill_class_defaults(module: nn.Module) -> None:
 
     Apertus' activations have parameters that begin at constants.
     """
-    unset = {name: p for name, p in module.named_parameters(recurse=False) if p.isnan().any()}
+    unset = _list_unset(module, recurse=False)
     arguments = signature(type(module)).parameters.values() if unset else ()
     if not unset or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in arguments):
         return
     new_module = type(module)(**({"dtype": torch.float32} if any(p.name == "dtype" for p in arguments) else {}))
-    for name, parameter in unset.items():
-        parameter.copy_(new_module.get_parameter(name))
+    for name in unset:
+        module.get_parameter(name).copy_(new_module.get_parameter(name))
 
 
 def _short_seed(path: str, seed: int) -> int:

@@ -6,6 +6,7 @@ documents as far as the cap on rows lets them in. The degree that wastes the few
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,19 @@ class DegreeTable:
         short = len(problem.tokens) * 3 // 4
         density = float(problem.work[short] / problem.tokens[short])
         return cls(problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density)
+
+    @cached_property
+    def item_seconds(self) -> Floats:
+        """Seconds of each item in a group of its own (across blocks or within one, items, degrees); NaN if no anchor.
+
+        Hundreds of drafts of a step look them up: pricing them in each draft took most of a plan's time.
+        """
+        problem, is_anchor = self.problem, self.item_class >= 0
+        tokens = problem.tokens[is_anchor][:, None]
+        inside = np.array([False, True])[:, None, None] & (self.degrees <= problem.widest_in_node)
+        seconds = np.full((2, len(is_anchor), len(self.degrees)), np.nan)
+        seconds[:, is_anchor] = problem.request.cost.group_seconds(tokens, tokens * tokens, self.degrees, inside)
+        return seconds
 
     def choose_degrees(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
         """Choose the best degree for each class in each micro-batch; returns it, and the slot seconds that it wastes.

@@ -236,9 +236,8 @@ class _Drafting:
 
     def _anchor_seconds(self, items: list[int], width: Ints, in_block: bool) -> Floats:
         """Return the seconds of items at degrees, within or across blocks: (items, …), of the shape of `width`."""
-        tokens = self.problem.tokens[items].reshape(-1, *[1] * (width.ndim - 1))
-        inside_node = in_block & (width <= self.problem.widest_in_node)
-        return self.problem.request.cost.group_seconds(tokens, tokens * tokens, width, inside_node)
+        rows = np.array(items).reshape(-1, *[1] * (width.ndim - 1))
+        return self.degrees.item_seconds[int(in_block), rows, np.searchsorted(self.degrees.degrees, width)]
 
     def _try_anchor(self, item: int, micro_batch: int, width: int, in_block: float, across: float) -> bool:
         """Place an anchor if enough slots are free and it ends in time; returns whether it did."""

@@ -32,6 +32,7 @@ from longspan.run.run_data import TrainingRun
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.optim.optimizer import allocate_adam_states
 from longspan.train.plans import make_step_planner
+from longspan.train.starts import Starts
 from longspan.train.step import run_step
 from longspan.train.terms.mtp import mtp_loss
 from longspan.train.training import Training
@@ -283,10 +284,12 @@ def _out_of_memory_error(training: Training, work: WarmUp, error: BaseException)
 COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans take a while each
 
 
-def warm_up_run(run: TrainingRun, log: LogLine) -> None:
-    """Warm up on GPUs if steps are left; entered by all ranks."""
+def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
+    """Warm up on GPUs if steps are left; entered by all ranks. `starts` notes how long the plans took."""
     if needs_warm_up(run.world) and run.done < run.config.train.steps:
-        warm_up(run, _coming_plans(run), _evaluation_plan(run), log)
+        plans, evaluation = _coming_plans(run), _evaluation_plan(run)
+        starts.end_part("coming plans")
+        warm_up(run, plans, evaluation, log)
 
 
 def needs_warm_up(world: World) -> bool:

@@ -1,0 +1,93 @@
+"""The process that ranks are forked from: it has imported what they need, while its command was still at work.
+
+A command whose verb starts ranks begins it before its own imports (`imports_for_ranks`); elsewhere the first call of
+ranks does, and later calls find it running. What it imports takes most of the time until a rank runs.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+from longspan.launch.stop_signals import block_signals
+
+# Imported once, by the fork server; a module that cannot be imported is left out.
+PRELOAD: tuple[str, ...] = (
+    "__main__",
+    "torch",
+    "longspan.launch.no_name_server",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers",
+    "longspan.launch.late_imports",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+    "longspan.comm.world",
+    "longspan.comm.shard",
+    "longspan.attention",
+    "longspan.model.prepare_model",
+    "longspan.train.step",
+    "longspan.run.loop",
+)
+
+
+def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServerContext:
+    """Start the fork server if it does not run; it imports in the background while this process imports torch.
+
+    What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
+    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13). An `environment` is added to this
+    process's for its imports; ranks have that of their call.
+
+    It gets no signals that stop, which a supervisor may send to all processes of a command: it ends with its launcher.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
+    with block_signals():  # its process heeds no SIGINT and SIGTERM, and so gets none of the others
+        resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks these two here
+    with _temporary_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}), block_signals():
+        forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that are started inside."""
+    old_values = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in old_values.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def imports_for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
+    """While open, the fork server imports what ranks need, in this environment; on leaving it is ended.
+
+    So a command's own imports and checks take none of its ranks' time. An error in them ends the server too.
+
+    >>> with imports_for_ranks({}):
+    ...     run_local(train_rank, 4, (config,))
+    """
+    start_fork_server(environment)
+    try:
+        yield
+    finally:
+        kill_fork_server()
+
+
+def kill_fork_server() -> None:
+    """End the fork server, which may be importing still; the next `start_fork_server` starts another."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()

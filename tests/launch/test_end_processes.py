@@ -1,0 +1,43 @@
+"""A command of a benchmark is ended with all that it started: what is left would write into a removed folder."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from bench.processes.end_processes import end_with_workers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+# A command, its child in a group of its own as ranks are, and that one's in a session of its own as compilers are.
+SCRIPT = """
+import os, subprocess, sys, time
+depth, file = int(sys.argv[1]), sys.argv[2]
+if depth:
+    how = {"process_group": 0} if depth == 2 else {"start_new_session": True}
+    subprocess.Popen([sys.executable, __file__, str(depth - 1), file], **how)
+with open(f"{file}-{depth}", "w") as number:
+    number.write(str(os.getpid()))
+time.sleep(100)
+"""
+
+
+def test_a_command_is_ended_with_all_that_descend_from_it(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(SCRIPT)
+    words = [sys.executable, str(tmp_path / "command.py"), "2", str(tmp_path / "number")]
+    process = subprocess.Popen(words, start_new_session=True)
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    files, deadline = [tmp_path / f"number-{depth}" for depth in range(3)], time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    numbers = [int(file.read_text()) for file in files]
+    assert len({os.getsid(number) for number in numbers}) == 2 and len(set(map(os.getpgid, numbers))) == 3
+    end_with_workers(process, "no such word")
+    states = [Path(f"/proc/{number}/stat") for number in numbers]
+    assert all(not file.exists() or file.read_text().split()[2] == "Z" for file in states)
+    assert bystander.poll() is None
+    end_with_workers(bystander, "no such word")
+    end_with_workers(bystander, "no such word")  # one that has ended
