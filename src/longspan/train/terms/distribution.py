@@ -99,7 +99,7 @@ class Distributions:
                 )
             numbers = kernel_distributions(self._rows[0].detach(), self._rows[1])
             if numbers is not None:
-                self._values = dict(zip(DISTRIBUTION_VALUES, numbers, strict=True))
+                self._values.update(zip(DISTRIBUTION_VALUES, numbers, strict=True))
             else:
                 self._values[name] = distribution_values(*self._rows, (name,))[0]
         return self._values[name]
