@@ -74,7 +74,7 @@ class HostBatches:
 
     def follow(self, loader: Any) -> None:
         """Let batches of a loader stay on the host, from where `training_step` moves them, and be made ahead."""
-        base = getattr(loader, "base_dataloader", None)
+        self._batches, base = None, getattr(loader, "base_dataloader", None)
         if type(loader) is not DataLoaderShard or base is None or getattr(loader, "use_stateful_dataloader", False):
             return
         loader.device = None

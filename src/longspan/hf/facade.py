@@ -130,8 +130,8 @@ class AheadBatch(NamedTuple):
         if versions_of(self.entries) != self.versions:
             return False
         return self.has_entries_of(batch) or all(
-            isinstance(batch[name], Tensor) and torch.equal(self.entries[name], batch[name])
-            for name in ("input_ids", "labels")
+            isinstance(x, Tensor) and isinstance(y, Tensor) and torch.equal(x, y)
+            for x, y in ((self.entries.get(name), batch[name]) for name in ("input_ids", "labels"))
         )
 
 

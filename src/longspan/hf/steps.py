@@ -143,7 +143,8 @@ class StepsPart(StockTrainer):
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's loader, whose batches stay on the host until their step."""
         loader = super().get_train_dataloader()
-        self._host_batches.follow(loader)
+        if self.is_in_train:
+            self._host_batches.follow(loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -168,7 +169,7 @@ class StepsPart(StockTrainer):
         batches, self._coming = self._coming, ()
         if batches:
             self._moved = [(batch, move_to_device(batch, self.args.device)) for batch in batches]
-            self._step_batches = len(batches)
+            self._step_batches, self._measured = len(batches), (0.0, None)
             if self._guesses:
                 self._run_ahead(batches)
         inputs = next((moved for batch, moved in self._moved if batch is inputs), inputs)
@@ -229,7 +230,7 @@ class StepsPart(StockTrainer):
         self._prepare_next()
         if self.world.device.type == "cuda":
             torch.cuda.current_stream(self.world.device).synchronize()
-        set_timeout(self.world, max(self.world.watch.timeout, self.world.timeout))
+        set_timeout(self.world, max(self.world.watch.timeout, self._usual_timeout))
 
     def _prepare_next(self) -> None:
         """Make the next step's batches, documents and plan while the device works; its own call raises the errors."""
@@ -268,6 +269,7 @@ class StepsPart(StockTrainer):
         if documents:
             self._run_step(documents)
             return
+        self._measured = 0.0, None
         for parameter in self._facade.inner_model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -278,7 +280,7 @@ class StepsPart(StockTrainer):
         """Add the gradients of documents with coefficients; returns values of their tokens."""
         self._agree_on_rows(documents, coming.digest if coming else "")
         facade, plan = self._facade, coming.plan if coming else self._plan(documents, training=True)
-        collected = CollectedTokens(plan.lengths, names)
+        collected, self._usual_timeout = CollectedTokens(plan.lengths, names), self.world.watch.timeout
         facade.inner_model.train()
         limit = self._limits.around_step(plan.predicted_seconds)
         with limit, torch.autocast(self.args.device.type, enabled=False):
