@@ -14,6 +14,7 @@ from longspan.hf.facade import AheadBatch, Offset, document_entries, versions_of
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossRows
+from longspan.train.terms.distribution import Distributions
 
 
 def counted(until: int, error: bool = False) -> Iterator[str]:
@@ -86,15 +87,15 @@ def sums(rank: int) -> list[np.ndarray]:
             collected = CollectedTokens((3, 4), ("entropy",))
             for document, position in ((0, rank), (1, 2 - 2 * rank), (1, 1))[: 3 - rank]:
                 value = torch.tensor([1.0 + 10 * document + position])
-                at = LossRows(*(torch.tensor([x]) for x in (document, position, 0)), {"coefficient": torch.ones(1)})
-                object.__setattr__(at, "distributions", _Entropy(-value))
+                row, place, target = (torch.tensor([x]) for x in (document, position, 0))
+                at = LossRows(row, place, target, {"coefficient": torch.ones(1)}, _Entropy(-value))
                 collected(value, at)
             values = collected.sum_over_ranks(world)
             results.append(np.stack([values.values, values.also["entropy"]]))
     return results
 
 
-class _Entropy:
+class _Entropy(Distributions):
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value
 
