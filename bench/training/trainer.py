@@ -8,7 +8,8 @@ Ways: `train` is `longspan train`, `loop` calls run_step and an AdamW; `Trainer`
 pass; `SFTTrainer` TRL's, with its metrics; `own loss` a Trainer whose loss is another function of log-probabilities:
 one forward pass more; `TRL cp` the stock SFTTrainer under the context parallelism of accelerate (FSDP2, SDPA), which
 refuses packed rows: a document a row and micro-batch. Parameters are float32, on GPUs all ways compute in bfloat16.
-Seconds are the median of steps from end to end. Host ms are of one step more, under torch.profiler: its seconds less
+Seconds are the median of steps from end to end, as the host sees them; all ways log every step, and none has workers of
+a data loader. Host ms are of one step more, under torch.profiler: its seconds less
 those in operators and in waits for a device or for other ranks, so what Python takes. Peak bytes are those of the GPU,
 and without one of the process. On GPUs run one way a command: each adds its row to the record.
 """
@@ -218,7 +219,7 @@ def arguments(folder: str, options: argparse.Namespace) -> dict[str, Any]:
         "max_steps": count_steps(options),
         "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
-        "logging_steps": 10_000,
+        "logging_steps": 1,  # as `longspan train`, which writes a row of every step
         "save_strategy": "no",
         "report_to": [],
         "use_cpu": not gpu,

@@ -10,6 +10,7 @@ from longspan.model.experts.experts import gate_in_one_pass
 from longspan.model.experts.rows import Visits, spread_rows, sum_visits
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.train.loss import row_softmax
+from longspan.train.terms.distribution import kernel_distributions
 from tests.reference import relative_error
 
 Errors = dict[str, float]
@@ -87,6 +88,41 @@ def softmax_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Er
         "log-probabilities": relative_error(log_probs.double(), wanted.detach()),
         "gradient": relative_error(found.double(), gradient),
     }
+
+
+def distribution_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:
+    """Entropy, the likeliest token, the mean of logits and log Σ p², with equal logits and tokens that cannot come."""
+    rows, vocabulary = case
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(rows, vocabulary)
+    logits[0, 1::3] = logits[0].max() + 1  # equal ones
+    logits = logits.to(device, dtype)
+    wide = logits.double()
+    ids = wide.argmax(-1)
+    ids[1] = (ids[1] + 1) % vocabulary
+    numbers = kernel_distributions(logits, ids)
+    assert numbers is not None, "the kernel did not run"
+    p = wide.softmax(-1)
+    entropy, squares = torch.special.entr(p).sum(-1), (p * p).sum(-1).log()
+    assert numbers[1].tolist() == [float(row != 1) for row in range(rows)]
+    errors = {
+        "entropy": relative_error(numbers[0].double(), entropy),
+        "mean logit": _difference(numbers[2], wide.mean(-1)),
+        "log Σ p²": relative_error(numbers[3].double(), squares),
+    }
+    logits[:, ::2] = -torch.inf
+    logits[0] = -torch.inf
+    logits[0, 3] = 2.0
+    p = logits.double().softmax(-1)
+    numbers = kernel_distributions(logits, torch.full_like(ids, 3))
+    assert numbers is not None
+    assert numbers[1, 0] == 1
+    masked = relative_error(numbers[0].double(), torch.special.entr(p).sum(-1))
+    return errors | {"entropy with −∞": masked, "log Σ p² with −∞": _difference(numbers[3], (p * p).sum(-1).log())}
+
+
+def _difference(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).abs().max())
 
 
 def _errors(

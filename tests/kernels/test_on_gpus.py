@@ -17,6 +17,7 @@ EVERY = [
     *((cases.visit_errors, case) for case in cases.EXPERTS),
     *((cases.gate_errors, case) for case in cases.GATES),
     *((cases.softmax_errors, case) for case in cases.LOGITS),
+    *((cases.distribution_errors, case) for case in cases.LOGITS),
 ]
 
 

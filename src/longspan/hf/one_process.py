@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         _load_rng_state: Any
         _precompute_ref_logps: Any
         _prepare_for_training: Any
+        _prepare_input: Any
         _save_checkpoint: Any
         _save_rng_state: Any
         _token_values: Any
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         evaluate: Any
         evaluation_loop: Any
         get_batch_samples: Any
+        get_train_dataloader: Any
         predict: Any
         prediction_step: Any
         train: Any

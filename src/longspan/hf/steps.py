@@ -2,25 +2,35 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.training_args import ParallelMode
 
-from longspan.comm import World
+from longspan.comm.all_ranks import set_timeout
 from longspan.comm.time_limits import TimeLimits
-from longspan.data.document import NO_TARGET, Document
+from longspan.data.document import Document
 from longspan.errors import NonFiniteError
-from longspan.hf.facade import AheadBatch, Facade, Offset, read_batch, with_coefficients
+from longspan.hf.ahead import (
+    CollectedTokens,
+    ComingStep,
+    HostBatches,
+    move_to_device,
+    read_step,
+    rows_digest,
+    same_coefficients,
+)
+from longspan.hf.facade import AheadBatch, Facade, Offset, document_entries, versions_of, with_coefficients
 from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import unwrap_model
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
-from longspan.plan import Cost
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan import Cost, Plan
 from longspan.train import (
-    LossRows,
     PlanChoice,
     RouterCoefficients,
     TokenLogProbs,
@@ -29,6 +39,7 @@ from longspan.train import (
     token_log_probs,
 )
 from longspan.train import grad_norm as norm_of
+from longspan.train.gradients import check_finite, clip_gradients
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.step_figures import is_priced_here
 
@@ -46,9 +57,18 @@ class StepsPart(StockTrainer):
     _guesses = True
 
     _coming: Sequence[Any] = ()  # batches of the optimizer step that begins
+    _moved: Sequence[tuple[Any, Any]] = ()  # batches of this optimizer step on the host, and on the device
+    _next_step: ComingStep | None = None  # prepared while the device worked on the step before
+    _step_batches = 1  # how many those of the newest step are
+    _items: float | None = None  # targets of the batches that come, where the Trainer counts them
+    _measured: tuple[float, Any] = 0.0, None  # the norm of gradients as a step left them, and which these are
     _guessed: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
     _last_plan: tuple[Any, Any] = None, None  # what the newest plan is made for, and the plan
     _cut = False  # a callback ended an epoch before the Trainer called the model with all of them
+
+    @cached_property
+    def _host_batches(self) -> HostBatches:
+        return HostBatches()
 
     @cached_property
     def _cost(self) -> Cost:
@@ -76,8 +96,14 @@ class StepsPart(StockTrainer):
         lengths = [len(document) for document in documents]
         about = (training, targets, lengths)
         if self._last_plan[0] != about:
-            self._last_plan = about, self._choices[training].plan(lengths, self.world.home, targets=targets)
+            self._last_plan = about, self._make_plan(documents, training=training)
         return self._last_plan[1]
+
+    def _make_plan(self, documents: Sequence[Document], *, training: bool) -> Plan:
+        """Plan documents."""
+        targets = sum(document.targets for document in documents)
+        lengths = [len(document) for document in documents]
+        return self._choices[training].plan(lengths, self.world.home, targets=targets)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         """Return values of documents' tokens from one forward pass, without gradients."""
@@ -95,13 +121,10 @@ class StepsPart(StockTrainer):
         finally:
             prepared.train(training)
 
-    def _agree_on_rows(self, documents: list[Document]) -> None:
+    def _agree_on_rows(self, documents: list[Document], digest: str = "") -> None:
         """Raise CommError on all ranks unless they hold the same documents: equal lengths are not enough."""
-        digest = blake2b(digest_size=16)
-        for document in documents:
-            digest.update(np.int64(len(document)).tobytes() + document.ids.tobytes() + document.labels().tobytes())
         self.world.control.agree(
-            digest.hexdigest(),
+            digest or rows_digest(documents),
             what="batches of a Trainer",
             hint="all ranks of a longspan trainer read the same rows; seed samplers, collators and datasets alike",
         )
@@ -113,17 +136,25 @@ class StepsPart(StockTrainer):
 
         Gradients begin at zero then, and so do the documents of the step.
         """
-        self._coming, self._guessed, self._cut = (), (), False
+        self._coming, self._guessed, self._cut, self._next_step = (), (), False, None
         self._facade.called, self._facade.ahead = [], []
         return super()._prepare_for_training(*args)
 
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's loader, whose batches stay on the host until their step."""
+        loader = super().get_train_dataloader()
+        if self.is_in_train:
+            self._host_batches.follow(loader)
+        return loader
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._coming = batches
+        host = torch.device("cpu")
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, host)
+        self._coming, self._items = batches, None if items is None else float(items)
         if self._facade.ahead:
             self._cut, self._facade.ahead = True, []
-        return batches, items
+        return batches, move_to_device(items, device) if isinstance(items, Tensor) else items
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
         """Take the Trainer's loss. It calls the model without the labels that its `compute_loss_func` gets."""
@@ -136,37 +167,81 @@ class StepsPart(StockTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take the Trainer's own loss of a batch; the last batch of an accumulation runs the step."""
         batches, self._coming = self._coming, ()
-        if batches and self._guesses:
-            self._run_ahead(batches, num_items_in_batch)
+        if batches:
+            self._moved = [(batch, move_to_device(batch, self.args.device)) for batch in batches]
+            self._step_batches, self._measured = len(batches), (0.0, None)
+            if self._guesses:
+                self._run_ahead(batches)
+        inputs = next((moved for batch, moved in self._moved if batch is inputs), inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
+            self._moved = ()
             self._finish_step()
-        return loss
+        return self._read_loss(loss)
 
-    def _run_ahead(self, batches: Sequence[Any], items: Any) -> None:
+    def _read_loss(self, loss: Tensor) -> Tensor:
+        """Return a loss on the host, where the Trainer sums it then: to log it, it waits for no update."""
+        loss_sum = getattr(self, "_tr_loss", None)
+        if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
+            return loss
+        if loss_sum.device.type != "cpu":
+            self._tr_loss: Tensor = loss_sum.cpu()
+        return loss.cpu()
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Return data on the Trainer's device; tensors that are there stay the same ones."""
+        return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
+
+    def _run_ahead(self, batches: Sequence[Any]) -> None:
         """Run a step as that of the cross entropy, whose coefficients are known before the Trainer's loss.
 
-        Each target's coefficient is −1 over the targets of all batches, as the Trainer divides. If its loss then asks
-        for others, the step is run again.
+        If its loss then asks for others, the step is run again.
         """
-        if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
+        step, self._next_step = self._next_step, None
+        if step is None or not step.is_of(batches):
+            step = self._read_coming(batches, self._items)
+        if step is None:
             return
-        batches = [self._prepare_inputs(dict(batch)) for batch in batches]
-        documents, firsts = list[Document](), list[int]()
-        for batch in batches:
-            rows = [document for document in read_batch(_document_entries(batch)).documents if document.targets]
-            item_count = 0.0 if items is None else float(items)
-            divisor = item_count or max(1, sum(document.targets for document in rows)) * len(batches)
-            firsts.append(len(documents))
-            documents += [document.with_values(coefficient=-1.0 / divisor) for document in rows]
-        if not documents:
-            return
-        values = self._run_step(documents, names=self._facade.head.values)
-        self._guessed = [*self._guessed, *documents]  # a stream that ended in the middle of a step goes on with it
+        values = self._run_step(step.documents, names=self._facade.head.values, coming=step)
+        self._guessed = [*self._guessed, *step.documents]  # a stream that ended in the middle of a step goes on with it
         self._facade.ahead = [
-            AheadBatch(batch["input_ids"], batch["labels"], Offset(values, first))
-            for batch, first in zip(batches, firsts, strict=True)
+            AheadBatch(entries, rows, Offset(values, first), versions_of(entries))
+            for entries, rows, first in zip(
+                [document_entries(moved) for _, moved in self._moved], step.rows, step.firsts, strict=True
+            )
         ]
+
+    def _read_coming(self, batches: Sequence[Any], items: float | None) -> ComingStep | None:
+        """Return the step of the cross entropy over batches, None where it has no targets, or batches no labels."""
+        if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
+            return None
+        rows, documents, firsts = read_step(batches, items)
+        if not documents:
+            return None
+        plan = self._make_plan(documents, training=True)
+        versions = [versions_of(document_entries(batch)) for batch in batches]
+        return ComingStep(batches, rows, documents, firsts, rows_digest(documents), plan, versions)
+
+    def _work_meanwhile(self) -> None:
+        """Prepare the next step, then wait for the device within the limit of this one.
+
+        A rank whose collator was slow may come to the sums later than that, as between steps.
+        """
+        self._prepare_next()
+        if self.world.device.type == "cuda":
+            torch.cuda.current_stream(self.world.device).synchronize()
+        set_timeout(self.world, max(self.world.watch.timeout, self._usual_timeout))
+
+    def _prepare_next(self) -> None:
+        """Make the next step's batches, documents and plan while the device works; its own call raises the errors."""
+        if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
+            return
+        with suppress(Exception):
+            batches = self._host_batches.make(self._step_batches)
+            is_new = all(batch is not old for batch in batches for old, _ in self._moved)
+            if batches and is_new and self._guesses:
+                items = self._get_num_items_in_batch(batches, torch.device("cpu"))
+                self._next_step = self._read_coming(batches, None if items is None else float(items))
 
     def _finish_step(self) -> None:
         """Run the step by what the Trainer's loss left, unless it ran ahead with the same coefficients."""
@@ -182,7 +257,7 @@ class StepsPart(StockTrainer):
                     "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
                 )
         documents = with_coefficients(calls)
-        if guessed and not unasked and _same_coefficients(documents, guessed, calls[0].leaf.dtype):
+        if guessed and not unasked and same_coefficients(documents, guessed, calls[0].leaf.dtype):
             return
         if guessed:
             self._facade.inner_model.zero_grad()
@@ -194,19 +269,22 @@ class StepsPart(StockTrainer):
         if documents:
             self._run_step(documents)
             return
+        self._measured = 0.0, None
         for parameter in self._facade.inner_model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _run_step(self, documents: list[Document], names: tuple[str, ...] = ()) -> TokenLogProbs:
+    def _run_step(
+        self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
+    ) -> TokenLogProbs:
         """Add the gradients of documents with coefficients; returns values of their tokens."""
-        self._agree_on_rows(documents)
-        facade, plan = self._facade, self._plan(documents, training=True)
-        collected = CollectedTokens(plan.lengths, names)
+        self._agree_on_rows(documents, coming.digest if coming else "")
+        facade, plan = self._facade, coming.plan if coming else self._plan(documents, training=True)
+        collected, self._usual_timeout = CollectedTokens(plan.lengths, names), self.world.watch.timeout
         facade.inner_model.train()
         limit = self._limits.around_step(plan.predicted_seconds)
         with limit, torch.autocast(self.args.device.type, enabled=False):
-            run_step(
+            result = run_step(
                 facade.inner_model,
                 plan,
                 documents,
@@ -216,58 +294,31 @@ class StepsPart(StockTrainer):
                 loss=collected,
                 divisor=1,
                 temperature=facade.head.temperature,
+                meanwhile=self._work_meanwhile,
             )
+        assert result.grad_norm is not None
+        self._measured = result.grad_norm, gradient_versions(facade.inner_model)
         return collected.sum_over_ranks(self.world)
 
     def _clip_grad_norm(self, model: Any) -> float:
-        return clip_grad_norm(self._facade.inner_model, self.args.max_grad_norm, self.world)
+        model, (norm, versions), limit = self._facade.inner_model, self._measured, self.args.max_grad_norm
+        is_extended = type(self).training_step is not StepsPart.training_step  # it may write gradients in any way
+        if is_extended or versions != gradient_versions(model):
+            return clip_grad_norm(model, limit, self.world)
+        check_finite(model, self.world, norm=norm)
+        clip_gradients(model.parameters(), limit, norm)
+        return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
         return norm_of(self._facade.inner_model, self.world) if grad_norm is None else grad_norm
 
 
-class CollectedTokens:
-    """The loss of a step by its documents' coefficients, which keeps values of tokens on the way."""
+def gradient_versions(model: Any) -> list[tuple[int, int]]:
+    """Return which tensors the gradients of a model are, and how often each was written to.
 
-    def __init__(self, lengths: Sequence[int], names: tuple[str, ...]) -> None:
-        self._lengths, self._names = tuple(lengths), names
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def __call__(self, log_probs: Tensor, at: LossRows) -> Tensor:
-        """Return log-probabilities (t,) times their coefficients."""
-        values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
-        self._parts.append((at.document, at.position, torch.stack(values)))
-        return at["coefficient"] * log_probs
-
-    def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """Return the values of all tokens, on every rank; entered by all."""
-        starts = np.cumsum((0, *self._lengths))
-        sums = np.zeros((1 + len(self._names), starts[-1]))
-        if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
-            for documents, positions, values in self._parts:
-                at = starts[documents.cpu().numpy()] + positions.cpu().numpy() + 1
-                sums[:, at] = values.double().cpu().numpy()
-        sums = world.control.sum_of_arrays(sums.ravel(), "values of tokens").reshape(sums.shape)
-        also = dict(zip(self._names, sums[1:], strict=True))
-        return TokenLogProbs(self._lengths, sums[0], np.zeros(len(self._lengths)), also)
-
-
-def _document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("input_ids", "labels", "attention_mask", "position_ids")
-    return {name: batch[name] for name in names if name in batch}
-
-
-def _same_coefficients(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
-    """Return whether what a loss left are the coefficients of a guess, up to the rounding of the loss's dtype."""
-    if len(documents) != len(guessed):
-        return False
-    bound = 4 * torch.finfo(dtype).eps
-    for document, guess in zip(documents, guessed, strict=True):
-        if len(document) != len(guess):
-            return False
-        positions = np.flatnonzero(document.labels() != NO_TARGET)
-        positions = positions[positions > 0]
-        slopes, guesses = (d.token_values(positions)["coefficient"] for d in (document, guess))
-        if not np.allclose(slopes, guesses, rtol=bound, atol=0):
-            return False
-    return True
+    >>> before = gradient_versions(model)
+    >>> before == gradient_versions(model)      # nothing has changed them meanwhile
+    True
+    """
+    gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    return [(gradient.data_ptr(), gradient._version) for gradient in gradients]

@@ -62,7 +62,7 @@ def logit_bytes(dtype: torch.dtype, device: str) -> int:
 
 def uses_kernels(dtype: torch.dtype, device: str) -> bool:
     """Return whether kernels work on logits of a dtype on a kind of device."""
-    return device == "cuda" and dtype in _KERNEL_DTYPES and _softmax_kernels() is not None
+    return device == "cuda" and dtype in _KERNEL_DTYPES and find_softmax_kernels() is not None
 
 
 def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
@@ -71,7 +71,7 @@ def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
         arguments = (logits, ids, log_probs, log_total, vocabulary, logits.stride(0))
-        _softmax_kernels().log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
+        find_softmax_kernels().log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
 
     def logit_gradient(slopes: Tensor) -> Tensor:
         """Return the gradient of the logits from derivatives by each row's log-probability."""
@@ -79,14 +79,14 @@ def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
         if rows:
             slopes = slopes.to(torch.float32).contiguous()
             arguments = (logits, ids, slopes, log_total, gradient, vocabulary, logits.stride(0))
-            _softmax_kernels().logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
+            find_softmax_kernels().logit_gradient_kernel[rows, -(-vocabulary // _COLUMNS)](*arguments, COLUMNS=_COLUMNS)
         return gradient
 
     return log_probs, logit_gradient
 
 
 @cache
-def _softmax_kernels() -> Any:
+def find_softmax_kernels() -> Any:
     return None if find_spec("triton") is None else import_module("longspan.train.softmax_kernels")
 
 

@@ -33,6 +33,50 @@ def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, 
 
 
 @triton.jit
+def distribution_kernel(logits, ids, numbers, rows, vocabulary, logits_row, COLUMNS: tl.constexpr):
+    """Compute the entropy, whether the token is the likeliest, the mean logit and log Σ p² of one row, in one pass.
+
+    They go to `numbers` (4, rows). Each of COLUMNS lanes keeps the largest logit that it saw, x at its first place, and
+    relative to it sums of e^(y−x), of e^(y−x)·(y−x) and of e^2(y−x); lanes are joined at the end. A logit of −∞ adds
+    nothing to these.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    row_logits = logits + row * logits_row
+    largest = tl.full([COLUMNS], float("-inf"), tl.float32)
+    place = tl.zeros([COLUMNS], tl.int32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    weighted = tl.zeros([COLUMNS], tl.float32)
+    squares = tl.zeros([COLUMNS], tl.float32)
+    plain = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, vocabulary, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        inside = column < vocabulary
+        x = tl.load(row_logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+        plain += tl.where(inside, x, 0.0)
+        larger = tl.maximum(largest, x)
+        place = tl.where(x > largest, column, place)
+        # Of lanes without a logit yet, and of −∞ itself, differences are not numbers.
+        down = tl.where(largest > float("-inf"), largest - larger, 0.0)
+        below = tl.where(x > float("-inf"), x - larger, 0.0)
+        shrink = tl.exp(down)
+        added = tl.where(x > float("-inf"), tl.exp(below), 0.0)
+        weighted = shrink * (weighted + total * down) + added * below
+        total = shrink * total + added
+        squares = shrink * shrink * squares + added * added
+        largest = larger
+    top = tl.max(largest, 0)
+    down = tl.where(largest > float("-inf"), largest - top, 0.0)
+    shrink = tl.where(largest > float("-inf"), tl.exp(down), 0.0)
+    whole = tl.sum(shrink * total, 0)
+    entropy = tl.log(whole) - tl.sum(shrink * (weighted + total * down), 0) / whole
+    likeliest = tl.min(tl.where(largest == top, place, vocabulary), 0)
+    tl.store(numbers + row, entropy)
+    tl.store(numbers + rows + row, tl.where(likeliest == tl.load(ids + row), 1.0, 0.0))
+    tl.store(numbers + 2 * rows + row, tl.sum(plain, 0) / vocabulary)
+    tl.store(numbers + 3 * rows + row, tl.log(tl.sum(shrink * shrink * squares, 0)) - 2 * tl.log(whole))
+
+
+@triton.jit
 def logit_gradient_kernel(logits, ids, slopes, log_total, gradient, vocabulary, logits_row, COLUMNS: tl.constexpr):
     """Compute slope · (onehot − softmax) of one row, COLUMNS columns in each program.
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.errors import LossError, short_text
-from longspan.train.loss import cut_into_chunks
+from longspan.train.loss import cut_into_chunks, find_softmax_kernels, uses_kernels
 
 DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
+_COLUMNS = 2048  # that a program has at a time, with several sums in each lane
 _PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
 
 
@@ -41,14 +42,31 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
 
     `entropy` is −Σ p log p in nats, `top1` 1 where the target is the likeliest token (of equal ones the first) and 0
     elsewhere, `mean_logits` the mean of the logits, `log_sum_sq_probs` log Σ p². All in float32, in float64 for float64
-    logits.
+    logits. Kernels, where there are some, compute all of them in one pass over the logits.
     """
+    if (numbers := kernel_distributions(logits.detach(), ids)) is not None:
+        return numbers[[DISTRIBUTION_VALUES.index(name) for name in names]]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     values = logits.new_empty((len(names), len(logits)), dtype=dtype)
     for chunk in cut_into_chunks(len(logits), max(1, len(logits) // _PARTS)):
         for value, name in zip(values, names, strict=True):
             value[chunk] = _distribution_number(logits[chunk].detach(), ids[chunk], name, dtype)
     return values
+
+
+def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
+    """Return numbers (4, t) of distributions in one pass over logits (t, V), by a Triton kernel; None without one.
+
+    They are the entropy, whether a target of `ids` (t,) is the likeliest token, the mean logit, and log Σ p².
+    """
+    if not (uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1):
+        return None
+    rows, vocabulary = logits.shape
+    numbers = logits.new_empty((4, rows), dtype=torch.float32)
+    if rows:
+        arguments = (logits, ids, numbers, rows, vocabulary, logits.stride(0))
+        find_softmax_kernels().distribution_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
+    return numbers
 
 
 def _distribution_number(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -79,7 +97,11 @@ class Distributions:
                     f"at.{name} is read after the loss has returned, when its logits are gone; read it in the loss and "
                     "keep the tensor"
                 )
-            self._values[name] = distribution_values(*self._rows, (name,))[0]
+            numbers = kernel_distributions(self._rows[0].detach(), self._rows[1])
+            if numbers is not None:
+                self._values.update(zip(DISTRIBUTION_VALUES, numbers, strict=True))
+            else:
+                self._values[name] = distribution_values(*self._rows, (name,))[0]
         return self._values[name]
 
     def release_logits(self) -> None:

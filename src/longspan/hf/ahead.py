@@ -1,0 +1,200 @@
+"""Steps that run ahead of a Trainer's loss: what they are made of, what they leave, and the batches of the next one.
+
+The host makes the next step's batches, documents and plan while the device works on this one. Batches stay on the host
+until their step, so that reading them waits for no device.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import send_to_device
+from torch import Tensor
+
+from longspan.comm import World, to_device
+from longspan.data.batch_documents import BatchDocuments
+from longspan.data.document import NO_TARGET, Document
+from longspan.hf.facade import document_entries, read_batch, versions_of
+from longspan.plan import Plan
+from longspan.train import LossRows, TokenLogProbs
+from longspan.train.step_end import gather_and_add, sums_on_device
+
+
+class _Failure(NamedTuple):
+    """What a data loader raised in the place of a batch, its end too."""
+
+    error: Exception
+
+
+class BatchesAhead:
+    """The batches of a data loader, some of which are made before they are asked for.
+
+    Accelerate's loader asks for one batch more than the Trainer got, to know which is the last.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self._newest = batches, None
+        self._made = deque[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._made.popleft() if self._made else next(self._batches)
+        if isinstance(batch, _Failure):
+            raise batch.error
+        self._newest = batch
+        return batch
+
+    def make(self, count: int) -> list[Any]:
+        """Make what the next step of `count` batches asks for; return its batches, as many as there are.
+
+        Errors are raised where a batch is asked for.
+        """
+        while len(self._made) < count and not (self._made and isinstance(self._made[-1], _Failure)):
+            try:
+                self._made.append(next(self._batches))
+            except Exception as error:
+                self._made.append(_Failure(error))
+        coming = [self._newest, *islice(self._made, count - 1)]
+        return [batch for batch in coming if not isinstance(batch, _Failure)]
+
+
+class HostBatches:
+    """The batches of a Trainer's loader, which it leaves on the host; `make` has some of them made ahead."""
+
+    def __init__(self) -> None:
+        self._batches: BatchesAhead | None = None
+
+    def follow(self, loader: Any) -> None:
+        """Let batches of a loader stay on the host, from where `training_step` moves them, and be made ahead."""
+        self._batches, base = None, getattr(loader, "base_dataloader", None)
+        if type(loader) is not DataLoaderShard or base is None or getattr(loader, "use_stateful_dataloader", False):
+            return
+        loader.device = None
+        make_batches = type(base).__iter__
+
+        def begin_batches() -> BatchesAhead:
+            """Begin an epoch."""
+            self._batches = BatchesAhead(make_batches(base))
+            return self._batches
+
+        base.__iter__ = begin_batches
+
+    def make(self, count: int) -> list[Any]:
+        """Make the batches of the next step ahead; return them, [] where they are not known."""
+        return [] if self._batches is None else self._batches.make(count)
+
+
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on the device; the host waits for none of it, and a moved one stays as it is."""
+    if isinstance(batch, Tensor):
+        if batch.device.type == device.type == "cpu":  # "cpu:0" would be a copy
+            return batch
+        if batch.device.type != "cpu" or device.type != "cuda":
+            return batch.to(device)
+        return batch.pin_memory().to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        moved = {name: move_to_device(x, device) for name, x in batch.items()}
+        return batch if all(moved[name] is x for name, x in batch.items()) else type(batch)(moved)  # pyright: ignore
+    return send_to_device(batch, device)
+
+
+@dataclass(frozen=True, eq=False)
+class ComingStep:
+    """The documents of a step whose loss is the mean cross entropy, with their coefficients, and their plan.
+
+    `rows` are those of each batch; its documents with targets begin at `firsts` in `documents`.
+    """
+
+    batches: Sequence[Any]
+    rows: Sequence[BatchDocuments]
+    documents: list[Document]
+    firsts: Sequence[int]
+    digest: str
+    plan: Plan
+    versions: Sequence[tuple[int, ...]]  # of each batch as it was read
+
+    def is_of(self, batches: Sequence[Any]) -> bool:
+        """Whether these are the step's batches, into which nothing was written since they were read."""
+        return len(batches) == len(self.batches) and all(
+            batch is mine and versions_of(document_entries(batch)) == versions
+            for batch, mine, versions in zip(batches, self.batches, self.versions, strict=True)
+        )
+
+
+def read_step(batches: Sequence[Any], items: float | None) -> tuple[list[BatchDocuments], list[Document], list[int]]:
+    """Return the rows of each batch of a step, its documents with targets, and where those of each batch begin.
+
+    Each target's coefficient is −1 over the targets of all batches, as the Trainer divides.
+    """
+    all_rows, documents, firsts = list[BatchDocuments](), list[Document](), list[int]()
+    for batch in batches:
+        all_rows.append(read_batch(document_entries(batch)))
+        rows = [document for document in all_rows[-1].documents if document.targets]
+        divisor = items or max(1, sum(document.targets for document in rows)) * len(batches)
+        firsts.append(len(documents))
+        documents += [document.with_values(coefficient=-1.0 / divisor) for document in rows]
+    return all_rows, documents, firsts
+
+
+def rows_digest(documents: Sequence[Document]) -> str:
+    """Return a digest of the ids and labels of documents."""
+    digest = blake2b(digest_size=16)
+    for document in documents:
+        digest.update(np.int64(len(document)).tobytes())
+        digest.update(document.ids.tobytes())
+        digest.update(document.labels().tobytes())
+    return digest.hexdigest()
+
+
+class CollectedTokens:
+    """The loss of a step by its documents' coefficients, which keeps values of tokens on the way."""
+
+    def __init__(self, lengths: Sequence[int], names: tuple[str, ...]) -> None:
+        self._lengths, self._names = tuple(lengths), names
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __call__(self, log_probs: Tensor, at: LossRows) -> Tensor:
+        """Return log-probabilities (t,) times their coefficients."""
+        values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
+        self._parts.append((at.document, at.position, torch.stack(values)))
+        return at["coefficient"] * log_probs
+
+    def sum_over_ranks(self, world: World) -> TokenLogProbs:
+        """Return the values of all tokens, on every rank; entered by all. On GPUs these sums are the device's."""
+        starts = np.cumsum((0, *self._lengths))
+        table = torch.zeros((1 + len(self._names), starts[-1]), dtype=torch.float64, device=world.device)
+        if self._parts and world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
+            documents, positions, values = (torch.cat(parts, -1) for parts in zip(*self._parts, strict=True))
+            at = to_device(starts, world.device)[documents] + positions + 1
+            table[:, at] = values.double()
+        if sums_on_device(world):
+            sums = gather_and_add(table.flatten(), world).view_as(table).cpu().numpy()
+        else:
+            flat = table.flatten().cpu().numpy()
+            sums = world.control.sum_of_arrays(flat, "values of tokens").reshape(table.shape)
+        also = dict(zip(self._names, sums[1:], strict=True))
+        return TokenLogProbs(self._lengths, sums[0], np.zeros(len(self._lengths)), also)
+
+
+def same_coefficients(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
+    """Return whether what a loss left are the coefficients of a guess, up to the rounding of the loss's dtype."""
+    if len(documents) != len(guessed):
+        return False
+    bound = 4 * torch.finfo(dtype).eps
+    for document, guess in zip(documents, guessed, strict=True):
+        if len(document) != len(guess):
+            return False
+        positions = np.flatnonzero(document.labels() != NO_TARGET)
+        positions = positions[positions > 0]
+        slopes, guesses = (d.token_values(positions)["coefficient"] for d in (document, guess))
+        if not np.allclose(slopes, guesses, rtol=bound, atol=0):
+            return False
+    return True
