@@ -116,3 +116,30 @@ def test_a_step_reads_its_device_once_and_prepares_the_next_before(tmp_path: Pat
     assert {name for _, name in ours} <= {"sum_over_ranks", "_read_pieces", "<listcomp>", "sum_of_arrays"}, ours
     assert set(others) <= {"compute_loss", "_run_epoch"} and sum(others.values()) <= 7 * accumulate, others
     assert all(len(done) > 1 and all(done) for done in work.values()), work
+
+
+def below(rank: int, folder: str) -> tuple[int, list[Any]]:
+    """Steps that a class of one's own has read, and the batches that were made ahead of it."""
+    os.environ["CI"] = "1"
+    seen = []
+
+    class Below(with_longspan(SFTTrainer)):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            seen.append(inputs["input_ids"].shape)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trainer = Below(
+        model=model_of(),
+        args=SFTConfig(**Run(folder, 1, None, rank).arguments(logging_steps=100)),
+        train_dataset=completions(64),
+        processing_class=tokenizer(),
+        longspan=LongspanArguments(),
+    )
+    trainer.train()
+    trainer.end()
+    return len(seen), trainer._host_batches.make(1)
+
+
+def test_a_step_of_a_class_below_gets_its_batches_where_the_trainer_puts_them(tmp_path: Path) -> None:
+    steps_seen, made = run_ranks(below, 1, str(tmp_path))[0]
+    assert steps_seen and not made

@@ -141,9 +141,9 @@ class StepsPart(StockTrainer):
         return super()._prepare_for_training(*args)
 
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's loader, whose batches stay on the host until their step."""
+        """Return the Trainer's loader; its batches stay on the host unless a class below has a step that reads them."""
         loader = super().get_train_dataloader()
-        if self.is_in_train:
+        if self.is_in_train and not self._has_step_below:
             self._host_batches.follow(loader)
         return loader
 
@@ -300,10 +300,14 @@ class StepsPart(StockTrainer):
         self._measured = result.grad_norm, gradient_versions(facade.inner_model)
         return collected.sum_over_ranks(self.world)
 
+    @property
+    def _has_step_below(self) -> bool:
+        """Whether a class below this one has a `training_step`, which may change gradients and read batches."""
+        return type(self).training_step is not StepsPart.training_step or "training_step" in vars(self)
+
     def _clip_grad_norm(self, model: Any) -> float:
         model, (norm, versions), limit = self._facade.inner_model, self._measured, self.args.max_grad_norm
-        is_extended = type(self).training_step is not StepsPart.training_step  # it may write gradients in any way
-        if is_extended or versions != gradient_versions(model):
+        if self._has_step_below or versions != gradient_versions(model):
             return clip_grad_norm(model, limit, self.world)
         check_finite(model, self.world, norm=norm)
         clip_gradients(model.parameters(), limit, norm)
