@@ -59,7 +59,7 @@ RUNS = (
     GpuRun(
         "first-steps",
         150,
-        "{python} bench/training/first_steps.py --ranks 2 --longest 16384 --tail 49152 --tail_longest 8192 --steps 3 "
+        "{python} bench/training/first_steps.py --ranks 2 --longest 16384 --tail 49152 --tail_longest 8192 --steps 6 "
         "--runs cold,warm --out {out} -- --model.preset qwen3-0.6b --model.dtype bfloat16",
     ),
     *(GpuRun(f"tests-{part}", seconds, f"{TESTS} --backend nccl --part {part}") for part, seconds in PARTS.items()),
@@ -88,6 +88,20 @@ RUNS = (
     GpuRun("step-packed", 180, f"{STEP} {PACKED} --profile --peers"),
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
     GpuRun("step-256k", 240, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
+    # the longest documents that `longspan plan --longest` names for two H200s (bench/records/what-fits.md)
+    GpuRun("longest-none", 80, f"{STEP} --sequences 24576 --train.memory none --warmup 1 --repeats 1"),
+    GpuRun(
+        "longest-selective",
+        220,
+        f"{STEP} --sequences 206848 {YARN} --train.memory none --train.activation_checkpointing selective "
+        "--warmup 1 --repeats 1",
+    ),
+    GpuRun(
+        "first-steps-eager",
+        110,
+        "{python} bench/training/first_steps.py --ranks 2 --longest 16384 --tail 49152 --tail_longest 8192 --steps 6 "
+        "--runs cold,warm --out {out} -- --model.preset qwen3-0.6b --model.dtype bfloat16 --train.compiled none",
+    ),
     GpuRun("step-peers", 150, f"{STEP.replace('fixed', 'none')} --sequences 8192,16384,32768 --peers --repeats 2"),
     GpuRun("trainer-train", 100, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways train"),
     GpuRun("trainer-sft", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways SFTTrainer"),
