@@ -107,8 +107,9 @@ def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Co
     >>> cost = with_spans(cost, "gemma-3-4b-it/config.json", [256] * 64, 32768)  # doctest: +SKIP
 
     Pairs count at the rate of attention, in the mean over rows: 256 rows of an image take Gemma 3 (4B) 0.4% more than
-    as many of text. Of models whose images do not see each other, and of those that no configuration prices, it is the
-    cost itself.
+    as many of text. The cost of a model whose images do not see each other, or that cannot be priced by its
+    configuration, stays as it is. In windows and chunks such rows are within reach anyway, so only full layers tell
+    what a pair takes.
     """
     try:
         shape = ModelShape.of(config)
@@ -124,7 +125,9 @@ def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Co
 
 
 def scale_times(cost: Cost, factor: float, source: str) -> Cost:
-    """Return the cost of a machine on which everything takes `factor` times as long; `source` names that machine.
+    """Return the cost of a machine on which everything takes `factor` times as long, for as many bytes.
+
+    `source` names that machine.
 
     >>> scale_times(Cost(), 2.0, "GPUs of half the speed").micro_batch_seconds
     0.02

@@ -71,7 +71,7 @@ class RowBytes:
         row = read.count("hidden_size") * bytes_per_value
         with_embedding = has_shared_blocks(read)
         settings = MemorySettings(compute_bytes=bytes_per_value)
-        tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))
+        tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))  # of one row
         kinds = layer_kinds(read) + depth_kinds(read)[-1:] * depths
         return cls(
             activations=sum(
