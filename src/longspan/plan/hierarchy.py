@@ -61,8 +61,8 @@ def hierarchical_groups(plan: Plan) -> Iterator[Group]:
     seen: set[tuple[Slots, object]] = set()
     for batch in plan.micro_batches:
         for group in batch.groups:
-            kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+            types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
             key = (group.slots, group.hierarchical_context_parallel_sizes)
-            if group.degree > 1 and "a2a+p2p" in kinds and key not in seen:
+            if group.degree > 1 and "a2a+p2p" in types and key not in seen:
                 seen.add(key)
                 yield group

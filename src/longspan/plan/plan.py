@@ -115,7 +115,7 @@ class Plan:
             for index, group in enumerate(batch.groups):
                 _check_group(f"micro-batch {m}, group {index}", group, self)
         _check_documents(self)
-        pads = [group.pad_to or 0 for batch in self.micro_batches for group in batch.groups]
+        pads = [group.pad_to or 0 for batch in self.micro_batches for group in batch.groups]  # priced as rows too
         check_size(len(self.lengths), max((*pads, *self.lengths), default=0))
         _check_cap(self)
         return self

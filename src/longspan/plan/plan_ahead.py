@@ -40,6 +40,7 @@ class PlanAhead:
         ahead: int = 2,
         argument_of: Callable[[int], Hashable] | None = None,
     ) -> None:
+        """Take the planner; its process starts when the context is entered."""
         self.ahead: int = check_count("ahead", ahead, least=0)
         self._planner, self._argument_of = planner, argument_of
         self._planning: Planning | None = None

@@ -119,9 +119,9 @@ class GroupTable:
 
 def _group_way(group: Group) -> Way:
     """Return the type that most layers of a group have (of one slot, p2p: it sends nothing), a2a size and partition."""
-    kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+    types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     sizes = group.hierarchical_context_parallel_sizes
-    kind = max(kinds, key=kinds.count) if group.degree > 1 else "p2p"
+    kind = max(types, key=types.count) if group.degree > 1 else "p2p"
     return kind, sizes[0] if sizes else 1, group.partition
 
 

@@ -34,7 +34,7 @@ def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Calla
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    set_rotate_method("allgather")
+    set_rotate_method("allgather")  # keys and values of all ranks at once, instead of a ring
     mesh = init_device_mesh("cuda", (settings.ranks,))
     model = draw_model(settings, world)
     model.set_attn_implementation("sdpa")

@@ -139,6 +139,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
     losses: list[float] = []
 
     def take_step() -> None:
+        """Take the next step of the run, and note its loss."""
         losses.append(training.take_step(plan, documents, len(losses)).loss)
 
     timings = measure_steps(settings, take_step, training.world)

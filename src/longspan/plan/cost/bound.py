@@ -120,8 +120,8 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
     if cost.network:
         least_wait = _wait_seconds_on_network(cost, length, degree, node_size)
     else:
-        kinds = ["p2p", "all_gather", "a2a", "a2a+p2p"] if cost.cp_comm_type == "auto" else [cost.cp_comm_type]
-        least_wait = np.min([_wait_seconds(cost, kind, length, degree, node_size) for kind in kinds], axis=0)
+        types = ["p2p", "all_gather", "a2a", "a2a+p2p"] if cost.cp_comm_type == "auto" else [cost.cp_comm_type]
+        least_wait = np.min([_wait_seconds(cost, kind, length, degree, node_size) for kind in types], axis=0)
     return float((compute + least_wait).min()) + cost.micro_batch_seconds
 
 

@@ -116,7 +116,7 @@ class Cost:
         constants = self.forward.constants() if self.forward else shares
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states = self.states and self.states.forward_only()
-        if self.states and self.forward and self.forward.states:  # measured, or before recomputation
+        if self.states and self.forward and self.forward.states:  # measured, or those without recomputation
             states = self.forward.states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
@@ -126,9 +126,9 @@ class Cost:
         >>> Cost().under(["a2a", "p2p", "a2a"]).cp_comm_type
         'a2a'
         """
-        kinds = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
+        types = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
         heads = self.heads if heads is None else heads
-        return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size, heads=heads)
+        return dataclasses.replace(self, cp_comm_type=max(types, key=types.count), a2a_size=a2a_size, heads=heads)
 
     def ways(self, most: int) -> Iterator["Cost"]:
         """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots.

@@ -79,7 +79,7 @@ def with_recomputation(
         return cost
     shape, forward = ModelShape.of(config, depths=depths), cost.forward_only()
     share = recomputation_share(shape, kind, layers)
-    full, again = (share if kind == word else 0.0 for word in ("full", "selective"))
+    full, again = (share if kind == word else 0.0 for word in ("full", "selective"))  # shares of the layers
     keys = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
     scans = cost.states.scan_seconds if cost.states else 0.0
     weights = (cost.linear_seconds - scans) * (1 + (share * shape.recomputed_weights / shape.weights - frozen) * 2 / 6)

@@ -137,9 +137,9 @@ class Machine(MachineFigures):
         `forward_only` takes a third of both passes, so 6 FLOPs a weight are in float8 here, 2 of which are forward's.
         Such passes are short, so that what the host takes to launch them counts as well.
         """
-        both = cost.linear_seconds + row.layer_passes + row.logit_passes - 3 * row.unused_head
-        both -= 3 * 2 * row.saved
-        forward = dataclasses.replace(cost, linear_seconds=both).forward_only()
+        row_seconds = cost.linear_seconds + row.layer_passes + row.logit_passes - 3 * row.unused_head
+        row_seconds -= 3 * 2 * row.saved
+        forward = dataclasses.replace(cost, linear_seconds=row_seconds).forward_only()
         return dataclasses.replace(
             forward,
             launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
@@ -195,7 +195,7 @@ class Machine(MachineFigures):
         return self.update_seconds + self.weight_update_seconds * weights + summed
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
-        """Return the cost of a model of this shape, whose layers all run alike.
+        """Return the cost of a model of this shape, before what settings change of it.
 
         Experts run at another rate than dense products, so their weights get the difference. `turns` are the bytes that
         a ring moves of a number of a key or value: twice itself, and its gradient, in float32 at least.

@@ -211,7 +211,7 @@ class MessageBound:
                 fits_host, most_near = members <= self.node_size, min(members, self.node_size)
                 inside[i] = self._exchange_row_seconds(members, np.array([members])) if fits_host else np.inf
                 across[i] = self._exchange_row_seconds(members, np.arange(1, most_near + 1))
-        for seconds in (inside[1:], across[1:]):
+        for seconds in (inside[1:], across[1:]):  # without the set of one, which exchanges nothing
             seconds[:] = np.minimum.accumulate(seconds[::-1])[::-1]
         return inside, across
 

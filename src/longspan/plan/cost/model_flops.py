@@ -81,8 +81,8 @@ def _window_pairs(length: int, window: int) -> int:
 
 def _chunk_pairs(length: int, chunk: int) -> int:
     """Count the queries and keys that see each other if each row sees itself and those before it in its chunk."""
-    chunks, rest = divmod(length, chunk)
-    return chunks * _window_pairs(chunk, chunk) + _window_pairs(rest, rest)
+    chunks, last_rows = divmod(length, chunk)
+    return chunks * _window_pairs(chunk, chunk) + _window_pairs(last_rows, last_rows)
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:

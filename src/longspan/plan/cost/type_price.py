@@ -286,7 +286,7 @@ def _key_counts(stop: Integers, length: Integers, call: AttentionCall) -> Floats
     if not call.causal:
         return rows * length
     if call.chunk is not None:
-        chunks, rest = np.divmod(rows, call.chunk)
-        return (chunks * call.chunk**2 + rest**2) / 2
+        chunks, last_rows = np.divmod(rows, call.chunk)
+        return (chunks * call.chunk**2 + last_rows**2) / 2
     limited = rows if call.window is None else np.minimum(rows, call.window)
     return rows * limited - limited**2 / 2

@@ -94,7 +94,7 @@ class _Lanes:
             lanes = order[:count]
             degree = self._gang_degree(lanes)
             is_last_idle = int(self.width[lanes[:-1]].sum()) >= degree
-            if is_last_idle or degree < least_degree:
+            if is_last_idle or degree < least_degree:  # the last lane gives no slot, or the document is over the cap
                 continue
             seconds = self._gang_seconds(item, lanes)
             score = (degree * seconds, seconds)

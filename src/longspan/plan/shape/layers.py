@@ -141,7 +141,7 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     """Return whether a layer has experts, by any of the keys with which configurations say so.
 
     They give the layers with experts, or a type for each layer, or else three conditions: no layer of a list, every
-    so-many-th layer, none of the first.
+    so-many-th layer, none of the first. No layer has any where a token visits none, or a count of 0 is stated.
     """
     if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
         return False

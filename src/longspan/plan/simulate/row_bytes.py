@@ -78,7 +78,7 @@ class RowBytes:
                 row if checkpointing == "full" else bytes_kept(tapes.make_tape(kind, load), checkpointing)
                 for kind in kinds
             )
-            + 4 * depths * row,
+            + 4 * depths * row,  # two rows, before and after they are joined
             between_stages=(1 + with_embedding) * row,
             on_each_stage=with_embedding * row,
         )

@@ -283,8 +283,8 @@ def _link_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
     """
     inside = across = 0.0
     for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):
-        kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-        kind, levels = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
+        types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+        kind, levels = max(types, key=types.count), group.hierarchical_context_parallel_sizes
         inner = group.degree if kind == "a2a" else levels[0] if kind == "a2a+p2p" and levels else 1
         nodes, rows = [slot // plan.node_size for slot in group.slots], sum(group.laid_out)
         sent = bytes_by_level(cost, kind, (inner, group.degree // inner), rows, nodes)
