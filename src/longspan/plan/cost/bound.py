@@ -95,8 +95,8 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
 def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
     """Count the micro-batches that a slot takes part in at least: in lockstep all of them, in free mode on average.
 
-    In free mode a slot skips those without documents for it: on average it is in as many as its rows fill, and without
-    a cap in any small part of one.
+    In free mode a slot skips those without documents for it: on average it is in as many as its rows fill. Without a
+    cap that has no lower limit but 0.
     """
     if mode == "lockstep":
         return 1 if cap is None else max(1, -(-tokens // (slots * cap)))

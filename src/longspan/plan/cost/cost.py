@@ -133,7 +133,7 @@ class Cost:
     def ways(self, most: int) -> Iterator["Cost"]:
         """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots.
 
-        Of a2a+p2p there is one for every number of neighbours in a host that the heads allow. Other costs are the only.
+        a2a+p2p comes once for every number of neighbours in a host that heads allow. Another type's cost yields itself.
         """
         if self.cp_comm_type != "auto":
             yield self

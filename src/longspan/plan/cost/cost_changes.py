@@ -108,8 +108,7 @@ def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Co
 
     Pairs count at the rate of attention, in the mean over rows: 256 rows of an image take Gemma 3 (4B) 0.4% more than
     as many of text. The cost of a model whose images do not see each other, or that cannot be priced by its
-    configuration, stays as it is. In windows and chunks such rows are within reach anyway, so only full layers tell
-    what a pair takes.
+    configuration, stays as it is. So does that of a model without full layers, whose attention tells what a pair takes.
     """
     try:
         shape = ModelShape.of(config)

@@ -195,7 +195,7 @@ class Machine(MachineFigures):
         return self.update_seconds + self.weight_update_seconds * weights + summed
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
-        """Return the cost of a model of this shape, before what settings change of it.
+        """Return the cost of a model of this shape, without what settings change.
 
         Experts run at another rate than dense products, so their weights get the difference. `turns` are the bytes that
         a ring moves of a number of a key or value: twice itself, and its gradient, in float32 at least.

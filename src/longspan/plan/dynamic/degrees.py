@@ -51,7 +51,7 @@ class DegreeTable:
 
         Items that may be anchors, single documents of enough work, are classed by length; of each class the longest one
         is priced at every degree: seconds, rows of a slot, and whether these fit the cap. The fillers'
-        density is the work of a row of a short item, the one than which three quarters are longer.
+        density is the work of a row of a short item, the one after three quarters of all, longest first.
         """
         may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
         lengths = np.unique(problem.tokens[may_anchor])

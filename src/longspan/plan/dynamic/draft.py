@@ -157,7 +157,7 @@ def make_micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
 
 
 def make_micro_batch(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
-    """Make the micro-batch in which these slots have these items, narrow groups first as all slots take them."""
+    """Make the micro-batch in which these slots have these items; every slot takes its narrow groups first."""
     ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
     return MicroBatch(tuple(_make_group(problem, slots, items) for slots, items in ordered))
 

@@ -65,10 +65,10 @@ def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
 
 
 def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
-    """Yield lists of the items of each micro-batch, for a few numbers of micro-batches: equal work in each, or the
-    sorted items cut into parts of equal rows, so that the longest are together; one micro-batch is the same either way.
+    """Yield the items of each micro-batch, for a few numbers of micro-batches and two ways to divide the items.
 
-    An item is in the part that holds its middle row. Micro-batches without items are left out.
+    One way gives every micro-batch equal work. The other cuts the sorted items into parts of equal rows, so that the
+    longest are together; an item is in the part that holds its middle row. Micro-batches without items are left out.
     """
     tokens: list[int] = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2

@@ -115,9 +115,9 @@ class FreeSlots:
         ]
 
     def _smallest_fit(self, width: int, *, whole: bool) -> int:
-        """Return the free slots of the fullest block that still has `width` of them; 0 if none has.
+        """Return the fewest free slots of any block that has at least `width` of them; 0 if none has.
 
-        With `whole`, blocks come first of which so many leave no slot, or enough for another group.
+        With `whole`, blocks come first in which taking `width` leaves no slot, or enough for another group.
         """
         for size in range(width, len(self.by_left)):
             if self.by_left[size] and not (whole and 0 < size - width < self.degrees[0]):

@@ -117,7 +117,7 @@ class ItemTable:
         return len(self.items)
 
     def __eq__(self, other: object) -> bool:
-        """Compare lengths and items, which everything else but the words of messages follows from."""
+        """Compare lengths and items, from which all else but the words of messages follows."""
         return isinstance(other, ItemTable) and (self.lengths, self.items) == (other.lengths, other.items)
 
     def __hash__(self) -> int:

@@ -177,8 +177,8 @@ class Request(PlanOptions):
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
         """Make the checked plan of these micro-batches, with its predicted time and lower bound.
 
-        Dummy micro-batches are added up to the next multiple, if only to a plan of no documents. The bound includes the
-        seconds of the update and of free mode's closing, as the prediction does. `max_cp` limits degrees in the bound.
+        Dummy micro-batches are added up to the next multiple, at least one where there are no documents. The bound has
+        the seconds of the update and of free mode's closing, as the prediction has. `max_cp` limits its degrees.
         """
         micro_batches = self.resolve_types(micro_batches)
         count = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
