@@ -55,14 +55,14 @@ BENCHES = {
     "calibrate": "what this machine and its network sustain, for run.machine and plan --machine",
     "step": "whole training steps of a model under padded, fixed and dynamic plans, next to their predictions",
 }
-SCRIPTS = {
+SCRIPTS = {  # benches that the package does not have, and where they are
     "attention": "bench/attention/attention_types.py",
     "eval": "bench/evaluation/evaluation_degrees.py",
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit code."""
+    """Run the bench that the first argument names, with the others as its flags; returns the exit code."""
     if not argv or argv[0] in ("-h", "--help", "--list"):
         print(usage_text())
         return 0

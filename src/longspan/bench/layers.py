@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 def change_layer_count(configuration: "PreTrainedConfig", count: int) -> "PreTrainedConfig":
     """Change a configuration to so many layers; their kinds repeat in the model's order."""
     text = configuration.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     text.num_hidden_layers = count
-    text.layer_types = [kinds[layer % len(kinds)] for layer in range(count)]
+    text.layer_types = [types[layer % len(types)] for layer in range(count)]
     return configuration

@@ -42,7 +42,8 @@ def write_unfinished(record: dict[str, Any], out: str) -> None:
 def open_record(bench: str, out: Path | None, backend: str, source: Path, **about: Any) -> dict[str, Any]:
     """Open the record at `out` if it has the same commit of `source` and the same backend, otherwise a new one.
 
-    `about` is what all of its figures have in common, such as ranks. Raises ConfigError where it goes on with others.
+    `about` is what all of its figures have in common, such as ranks. Raises ConfigError if the record at `out` has
+    other values of these.
     """
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, cwd=source, capture_output=True, text=True, check=False).stdout.strip()

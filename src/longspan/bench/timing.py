@@ -41,7 +41,7 @@ def profile_run(run: Callable[[], object], world: World) -> tuple[dict[str, floa
 def time_in_turn(run: Callable[[], object], repeats: int, world: World) -> list[float]:
     """Time runs one after another, as steps of a training are: the host waits for the GPU no longer than they do.
 
-    Each is timed from the return of the call before to the return of its own; one more call comes first.
+    Each takes from the return of the call before it to the return of its own, so that an untimed call comes first.
     """
     wait_for_gpu(world)
     world.control.barrier("start of timed runs")
@@ -59,7 +59,7 @@ MARK = "spin_kernel"  # of torch.cuda._sleep
 def profile_in_turn(
     run: Callable[[], object], world: World, repeats: int = 3
 ) -> tuple[dict[str, float], list[dict[str, Any]], float]:
-    """Profile runs one after another: what `profile_run` returns, of the mean run; one more comes first.
+    """Profile runs one after another, behind one that does not count; returns what `profile_run` does, of the mean run.
 
     On a GPU, a run is from the end of what the one before launched to the end of what it launches itself.
     """
@@ -82,7 +82,7 @@ def gaps_in_turn(
 
 
 def _record_in_turn(run: Callable[[], object], world: World, repeats: int, *, with_host: bool = False) -> Any:
-    """Profile one run more than `repeats`, with a mark on the GPU's timeline behind each."""
+    """Profile one run more than `repeats`, with a mark on the GPU's timeline behind each: a kernel that only waits."""
     wait_for_gpu(world)
     world.control.barrier("start of profiled runs")
     with record_profile(world, with_host=with_host) as (recorded, _):
@@ -93,7 +93,7 @@ def _record_in_turn(run: Callable[[], object], world: World, repeats: int, *, wi
 
 
 def mean_gaps(events: Sequence[Event], calls: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return the gaps between the first and the last mark among a GPU's events, by what the host did, of a run."""
+    """Return the gaps among a GPU's events of a run, by what the host did: the mean between the first and last mark."""
     marks = sorted(end for name, _, end in events if MARK in name)
     work = [event for event in events if MARK not in event[0]]
     return gaps_by_cause(work, calls, (marks[0], marks[-1]), len(marks) - 1)

@@ -73,5 +73,8 @@ def check_hierarchy(types: Iterable[str], sizes: Sequence[int] | None, degree: i
 
 
 def heads_allow(degree: int, heads: int | None, types: Iterable[str], tp: int = 1) -> bool:
-    """Return whether so many query heads (None: unknown) can be divided among a group, if a layer uses `a2a`."""
+    """Return whether a group of this degree can divide the model's query heads (None: unknown, so it can).
+
+    Only `a2a` deals heads to all slots of a group; the `tp` ranks of each slot divide its heads once more.
+    """
     return heads is None or degree == 1 or "a2a" not in types or heads % (degree * tp) == 0

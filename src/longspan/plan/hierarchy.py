@@ -45,7 +45,9 @@ def group_levels(group: Group) -> Levels:
 
 
 def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
-    """Return sizes (a2a, p2p) whose product is a degree, for the sizes or the first size that is configured.
+    """Return sizes (a2a, p2p) whose product is a degree; `sizes` are configured, a single number is the first of them.
+
+    The first returned is the greatest common divisor of the configured first size and the degree.
 
     >>> level_sizes((4, 2), 6), level_sizes(2, 8)
     ((2, 3), (2, 4))
@@ -55,12 +57,12 @@ def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
 
 
 def hierarchical_groups(plan: Plan) -> Iterator[Group]:
-    """Yield the groups of a plan that have two levels, each set of slots with its sizes once, in plan order."""
+    """Yield the groups of a plan that have two levels, in plan order; of those with equal slots and sizes the first."""
     seen: set[tuple[Slots, object]] = set()
     for batch in plan.micro_batches:
         for group in batch.groups:
-            kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+            types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
             key = (group.slots, group.hierarchical_context_parallel_sizes)
-            if group.degree > 1 and "a2a+p2p" in kinds and key not in seen:
+            if group.degree > 1 and "a2a+p2p" in types and key not in seen:
                 seen.add(key)
                 yield group

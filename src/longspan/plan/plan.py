@@ -63,7 +63,7 @@ class Plan:
 
     @cached_property
     def efficiency(self) -> float:
-        """Return rows used: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
+        """The share of rows in use: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
 
         A plan that is balanced by time need not fill its slots.
         """
@@ -85,6 +85,7 @@ class Plan:
 
     @cached_property
     def _digest(self) -> str:
+        """The digest, computed once: a plan never changes."""
         return hashlib.sha256(json.dumps(self._integers(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:
@@ -94,6 +95,7 @@ class Plan:
         return json.dumps(self._integers() | floats, indent=indent)
 
     def _integers(self) -> dict[str, Any]:
+        """Return all fields but the floats (seconds and cost), as values for JSON."""
         names = ("slots", "lengths", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
         return {name: getattr(self, name) for name in names} | {"micro_batches": batches}
@@ -113,7 +115,7 @@ class Plan:
             for index, group in enumerate(batch.groups):
                 _check_group(f"micro-batch {m}, group {index}", group, self)
         _check_documents(self)
-        pads = [group.pad_to or 0 for batch in self.micro_batches for group in batch.groups]
+        pads = [group.pad_to or 0 for batch in self.micro_batches for group in batch.groups]  # priced as rows too
         check_size(len(self.lengths), max((*pads, *self.lengths), default=0))
         _check_cap(self)
         return self
@@ -216,6 +218,7 @@ def _check_cap(plan: Plan) -> None:
 
 
 def _excerpt(values: Sequence[object], limit: int = 8) -> str:
+    """Write the first `limit` values, and how many there are if there are more, for an error message."""
     head = ", ".join(str(value) for value in values[:limit])
     return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"
 
@@ -248,7 +251,10 @@ def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
 
 
 def _closing_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
-    """Return a line on what of the predicted seconds, in free mode, is neither a document's nor a wait for one."""
+    """Return a line on the closing seconds of a plan in free mode, which come once a step, or no line without any.
+
+    In lockstep parameters are gathered and gradients summed in every micro-batch, whose seconds include that.
+    """
     if plan.mode == "lockstep" or not cost.closing_seconds:
         return []
     closing, share = _seconds_text(cost.closing_seconds), cost.closing_seconds / times.step_seconds
@@ -256,9 +262,10 @@ def _closing_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
 
 
 def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
-    """Return a line for each micro-batch; of more than `limit`, those in the middle are left out.
+    """Return a line for each micro-batch; of more than `limit` + 1, those in the middle are left out.
 
-    A third of the lines that are shown are the last ones.
+    A third of the lines that are shown are the last ones. A single line is not left out: the line that says so is as
+    long.
     """
     count = len(plan.micro_batches)
     shown = (
@@ -279,7 +286,10 @@ def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
 
 
 def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
-    """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'."""
+    """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'; "dummy" if there are none.
+
+    After `most` degrees it only counts the groups of the others.
+    """
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
     texts = [f"{count} x cp {degree}" for degree, count in counts]
     other_groups = sum(count for _, count in counts[most:])

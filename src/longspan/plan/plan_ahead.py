@@ -40,12 +40,13 @@ class PlanAhead:
         ahead: int = 2,
         argument_of: Callable[[int], Hashable] | None = None,
     ) -> None:
+        """Take the planner; its process starts when the context is entered."""
         self.ahead: int = check_count("ahead", ahead, least=0)
         self._planner, self._argument_of = planner, argument_of
         self._planning: Planning | None = None
-        self._window: range | None = None
-        self._generation = 0
-        self._made_inline: tuple[int, Plan] | None = None
+        self._window: range | None = None  # steps whose plans are requested or made
+        self._generation = 0  # of requests; one more after a jump to a step outside the window
+        self._made_inline: tuple[int, Plan] | None = None  # the last plan that was made here, and its step
 
     def __enter__(self) -> "PlanAhead":
         if self.ahead and self._planning is None:
@@ -58,7 +59,10 @@ class PlanAhead:
         self.close()
 
     def start(self, step: int) -> None:
-        """Begin with the plans of this step and the next ones, without waiting for them."""
+        """Begin with the plans of this step and the next ones, without waiting for them.
+
+        A step outside the window of the last call voids all earlier requests: the run has jumped to it.
+        """
         step = check_count("step", step, least=0)
         if not self.ahead:
             return
@@ -101,11 +105,13 @@ class PlanAhead:
         self._planning, self._window = None, None
 
     def _plan_inline(self, step: int) -> Plan:
+        """Plan this step here; a second call for the same step returns the same plan."""
         if self._made_inline is None or self._made_inline[0] != step:
             self._made_inline = (step, check_plan(self._planner(step, *self._make_request(step).arguments), step))
         return self._made_inline[1]
 
     def _make_request(self, step: int) -> StepRequest:
+        """Make the request for a step's plan, with its argument if the planner takes one."""
         return StepRequest(self._generation, step, () if self._argument_of is None else (self._argument_of(step),))
 
     def _open_planning(self) -> "Planning":

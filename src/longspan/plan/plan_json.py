@@ -11,13 +11,13 @@ _PLAN = {"slots", "lengths", "micro_batches"}  # needed; the rest has a default
 _LIMITS = {"targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple"}
 _PLAN_MORE = _LIMITS | {"tokens", "planner", "predicted_seconds", "lower_bound_seconds", "cost"}
 _GROUP = {"slots", "documents"}
-_GROUP_MORE = {"lengths", "cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "pad_to"}
+_GROUP_MORE = {"lengths", "cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "pad_to"}  # with defaults
 
 
 def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
-    """Read the fields of a plan from a JSON document, unchecked, and its number of tokens if it has one.
+    """Read the fields of a plan from a JSON document, unchecked, and the number of tokens that it states, or None.
 
-    Raises PlanError.
+    The number is no field of a plan, but can be compared with its lengths. Raises PlanError.
     """
     try:
         document = parse_json(text)
@@ -44,7 +44,10 @@ def _read_micro_batch(m: int, groups: Any, lengths: tuple[Any, ...]) -> MicroBat
 
 
 def _read_group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
-    """Read a group from a JSON object. Raises PlanError for fields that it cannot have."""
+    """Read a group from a JSON object. Raises PlanError for fields that it cannot have.
+
+    Sizes may be null, as a group without levels has them; lengths that are left out are those of the plan.
+    """
     values = _read_object(where, item, _GROUP, _GROUP_MORE)
     for name in ("slots", "documents", "lengths", "hierarchical_context_parallel_sizes"):
         if name in values and not (name.startswith("hier") and values[name] is None):
@@ -72,12 +75,14 @@ def _read_object(where: str, value: Any, needed: set[str], more: set[str]) -> di
 
 
 def _read_tuple(where: str, values: Any) -> tuple[Any, ...]:
+    """Return a JSON list as the tuple that plans have. Raises PlanError, naming `where`, for another value."""
     if not isinstance(values, list):
         raise PlanError(f"{where} must be a list, got {type(values).__name__}")
     return tuple(cast(list[Any], values))
 
 
 def _read_seconds(name: str, value: Any) -> float:
+    """Return the seconds of a field. Raises PlanError unless they are a number of at least 0 (nan is none)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise PlanError(f"{name} is {value!r}; it must be a number of at least 0")
     return float(value)

@@ -21,11 +21,11 @@ from longspan.plan.plan import Plan
 _NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
 _SECONDS = ("predicted_seconds", "lower_bound_seconds")
 MOST_BYTES = 64 << 20  # of a line
-_MOST_SLOTS, _MOST_PLACES = 1 << 20, 1 << 24  # of a row that is read, whose groups name ranges of slots
+_MOST_SLOTS, _MOST_PLACES = 1 << 20, 1 << 24  # of a plan, and of its groups in all: a short line can name huge ranges
 
 
 def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
-    """Write the plan of a step as a line of JSON; without its cost if that is the cost `after` of the row before.
+    """Write the plan of a step as a line of JSON, without its cost if that equals `after`, the cost of the line before.
 
     >>> plan_row(7, Plan.from_json(text))  # doctest: +SKIP
     '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
@@ -43,8 +43,8 @@ def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
 
     >>> plans = dict(read_plans("runs/first/plans.jsonl"))  # doctest: +SKIP
 
-    Raises PlanError, with the number of the line, for a line that holds no plan. A cost of one's own is read as the
-    constants that it has; the predicted seconds stay those that it gave.
+    Raises PlanError, with the number of the line, for a line that holds no plan. Of a cost of a caller's own class only
+    the constants are read back; the predicted seconds stay those that it gave.
     """
     cost = DEFAULT_COST
     with Path(path).open(encoding="utf-8") as lines:
@@ -70,9 +70,9 @@ def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "th
 
 
 def find_plan(path: str | Path, step: int) -> Plan | None:
-    """Return the plan of one step in a run's plans.jsonl, the last one of it; None where there is none.
+    """Return the plan of one step in a run's plans.jsonl, the last if the step was run again; None without one.
 
-    Only two lines are read as JSON, and the others passed over. Raises PlanError for a line that holds no plan.
+    Only the step's line and the one with its cost are parsed. Raises PlanError for a line that holds no plan.
 
     >>> find_plan("runs/first/plans.jsonl", 100)  # doctest: +SKIP
     """
@@ -92,7 +92,7 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
 
 
 def has_cost(line: bytes) -> bool:
-    """Return whether a line of plans.jsonl has the cost of its plan, which is that of the lines after it too."""
+    """Return whether a line of plans.jsonl has a cost, which is also that of the lines after it until the next cost."""
     return b'"cost":{' in line
 
 
@@ -116,6 +116,7 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _group_type_name(group: Group) -> str:
+    """Return a group's communication type, or its layers' different types with "/" between; a2a+p2p with its sizes."""
     kind, sizes = group.cp_comm_type, group.hierarchical_context_parallel_sizes
     name = kind if isinstance(kind, str) else "/".join(dict.fromkeys(kind))
     return f"{name} {sizes}" if sizes is not None and "a2a+p2p" in name else name
@@ -131,8 +132,10 @@ def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
 
 
 def _read_plan(row: Mapping[str, Any]) -> Plan:
-    """Read the plan in a line of plans.jsonl, unchecked. Raises ValueError for more slots than a file may ask memory
-    for.
+    """Read the plan in a line of plans.jsonl, unchecked, with the default cost.
+
+    Raises ValueError for more slots than a file may make a reader allocate; a group has its degree third unless it
+    lists its slots.
     """
     lengths: tuple[int, ...] = tuple(row["lengths"])
     kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]

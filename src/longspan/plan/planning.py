@@ -50,7 +50,7 @@ class Failure(NamedTuple):
     def error(self, step: int) -> BaseException:
         """Make the planner's error again, of its own type if that pickles, with its traceback as the cause."""
         error: Any = None if self.pickled is None else pickle.loads(self.pickled)
-        if not isinstance(error, Exception):  # that of a planner that exits would end this process
+        if not isinstance(error, Exception):  # it does not pickle, or is a SystemExit, which would end this process
             error = PlanError(f"the planner of step {step} failed with {self.summary}")
         error.__cause__ = PlannerError(f"while planning step {step}\n{self.text}")
         return error
@@ -108,7 +108,7 @@ class Planning:
             self._worker.connection.send(request)
 
     def keep_window(self, generation: int, window: range) -> None:
-        """Forget answers outside the window of steps."""
+        """Forget answers of other generations or outside this window of steps, and drop those that still come."""
         with self._changed:
             self._generation, self._window = generation, window
             self._answers = {
@@ -133,7 +133,7 @@ class Planning:
         return pickle.loads(answer) if isinstance(answer, bytes) else None
 
     def close(self) -> None:
-        """Ask the process to leave, and see that it does."""
+        """Ask the process to leave, and see that it does; a fork of the owner leaves the process to the owner."""
         if os.getpid() != self._owner:
             return
         self._worker.end(patience=5)
@@ -143,7 +143,8 @@ class Planning:
     def _receive_answers(self) -> None:
         """Take answers from the planning process, in a thread, until it ends.
 
-        Answers come in the order of the requests: those before an answered one are not outstanding either.
+        Answers come in the order of the requests: those before an answered one are not outstanding either. An answer
+        is two messages: the request with a failure or None, and the bytes of the pickled plan.
         """
         connection = self._worker.connection
         try:
@@ -162,10 +163,11 @@ class Planning:
                 self._changed.notify_all()
 
     def _is_in_window(self, request: StepRequest) -> bool:
+        """Return whether the answer of this request is still wanted."""
         return request.generation == self._generation and request.step in self._window
 
     def _death_error(self, step: int) -> PlanError:
-        """Return the error for a step that is not planned because the planning process has ended."""
+        """Return the error for a step that has no plan because the planning process ended; names the step it was at."""
         end = describe_end(self._worker.process.wait())
         return PlanError(
             f"step {step} has no plan: the planning process {self.pid} {end} before step {self._outstanding[0].step} "
@@ -214,11 +216,13 @@ class _Requests:
     """Requests in the order in which they come, read by a thread that also ends the process."""
 
     def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
-        self.newest = 0
+        """Begin to read requests, so that the newest generation is known while an older request is planned."""
+        self.newest = 0  # generation that has been read
         self._queue: queue.SimpleQueue[StepRequest] = queue.SimpleQueue()
         threading.Thread(target=self._read_requests, args=(connection, parent), daemon=True).start()
 
     def take_request(self) -> StepRequest:
+        """Wait for the next request."""
         return self._queue.get()
 
     def _read_requests(self, connection: "Connection[Any, Any]", parent: int) -> None:
@@ -232,7 +236,10 @@ class _Requests:
 
 
 def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest], bytes | Failure]:
-    """Load the planner, answering with bytes; one that cannot be loaded fails for every step."""
+    """Load the planner as a function from a request to a pickled plan or a failure.
+
+    A planner that cannot be loaded fails for every step, so that each `PlanAhead.plan` raises that error.
+    """
     try:
         import_main(main)
         planner = pickle.loads(payload)
@@ -241,7 +248,7 @@ def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest
         return lambda _: failure
 
     def plan(request: StepRequest) -> bytes | Failure:
-        """Plan a step; returns a failure, or the pickled plan."""
+        """Plan a step; returns the pickled plan, or a failure for any error, so that the process lives on."""
         try:
             return pickle.dumps(check_plan(planner(request.step, *request.arguments), request.step))
         except BaseException as error:

@@ -49,6 +49,10 @@ class Refinement:
     """
 
     def __init__(self, cost: Cost, *, first: int = 0) -> None:
+        """Begin without corrections: for the steps of the block of `EVERY` in which `first` is, and of the next.
+
+        Of `cost` only a hash is kept, by which a checkpoint's refinement is known to be of the same cost.
+        """
         self.cost: str = hashlib.sha256(json.dumps(cost.to_json(), sort_keys=True).encode()).hexdigest()
         self._steps: list[MeasuredStep] = []
         block = first // EVERY
@@ -63,7 +67,7 @@ class Refinement:
             raise PlanError(f"the correction of step {step} is not known; those of steps {known} are") from None
 
     def note(self, measured: MeasuredStep) -> None:
-        """Note a step."""
+        """Keep a step's seconds for fits, and forget all steps but the last `WINDOW`."""
         self._steps = [*self._steps[1 - WINDOW :], measured]
 
     def fit(self) -> Correction:
@@ -77,11 +81,15 @@ class Refinement:
         return done // EVERY + 1 not in self._corrections
 
     def put_correction(self, done: int, correction: Correction) -> None:
-        """Let a correction that is fitted to `done` steps price the plans from the next multiple of `EVERY` on."""
+        """Let a correction that is fitted to `done` steps price the plans from the next multiple of `EVERY` on.
+
+        Corrections of earlier blocks of steps are forgotten.
+        """
         block = done // EVERY
         self._corrections = {b: c for b, c in self._corrections.items() if b >= block} | {block + 1: correction}
 
     def _step_columns(self) -> tuple[Sequence[Seconds], Sequence[float]]:
+        """Return the predicted seconds by part, and the measured seconds, of all steps that are kept."""
         return [step.parts for step in self._steps], [step.seconds for step in self._steps]
 
     def ratios(self) -> dict[Part | str, float]:
@@ -103,9 +111,9 @@ class Refinement:
 
     @classmethod
     def from_json(cls, values: Any, cost: Cost) -> "Refinement | None":
-        """Read the refinement that a checkpoint kept; None for one of another cost.
+        """Read the refinement that a checkpoint kept; None for one of another cost, whose predictions it corrects.
 
-        Raises PlanError for what is none.
+        Raises PlanError for values that `to_json` cannot have written.
         """
         refinement = cls(cost)
         try:

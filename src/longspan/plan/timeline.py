@@ -88,9 +88,9 @@ class GroupTable:
         return seconds
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
-        """Return the seconds of each group under the type of a cost, in place of its own.
+        """Return the seconds of each group (G,) as if it had the communication type of the cost.
 
-        They are inf where heads or degree forbid it.
+        They are inf where heads or degree forbid that type; a group of one slot communicates nothing and may have any.
         """
         together = self.together(node_size)
         inside = together == self.degree
@@ -118,10 +118,10 @@ class GroupTable:
 
 
 def _group_way(group: Group) -> Way:
-    """Return the type that most layers of a group have, its a2a size, and its partition."""
-    kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+    """Return the type that most layers of a group have (of one slot, p2p: it sends nothing), a2a size and partition."""
+    types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     sizes = group.hierarchical_context_parallel_sizes
-    kind = max(kinds, key=kinds.count) if group.degree > 1 else "p2p"
+    kind = max(types, key=types.count) if group.degree > 1 else "p2p"
     return kind, sizes[0] if sizes else 1, group.partition
 
 
@@ -143,7 +143,7 @@ class Timeline:
     @property
     def idle(self) -> Floats:
         """Share of each micro-batch's slot time that is spent waiting, between 0 and 1 (micro-batches,)."""
-        taken = np.diff(self.end, axis=0, prepend=0.0).sum(axis=1)
+        taken = np.diff(self.end, axis=0, prepend=0.0).sum(axis=1)  # slot seconds; 0 if all slots skip it
         return np.clip(1.0 - self.busy.sum(axis=1) / np.maximum(taken, 1e-300), 0.0, 1.0)
 
 
@@ -223,7 +223,7 @@ def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
     """Return the lowest slot that groups join each slot to in each micro-batch (M, slots).
 
     By hooking and pointer jumping: a slot takes the lowest label in any of its groups, and then that label's label,
-    until nothing changes.
+    until nothing changes. Labels count through the slots of all micro-batches, m x slots + slot.
     """
     label = np.arange(count * slots)
     cells = table.micro_batch[table.group] * slots + table.slot
@@ -247,10 +247,12 @@ def _sum_by_slot(table: GroupTable, values: Floats | Ints, count: int, slots: in
 
 
 def _segment_sums(values: Ints, counts: Ints) -> Ints:
+    """Sum the first counts[0] values, the next counts[1], and so on (len(counts),); 0 for a count of 0."""
     total = np.concatenate(([0], np.cumsum(values)))
     stop = np.cumsum(counts)
     return total[stop] - total[stop - counts]
 
 
 def _int_array(values: Sequence[int]) -> Ints:
+    """Return integers as an int64 array, an empty list too, which numpy would make float."""
     return np.array(values, dtype=np.int64)

@@ -77,8 +77,8 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
     >>> cluster_ranks(4, {0: {1: far, 2: near, 3: far}, 1: {0: far, 2: far, 3: near}})
     Boundary(hosts=((0, 2), (1, 3)), others=())
 
-    Near and far are told apart by the widest gap between all seconds, if it is one; if it is none, or if pivots
-    contradict each other, nothing is told.
+    Near and far are told apart by the widest gap between all seconds. Where that is less than `GAP`, or where the hosts
+    of two pivots overlap in part, there are no hosts in the result.
     """
     limit = _widest_gap(seconds for of_pivot in measured.values() for seconds in of_pivot.values())
     if limit is None:
@@ -110,7 +110,7 @@ def launcher_hosts(ranks: int, node_size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def contradicts_launcher(boundary: Boundary, ranks: int, node_size: int) -> bool:
-    """Return whether measured hosts are not those of the launcher."""
+    """Return whether some measured host is not one of the launcher's; of those without a pivot nothing is known."""
     return not set(boundary.hosts) <= set(launcher_hosts(ranks, node_size))
 
 

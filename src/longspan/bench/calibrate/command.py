@@ -151,7 +151,7 @@ def write_machine(measured: Machine, path: Path) -> None:
 def make_record(
     calibration: Calibration, measured: Measured, settings: CalibrationSettings, command: Sequence[str]
 ) -> dict[str, Any]:
-    """Make the machine, the measurements and the host, as a JSON object."""
+    """Make the record as a JSON object: what was measured, and where, the machine that was fitted, and its errors."""
     overheads = {name: getattr(calibration, name) for name in ("step_seconds", "call_seconds", "pass_seconds")}
     return {
         "bench": "calibrate",
@@ -231,11 +231,12 @@ def _figure_rows(measured: Machine) -> str:
 
 
 def _sample_mark(measured: Machine, name: str) -> str:
+    """Return "assumed" for a figure that no sample decided, else ""."""
     return "assumed" if name in measured.assumed_parts else ""
 
 
 def _fit_errors_line(record: dict[str, Any]) -> str:
-    """Write a line of the errors on what was held out."""
+    """Write a line of the mean errors on the measurements that were held out, by part; or that there were none."""
     held_out = sum(not row["fitted"] for row in record["samples"])
     parts = [f"{part} {100 * error:.1f} %" for part, error in record["errors"].items() if part != "all"]
     if not held_out:

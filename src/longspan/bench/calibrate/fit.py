@@ -44,8 +44,8 @@ class Sample:
     """One measurement: how often each figure of a machine counts in it, and the seconds that it took.
 
     `steps` and `micro_batches` of a model with `weight_flops`, `layers` that were launched forward. `attention_flops`
-    of kernels, and `half_flops` the same over the rows of a piece; `calls` of attention or of memory passes over
-    `bytes`. Messages have a `level`, a `kind` and `bytes`; a type of attention has its `group`, `call` and
+    of kernels, and `half_flops`, these divided by the rows of a document; `calls` of attention, or of memory passes
+    over `bytes`. Messages have a `level`, a `kind` and `bytes`; a type of attention has its `group`, `call` and
     `cp_comm_type`. `fitted` samples decide the figures, the others are held out.
     """
 
@@ -136,7 +136,10 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
 
 
 def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean relative error, without sign, of samples held out: of each part that has any, and of "all"."""
+    """Return the mean relative error, without sign, of samples held out: of each part that has any, and of "all".
+
+    Single products are left out: a machine's rate is that of products in whole steps.
+    """
     of_part: dict[str, list[float]] = {}
     for sample in samples:
         if not sample.fitted and sample.part != "product":
@@ -188,8 +191,8 @@ def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
     }
     if not all(points[kind] for kind in KINDS):
         return {}
-    both = all(points[kind] for kind in SHARDED_KINDS)
-    return {kind: Wire.fit(points[kind]) for kind in (*KINDS, *(SHARDED_KINDS if both else ()))}
+    has_sharded = all(points[kind] for kind in SHARDED_KINDS)
+    return {kind: Wire.fit(points[kind]) for kind in (*KINDS, *(SHARDED_KINDS if has_sharded else ()))}
 
 
 def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str, float]:
@@ -211,7 +214,7 @@ def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str,
 
 
 def _ring_wait(calibration: Calibration, sample: Sample) -> float:
-    """Return what one step of a ring takes in one pass beyond the kernels of the call."""
+    """Return what one step of a ring takes in one pass beyond the kernels of the call: of degree − 1 in each of two."""
     assert sample.group and sample.call
     price = calibration.machine.attention_seconds(sample.group, sample.call)["p2p"]
     exposed_seconds = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
@@ -219,6 +222,7 @@ def _ring_wait(calibration: Calibration, sample: Sample) -> float:
 
 
 def _type_seconds(machine: Machine, sample: Sample) -> float:
+    """Return the price on a machine of a sample's call of attention under its communication type."""
     assert sample.group and sample.call
     return machine.attention_seconds(sample.group, sample.call)[sample.cp_comm_type].seconds
 
@@ -227,9 +231,9 @@ def _scale_rates(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the rates that are never measured, scaled from the base's by how fast the measured device is."""
     usual = _layer_rate(base)
     faster = figures.get("product_flops_per_second", usual) / usual
-    memory = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
+    memory_ratio = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
     rates = {name: getattr(base, name) * faster for name in NEVER_MEASURED if name.endswith("_flops_per_second")}
-    return rates | {"channel_seconds": base.channel_seconds / memory}
+    return rates | {"channel_seconds": base.channel_seconds / memory_ratio}
 
 
 def _layer_rate(machine: Machine) -> float:
@@ -246,6 +250,7 @@ def _solve_seconds(samples: Sequence[Sample], *names: str, weights: Sequence[Sam
 
 
 def _sample_column(samples: Sequence[Sample], name: str) -> Floats:
+    """Return a field of all samples (samples,)."""
     return np.array([getattr(sample, name) for sample in samples], dtype=np.float64)
 
 
@@ -264,6 +269,7 @@ def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[floa
             continue  # a constant that no sample contains
         x = np.linalg.lstsq(a[:, use] / scale, b, rcond=None)[0] / scale
         residual = a[:, use] @ x - b
+        # Fewer columns, which come first, win unless more of them are better beyond rounding.
         if (x >= 0).all() and float(residual @ residual) < best_squares * (1 - 1e-12):
             best_squares, solution = float(residual @ residual), np.zeros(n)
             solution[use] = x

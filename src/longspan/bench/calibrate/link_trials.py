@@ -24,7 +24,7 @@ from longspan.plan.cost.links import Level
 
 GPU_SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
-TURNS = {1 << 18: 16, 1 << 22: 4}  # in a row, of messages of at most so many bytes; 1 of longer ones
+TURNS = {1 << 18: 16, 1 << 22: 4}  # how often messages of at most so many bytes are sent in a row; longer ones once
 
 # torch 2.13 renamed these two.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,7 +32,10 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 
 
 def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
-    """List sizes and whether they are fitted: all that are given, and two between the larger ones that are held out."""
+    """List sizes in bytes and whether they are fitted: all that are given; those between the larger ones are held out.
+
+    Between two neighbours it is their geometric mean, in multiples of 64 bytes.
+    """
     between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])
 
@@ -41,6 +44,7 @@ class LinkTrials:
     """The messages between the slots of a world; made and run by all ranks together."""
 
     def __init__(self, world: World, sizes: Sequence[int]) -> None:
+        """Find the slots of this host, and open the communicators; `sizes` are bytes of messages, rising."""
         self.world: World = world
         self.sizes: list[tuple[int, bool]] = message_sizes(sizes)
         self.node_size: int = world.node_size
@@ -61,7 +65,10 @@ class LinkTrials:
         return trials
 
     def _slot_trials(self) -> Iterator[Trial]:
-        """Yield the trials of messages between the slots of one host, for each host at the same time."""
+        """Yield the trials of messages between the slots of one host, for each host at the same time.
+
+        In an exchange or gather of `size` bytes each of the width − 1 others sends or gets its share of them.
+        """
         host, channels = self.host, self.world.channels
         together = channels.find_channel(host)
         pair = channels.find_channel(host[:2]) if self.world.slot in host[:2] and len(host) > 1 else None
@@ -80,25 +87,30 @@ class LinkTrials:
         """Yield the trials of messages between hosts.
 
         All slots exchange and gather; point to point, each slot sends to the slot at its place in the next host. In
-        `point_alone` only the first slot of each host sends.
+        `point_alone` only the first slot of each host sends. A gather's bytes count once for all slots of a host, which
+        share what arrives, so that each receives `host_slots` times as many.
         """
         world, hosts, slots = self.world, self.hosts, self.world.home.slots
         everyone = world.channels.find_channel(range(slots))
         others = set(range(slots)) - set(self.host)
         place, host_slots = world.slot % self.node_size, min(map(len, hosts))
         slots_in_same_place = [host[place] for host in hosts if len(host) > place]
-        row = world.channels.find_channel(slots_in_same_place) if len(slots_in_same_place) > 1 else None
-        first = row if place == 0 else None
+        place_channel = world.channels.find_channel(slots_in_same_place) if len(slots_in_same_place) > 1 else None
+        first_channel = place_channel if place == 0 else None
         of_gather = lambda size: self._gather_call(everyone, size * host_slots // (slots - 1))  # noqa: E731
         of_exchange = lambda size: self._exchange_call(everyone, size // (slots - host_slots), others)  # noqa: E731
         yield from self._size_trials("across", "exchange", of_exchange)
         yield from self._size_trials("across", "gather", of_gather)
-        yield from self._size_trials("across", "point", lambda size: self._shift_call(row, size))
-        yield from self._size_trials("across", "point_alone", lambda size: self._shift_call(first, size))
+        yield from self._size_trials("across", "point", lambda size: self._shift_call(place_channel, size))
+        yield from self._size_trials("across", "point_alone", lambda size: self._shift_call(first_channel, size))
         yield from self._sharded_trials("across", world, slots, host_slots)
 
     def _sharded_trials(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
-        """Yield trials of FSDP2's collectives on its mesh's group: half-precision parameters, float32 gradients."""
+        """Yield trials of FSDP2's collectives on its mesh's group: bfloat16 parameters, float32 gradients.
+
+        `width` slots shard the parameters. Where `together` of them share a host's way to others, each receives so many
+        times the bytes that are counted.
+        """
         group = world.meshes.fsdp.get_group("slots")
         of_block = lambda size: size * together // (width - 1)  # noqa: E731
         yield from self._size_trials(
@@ -136,16 +148,19 @@ class LinkTrials:
         return lambda: channel.shift(x, into, "bench calibrate").wait()
 
     def _gather_parameters(self, group: ProcessGroup, width: int, block: int) -> Callable[[], object]:
+        """Return a call that gathers shards of `block` bytes of `width` slots, in bfloat16."""
         shard = torch.zeros(max(1, block // 2), dtype=torch.bfloat16, device=self.world.device)
         whole = shard.new_empty(len(shard) * width)
         return lambda: _gather(whole, shard, group=group)
 
     def _reduce_gradients(self, group: ProcessGroup, width: int, block: int) -> Callable[[], object]:
+        """Return a call that sums gradients over `width` slots and leaves `block` bytes of them on each, in float32."""
         shard = torch.zeros(max(1, block // 4), dtype=torch.float32, device=self.world.device)
         whole = shard.new_zeros(len(shard) * width)
         return lambda: _reduce(shard, whole, group=group)
 
     def _byte_buffer(self, size: int) -> Tensor:
+        """Make a message of so many bytes on the device."""
         return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
 
 

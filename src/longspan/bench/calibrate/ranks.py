@@ -82,15 +82,15 @@ def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
 def _find_hosts(world: World, clock: Clock) -> str:
     """Find the hosts, and write a line about them. Raises CommError where messages show others than the launcher.
 
-    Hosts are of_size apart by the latency of short messages or, if that is about the same everywhere or contradicts the
+    Hosts are told apart by the latency of short messages or, if that is about the same everywhere or contradicts the
     launcher, by longer ones.
     """
     slots, node_size = world.home.slots, world.node_size
     boundary = Boundary(())
     for size in (SHORT, LONG):
         measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
-        of_size = measure_steady_boundary(slots, node_size, measure)
-        boundary = of_size if of_size.hosts else boundary
+        measured = measure_steady_boundary(slots, node_size, measure)
+        boundary = measured if measured.hosts else boundary
         if boundary.hosts and not contradicts_launcher(boundary, slots, node_size):
             break
     return check_boundary(boundary, slots, node_size)
@@ -129,7 +129,10 @@ class Shape:
         return AttentionCall(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, bytes_per_number=size)
 
     def flops(self, squares: float) -> float:
-        """Count the FLOPs of one layer's attention, forward and backward, by the documents' sum of squared lengths."""
+        """Count the FLOPs of one layer's attention, forward and backward, by the documents' sum of squared lengths.
+
+        Forward has two products of 2 FLOPs for each feature and each causal pair, which are half of the squares.
+        """
         return OF_BOTH * 2 * self.heads * self.head_dim * squares
 
 
@@ -137,6 +140,7 @@ class _Bench:
     """What is timed in a world."""
 
     def __init__(self, settings: CalibrationSettings, world: World, clock: Clock) -> None:
+        """Load the model whose steps are timed, and prepare it unsharded."""
         self.settings, self.world, self.clock = settings, world, clock
         # each rank is a replica: nothing is gathered in a step
         self.replicas = world.open_inner(Layout(settings.ranks, dp_replicate=settings.ranks))
@@ -148,7 +152,7 @@ class _Bench:
     def samples(self) -> list[Sample]:
         """Time everything that a machine has a figure for, part after part."""
         samples = self._time_trials(self._model_trials(), "steps of a model")
-        self.model = None
+        self.model = None  # its memory is free for what follows
         samples += self._time_trials(self._device_trials(), "products, attention and memory")
         if self.world.home.slots > 1:
             sizes = GPU_SIZES if self.world.device.type == "cuda" else CPU_SIZES
@@ -157,6 +161,7 @@ class _Bench:
         return samples
 
     def _time_trials(self, trials: Iterator[Trial] | list[Trial], what: str) -> list[Sample]:
+        """Time trials as often as the settings say; `what` names them in the line of progress."""
         settings = self.settings
         return self.clock.time_trials(list(trials), warmup=settings.warmup, repeats=settings.repeats, what=what)
 
@@ -169,7 +174,11 @@ class _Bench:
         yield self._launch_trial()
 
     def _device_trials(self) -> Iterator[Trial]:
-        """Yield what one device does: products of matrices, attention over pieces, and passes over memory."""
+        """Yield what one device does: products of matrices, attention over documents, and passes over memory.
+
+        Attention is over as many rows as the longest document has, cut into documents of each length, and over those of
+        the second longest, cut into shorter ones.
+        """
         device, lengths = self.world.device.type, self.settings.lengths
         for width in PRODUCT_WIDTHS[device]:
             yield from (self._product_trial(rows, width) for rows in PRODUCT_ROWS[device])
@@ -180,7 +189,10 @@ class _Bench:
             yield self._memory_trial(count, fitted=_is_fitted(i))
 
     def _type_trials(self) -> Iterator[Trial]:
-        """Yield each type of attention of a document over a host's slots and over all; half of it is held out."""
+        """Yield each type of attention of a document over a host's slots and over all; every second length is held out.
+
+        A degree that does not divide the slots is left out, as not all of them would take part.
+        """
         slots, node_size = self.world.home.slots, self.world.node_size
         of_level: dict[Level, int] = {"inside": min(slots, node_size), "across": slots}
         for level, degree in of_level.items():
@@ -259,7 +271,10 @@ class _Bench:
         return Trial(sample, self._attend_call(plan))
 
     def _group_type_trials(self, level: Level, degree: int, length: int, *, fitted: bool) -> Iterator[Trial]:
-        """Yield trials of one document for every group of so many slots, under each type that its heads allow."""
+        """Yield trials of one document for every group of so many slots, under each type that its heads allow.
+
+        a2a+p2p with a level of 1 is left out: it is another of the types.
+        """
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         group = plan.micro_batches[0].groups[0]
         prices = self.world.machine.attention_seconds(group, self.shape.call, node_size=self.world.node_size)
@@ -290,6 +305,7 @@ class _Bench:
         return lambda: torch.autograd.grad(attend(q, k, v, shard, **arguments), (q, k, v), gradient)
 
     def _draw_rows(self, rows: int, heads: int) -> Tensor:
+        """Draw random queries, keys or values (rows, heads, head size) that take a gradient."""
         size = (rows, heads, self.shape.head_dim)
         return torch.randn(size, device=self.world.device).to(self.shape.dtype).requires_grad_()
 
@@ -303,6 +319,7 @@ def _load_timed_model(settings: CalibrationSettings) -> Any:
     """Load the model that is timed: from a folder, or random weights of a preset at the vocabulary of the bench."""
     if settings.model:
         return load_model(settings.model, dtype=settings.dtype)
+    # Tiny presets are made for a vocabulary; published ones bring their own, which is replaced.
     configuration = preset_config(settings.preset, vocab_size=VOCABULARY if "tiny" in settings.preset else None)
     configuration.get_text_config().vocab_size = VOCABULARY
     if settings.layers:

@@ -23,16 +23,17 @@ class Trial(NamedTuple):
 
 
 class Clock:
-    """Times trials on all ranks of a world, until its minutes are over."""
+    """Times trials on all ranks of a world, until its seconds are over."""
 
     def __init__(self, world: World, *, most_seconds: float) -> None:
+        """Start the clock; after `most_seconds` no round of trials begins."""
         self.world: World = world
         self.most_seconds: float = most_seconds
         self.began: float = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the clock started."""
         return time.perf_counter() - self.began
 
     def print_line(self, line: str) -> None:
@@ -41,10 +42,11 @@ class Clock:
             print(f"{self.seconds:5.1f} s  {line}", file=sys.stderr, flush=True)
 
     def time_trials(self, trials: Sequence[Trial], *, warmup: int, repeats: int, what: str) -> list[Sample]:
-        """Time trials of the slowest rank, in the median of rounds; returns samples. Entered by all ranks.
+        """Time trials; returns their samples with the slowest rank's seconds, in the median of rounds.
 
-        They are measured in rounds, so that what disturbs the machine for a while disturbs no sample always. No round
-        begins once the time is over, except for the first timed one.
+        All ranks enter. Every round has all trials, so that what disturbs the machine for a while disturbs no sample in
+        most rounds. No round begins once the time is over, except for the first timed one. Seconds are above 0, as
+        errors are relative to them.
         """
         times: list[list[float]] = []
         for i in range(warmup + repeats):
@@ -66,7 +68,7 @@ class Clock:
         for other_slot in range(self.world.home.slots):
             if other_slot == pivot or own_slot not in (pivot, other_slot):
                 continue
-            run(pivot + other_slot - own_slot)  # the first message between two ranks connects them
+            run(pivot + other_slot - own_slot)  # to the other of the two; the first message connects them
             self._wait_for_device()
             times: list[float] = []
             for _ in range(repeats):
@@ -78,7 +80,7 @@ class Clock:
         return self.world.control.broadcast_object(measured, self.world.home.ranks[pivot])
 
     def _measure_seconds(self, trial: Trial) -> float:
-        """Measure seconds on this rank; all ranks begin together."""
+        """Measure the seconds of one turn of a trial on this rank; all ranks begin together."""
         self.world.control.barrier()
         self._wait_for_device()
         began = time.perf_counter()
@@ -88,5 +90,6 @@ class Clock:
         return (time.perf_counter() - began) / trial.turns
 
     def _wait_for_device(self) -> None:
+        """Wait until the device has done what was launched; a CPU has when the call returns."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)

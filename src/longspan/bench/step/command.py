@@ -35,7 +35,7 @@ _NORMS = {
 }
 _COMPILED = {
     "layers": ", compiled layers",
-    **dict.fromkeys(("modules", True), ", compiled norms and MLPs"),
+    **dict.fromkeys(("modules", True), ", compiled norms and MLPs"),  # True and False are of older records
     **dict.fromkeys(("none", False), ""),
     "auto": "",  # a record's execution says what it came to
 }
@@ -97,6 +97,7 @@ def _documents_text(record: dict[str, Any]) -> str:
 
 
 def _table_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Write the rows of the record that have figures, in the columns of `_NAMES`."""
     return [_record_row(row, _plan_bytes_text(record)) for row in record["rows"] if "missing" not in row]
 
 
@@ -116,7 +117,7 @@ def _memory_text(record: dict[str, Any]) -> str:
 
 
 def _retries_lines(record: dict[str, Any]) -> list[str]:
-    """Write of each row whose allocator had to give memory back how often it did."""
+    """Write a line for each row whose allocator ran out and gave cached memory back, with how often it did."""
     return [
         f"{row['name']}: {retries_text(row['allocator_retries'], row['peak_bytes'], row['reserved_bytes'])}"
         for row in record["rows"]
@@ -125,7 +126,7 @@ def _retries_lines(record: dict[str, Any]) -> list[str]:
 
 
 def _gap_tables(record: dict[str, Any]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Return of each row with gaps a title, and what the host did while nothing ran on the GPU."""
+    """Return a title for each row with gaps, and the cells that say what the host did while nothing ran on the GPU."""
     return [
         (f"Nothing ran on the GPU of the first rank in a step of {row['name']}:", gap_cells(row["gaps"]))
         for row in record["rows"]
@@ -152,6 +153,7 @@ def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
 
 
 def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Write the seconds by part of the rows that were profiled."""
     rows = [row for row in record["rows"] if "parts" in row]
     return [(row["name"], *part_cells(row)) for row in rows]
 
@@ -168,6 +170,7 @@ def _kernel_tables(record: dict[str, Any]) -> str:
 
 
 def _missing_text(record: dict[str, Any]) -> str:
+    """Write a line for each peer that did not run, with its reason."""
     return "".join(f"\n- {row['name']}: not available: {row['missing']}" for row in record["rows"] if "missing" in row)
 
 

@@ -64,7 +64,10 @@ class StepFlags(BenchFlags, SourceFlags):
 
 
 def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
-    """Parse the flags, and the configuration that file and flags make together, with nothing for what neither gives."""
+    """Parse the flags; returns them and the configuration of the file with the keys that flags change.
+
+    Flags are parsed a second time with the values of the file that they name as defaults.
+    """
     flags, file = parse_flags(StepFlags, argv, "longspan bench step", StepFlags()), RunConfig()
     if flags.config:
         file = read_file(flags.config)

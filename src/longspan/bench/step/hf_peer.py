@@ -34,7 +34,7 @@ def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Calla
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    set_rotate_method("allgather")
+    set_rotate_method("allgather")  # keys and values of all ranks at once, instead of a ring
     mesh = init_device_mesh("cuda", (settings.ranks,))
     model = draw_model(settings, world)
     model.set_attn_implementation("sdpa")
@@ -44,6 +44,7 @@ def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Calla
     losses: list[float] = []
 
     def step() -> None:
+        """Run the sequence and the optimizer, and note the loss: a mean over the targets of all ranks."""
         ids, labels, positions = _make_inputs(settings, world)
         buffers = [ids, labels, positions]
         with (
@@ -74,7 +75,11 @@ def _check_stack(settings: StepSettings, world: World) -> None:
 
 
 def _make_inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make ids, labels and positions (1, S) of the whole sequence, on every rank."""
+    """Make ids, labels and positions (1, S) of the whole sequence, on every rank.
+
+    Ids are a hash of positions, so that they look random and are the same on all ranks. Each tensor is a copy, as
+    `context_parallel` leaves a rank's shard in its place.
+    """
     length = settings.lengths[0]
     positions = torch.arange(length, device=world.device)
     mixed = (positions + 1) * 2654435761 + 40503
@@ -84,7 +89,7 @@ def _make_inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, to
 
 
 def draw_model(settings: StepSettings, world: World) -> Any:
-    """Make the model with random weights, whole on the device: those of a tiny preset are the run's."""
+    """Make the model with random weights, whole on the device: for a tiny preset those that a run draws."""
     torch.manual_seed(settings.config.train.seed)
     with torch.device(world.device):
         dtype = getattr(torch, settings.config.model.dtype)
@@ -108,7 +113,7 @@ def shard_model(settings: StepSettings, model: Any, mesh: Any) -> None:
 
 
 def make_peer_optimizer(settings: StepSettings, model: Any) -> Any:
-    """Make the optimizer of the run with learning rate 0; of AdamW torch's fused one, as peers have it."""
+    """Make the optimizer of the run with learning rate 0; AdamW is torch's fused one, as peers have it."""
     name = settings.config.train.optimizer
     fused: dict[str, Any] = {"fused": True} if name == "adamw" else {}
     return build_optimizer(model, name, lr=0.0, **fused)

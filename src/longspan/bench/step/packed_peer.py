@@ -115,6 +115,10 @@ def choose_attention(device: torch.device) -> tuple[str, Attend]:
 
 
 def _attend_by_fa4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
+    """Attend causally in each document, q (T, N, H), k and v (T, K, H), on FlashAttention-4: (T, N, H).
+
+    Versions differ in whether the log-sum-exp is returned too.
+    """
     from flash_attn.cute.interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
@@ -124,15 +128,20 @@ def _attend_by_fa4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest:
 
 
 def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
+    """Attend as `_attend_by_fa4` does, by torch's `varlen_attn`; a window of any rows before and none after is causal.
+
+    Keys and values are repeated for each query head, as torch 2.11 has no grouped heads here.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    heads = q.shape[1] // k.shape[1]  # torch 2.11 has no grouped heads here
-    k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     arguments: Any = (q, k, v, cu_seqlens, cu_seqlens, longest, longest)
     return varlen_attn(*arguments, scale=scale, window_size=(-1, 0))  # pyright: ignore[reportReturnType]
 
 
 def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
+    """Attend as `_attend_by_fa4` does, one document after another by scaled-dot-product attention."""
     lengths = cu_seqlens.diff().tolist()
     documents = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
     outputs = [
@@ -164,12 +173,14 @@ class CompiledLayers:
     """Decoder layers that run compiled, of which the last `recomputed` run a second time in the backward pass."""
 
     def __init__(self, model: Any, backend: str) -> None:
+        """Compile each layer's forward by this backend of torch.compile; none is recomputed yet."""
         layers = decoder_layers(model).values()
         self.count, self.recomputed = len(layers), 0
         for index, layer in enumerate(layers):
             layer.forward = partial(self._run_layer, index, torch.compile(layer.forward, backend=backend))
 
     def _run_layer(self, index: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Run the compiled forward of a layer, under a checkpoint if it is among the last ones."""
         if index < self.count - self.recomputed:
             return forward(*arguments, **options)
         return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
@@ -178,7 +189,8 @@ class CompiledLayers:
 def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: World) -> None:
     """Recompute as few layers as fit in the device's memory.
 
-    By the peaks of two steps: with all layers recomputed, and with all but two. On a CPU nothing is recomputed.
+    By the peaks of two steps: with all layers recomputed, and with all but two, which differ by what two layers keep.
+    All ranks recompute as many as the one with the least room. On a CPU nothing is recomputed.
     """
     if world.device.type != "cuda":
         return
@@ -228,6 +240,7 @@ def make_packed_step(
     losses: list[float] = []
 
     def step() -> None:
+        """Run the micro-batches and the optimizer, and note the loss: a mean over the targets of all ranks."""
         total = torch.zeros((), device=world.device, dtype=torch.float64)
         for batch in batches:
             logits = model(**batch.model_arguments()).logits
@@ -254,4 +267,5 @@ def make_packed_step(
 
 
 def _sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the cross entropy of logits (T, vocabulary) at labels (T,), in float32."""
     return F.cross_entropy(logits.float(), labels, ignore_index=NO_TARGET, reduction="sum")

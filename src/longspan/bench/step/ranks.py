@@ -38,7 +38,10 @@ from longspan.train.training import Training, load_run_model, make_optimizer, pr
 
 
 def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
-    """Open a world, time every planner and the peer; the record, equal on every rank."""
+    """Open a world, time every planner and the peers; returns the record, which is equal on every rank.
+
+    The cost and the plan of memory, which all planners share, move from their rows to the record.
+    """
     backend = None if settings.backend == "nccl" else "gloo"
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
         settings = replace(settings, config=set_node_size(settings.config, world))
@@ -53,17 +56,22 @@ def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
 
 
 def _log_first_rank(rank: int, line: str) -> None:
+    """Print a line to standard error on rank 0 alone."""
     if rank == 0:
         print(line, file=sys.stderr)
 
 
 def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
+    """Make a record of settings, machine and versions, without rows."""
     about = {"backend": world.backend, "machine": machine_facts(), "versions": versions()}
     return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), "memory": None, **about, "rows": []}
 
 
 def _measure_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield every planner over one model, then the peer, once that model is gone."""
+    """Yield each row's name and the function that measures it: every planner over one model, then the peers.
+
+    The model is freed before a peer makes its own.
+    """
     if settings.planners:
         training = _make_training(settings, world)
         for batch in settings.batches():
@@ -86,6 +94,7 @@ def _measure_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, 
 
 
 def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
+    """Return the rows of the sequence for a name, if sequences are timed one by one; else ""."""
     return f", {batch.lengths[0]:,} rows" if settings.sequences else ""
 
 
@@ -130,6 +139,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
     losses: list[float] = []
 
     def take_step() -> None:
+        """Take the next step of the run, and note its loss."""
         losses.append(training.take_step(plan, documents, len(losses)).loss)
 
     timings = measure_steps(settings, take_step, training.world)
@@ -148,7 +158,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
 
 
 def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
-    """Measure the stock step that is compared with; an error of it becomes a row that says so."""
+    """Measure the stock step of one sequence that is compared with; an error becomes a row that says so."""
     try:
         with make_peer_step(settings, world) as (step, losses):
             return measure_steps(settings, step, world) | {"loss": losses[0]}
@@ -157,6 +167,7 @@ def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
 
 
 def _measure_packed_peer(settings: StepSettings, world: World) -> dict[str, Any]:
+    """Measure the step of packed documents that is compared with; an error becomes a row that says so."""
     try:
         with make_packed_step(settings, world) as (step, losses, facts):
             return measure_steps(settings, step, world) | {"loss": losses[0]} | facts
@@ -176,7 +187,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
         torch.cuda.reset_peak_memory_stats()
     retries = allocator_retries(world.device)
     times = time_in_turn(step, settings.flags.repeats, world)
-    retries = (allocator_retries(world.device) - retries) / (1 + settings.flags.repeats)
+    retries = (allocator_retries(world.device) - retries) / (1 + settings.flags.repeats)  # of a step; one is untimed
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     of_ranks = world.control.gather_objects(
         (statistics.median(times), peak, peak_reserved_bytes(world.device), retries)

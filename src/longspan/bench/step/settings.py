@@ -154,7 +154,7 @@ def make_settings(
     )
     for batch in settings.batches():
         for planner in planners:
-            batch.plan(planner)
+            batch.plan(planner)  # only for its errors, before a process starts
     return settings
 
 
@@ -205,7 +205,11 @@ def _set_limits(
     *,
     gpu: bool,
 ) -> RunConfig:
-    """Set a cap and a degree where they are not given: any rows, and the least degree that holds."""
+    """Set a cap of rows and a degree where they are not given.
+
+    Documents listed by length get no cap (0), others 8192 rows, or 256 on CPUs. The degree is the least one that holds
+    the longest document; sequences that are timed one by one get all slots.
+    """
     context = config.context
     cap = context.max_tokens_per_slot
     if cap == NOT_GIVEN:
@@ -224,7 +228,8 @@ def _set_limits(
 def _check_run(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
     """Return the configuration as a run would have it, with learning rate 0.
 
-    Raises ConfigError for what no run could be.
+    It is checked with another rate, as a run must have one, which is 1 if none is given. Raises ConfigError for what no
+    run could be.
     """
     data = replace(config.data, max_document_tokens=longest, eval_documents=0)
     train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)
@@ -253,4 +258,4 @@ def _vendor_peak(config: RunConfig) -> float:
 
 
 def _ignore_line(text: str) -> None:
-    pass
+    """Take a line that a run would log, and print nothing."""

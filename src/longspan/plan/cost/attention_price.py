@@ -128,7 +128,7 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
     on short pieces: 1 + half_speed_rows / piece times, where a ring of r members, or a gather over r, cuts the typical
     document into pieces of 1 / r of its rows. A ring also adds each of its steps to the output, in `merge_seconds`.
     """
-    around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)
+    around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
     if cost.network:
         typical = rows.squares / np.maximum(rows.tokens, 1) if rows.typical is None else rows.typical
@@ -144,7 +144,7 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
     """Return the seconds that groups of these degrees wait for messages however few rows they carry.
 
-    Under "auto" they are the least.
+    Under "auto" they are the lesser of a ring's and a gather's, which need no heads that the degree divides.
     """
     if cost.cp_comm_type == "auto":
         ring, gather = _type_latency_seconds(cost, "p2p", degree), _type_latency_seconds(cost, "all_gather", degree)
@@ -198,7 +198,7 @@ class _LayerMessages:
     """
 
     def __init__(self, cost: AttentionRates, network: Network, rows: Rows, around: Floats, computed: Floats) -> None:
-        """Take one layer's share of the bytes of a cost and of the seconds of its kernels, `computed`."""
+        """Take one layer's share of a cost's bytes, of both passes if it has `both`, and of its kernels' seconds."""
         self.cost, self.network, self.rows, self.around = cost, network, rows, around
         self.exchanging = rows.degree / around
         self.computed = computed / network.layers

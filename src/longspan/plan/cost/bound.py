@@ -93,7 +93,11 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
 
 
 def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
-    """Count the micro-batches that a slot takes part in at least: in lockstep all of them, otherwise on average."""
+    """Count the micro-batches that a slot takes part in at least: in lockstep all of them, in free mode on average.
+
+    In free mode a slot skips those without documents for it: on average it is in as many as its rows fill. Without a
+    cap that has no lower limit but 0.
+    """
     if mode == "lockstep":
         return 1 if cap is None else max(1, -(-tokens // (slots * cap)))
     return 0.0 if cap is None else tokens / (slots * cap)
@@ -116,8 +120,8 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
     if cost.network:
         least_wait = _wait_seconds_on_network(cost, length, degree, node_size)
     else:
-        kinds = ["p2p", "all_gather", "a2a", "a2a+p2p"] if cost.cp_comm_type == "auto" else [cost.cp_comm_type]
-        least_wait = np.min([_wait_seconds(cost, kind, length, degree, node_size) for kind in kinds], axis=0)
+        types = ["p2p", "all_gather", "a2a", "a2a+p2p"] if cost.cp_comm_type == "auto" else [cost.cp_comm_type]
+        least_wait = np.min([_wait_seconds(cost, kind, length, degree, node_size) for kind in types], axis=0)
     return float((compute + least_wait).min()) + cost.micro_batch_seconds
 
 
@@ -184,9 +188,9 @@ def _wait_seconds_on_network(cost: Cost, length: int, degree: NDArray[np.int64],
 
 
 def _crossing_bytes(cost: Cost) -> float:
-    """Return the bytes of a row that a host must receive of another, whatever the type.
+    """Return the bytes of a row that a host must receive of another, whatever the type: least of ring and exchange.
 
-    They are those of a ring or of an exchange.
+    A cost without bytes of exchanges (`exchange_bytes` 0) prices rings alone.
     """
     return min(cost.ring_bytes, cost.exchange_bytes) if cost.exchange_bytes else cost.ring_bytes
 

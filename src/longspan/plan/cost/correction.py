@@ -66,13 +66,16 @@ class Correction:
 
     @classmethod
     def from_json(cls, values: Any) -> "Correction":
-        """Read a correction from a JSON object. Raises PlanError for what is none."""
+        """Read a correction from a JSON object. Raises PlanError for any other value."""
         if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != set(PARTS):
             raise PlanError(f"a correction is an object with {', '.join(PARTS)}; got {values!r}")
         return cls(**cast(dict[str, Any], values))
 
     def correct_cost(self, cost: Cost) -> Cost:
-        """Return a cost whose parts take so many times as long; the number of bytes stays."""
+        """Return a cost whose parts take their factors times as long, for as many bytes.
+
+        Latencies that a cost does not have by level go with the level inside a host.
+        """
         if self == NO_CORRECTION:
             return cost
         return dataclasses.replace(
@@ -94,7 +97,7 @@ class Correction:
         )
 
     def _correct_network(self, network: Network) -> Network:
-        """Return links on which messages take so many times as long, and so does a layer's latency."""
+        """Return links on which messages take `inside` and `across` times as long, and a layer's latency as inside."""
         links = {"inside": network.inside.scale_times(self.inside), "across": network.across.scale_times(self.across)}
         return dataclasses.replace(network, **links, step_seconds=network.step_seconds * self.inside)
 
@@ -170,8 +173,8 @@ def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pul
     target = weighted.T @ ratios + pull
     factors, free = np.ones(len(PARTS)), np.ones(len(PARTS), dtype=np.bool_)
     while free.any():
-        rest = target[free] - matrix[np.ix_(free, ~free)] @ factors[~free]
-        factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], rest)
+        free_target = target[free] - matrix[np.ix_(free, ~free)] @ factors[~free]
+        factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], free_target)
         beyond = np.maximum(factors / BOUND, 1 / np.maximum(factors * BOUND, 1e-9))
         if beyond[free].max() <= 1 + 1e-9:
             break

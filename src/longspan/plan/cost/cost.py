@@ -116,7 +116,7 @@ class Cost:
         constants = self.forward.constants() if self.forward else shares
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states = self.states and self.states.forward_only()
-        if self.states and self.forward and self.forward.states:  # measured, or before recomputation
+        if self.states and self.forward and self.forward.states:  # measured, or those without recomputation
             states = self.forward.states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
@@ -126,14 +126,14 @@ class Cost:
         >>> Cost().under(["a2a", "p2p", "a2a"]).cp_comm_type
         'a2a'
         """
-        kinds = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
+        types = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
         heads = self.heads if heads is None else heads
-        return dataclasses.replace(self, cp_comm_type=max(kinds, key=kinds.count), a2a_size=a2a_size, heads=heads)
+        return dataclasses.replace(self, cp_comm_type=max(types, key=types.count), a2a_size=a2a_size, heads=heads)
 
     def ways(self, most: int) -> Iterator["Cost"]:
-        """Yield this cost under each type that "auto" chooses from for groups of up to so many slots; another as it is.
+        """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots.
 
-        Of a2a+p2p there is one for every number of neighbours in a host that the heads allow.
+        a2a+p2p comes once for every number of neighbours in a host that heads allow. Another type's cost yields itself.
         """
         if self.cp_comm_type != "auto":
             yield self
@@ -146,7 +146,7 @@ class Cost:
         yield from (self.under("a2a+p2p", i) for i in inner if heads % i == 0 and self.node_size % i == 0)
 
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
-        """Return whether groups of these degrees can have this cost's type, where "auto" considers it."""
+        """Return whether groups of these degrees can have this type: a2a deals whole heads, a2a+p2p has two levels."""
         degree = np.asarray(degree, dtype=np.int64)
         heads = self.heads or (self.network.heads if self.network else 0)
         if self.cp_comm_type == "a2a":
@@ -175,10 +175,9 @@ class Cost:
     ) -> Floats:
         """Return the seconds of each slot that a group takes, without `micro_batch_seconds`; arguments broadcast.
 
-        `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included); `inside`
-        is whether all its slots share a node, `documents` (which counts for states) how many they are. `together` are
-        the fewest of its slots that share a node, where some do not (None: as full nodes leave them). They are the
-        slot's share of linear layers, of attention and of the messages that it does not hide, and what states add.
+        `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included), `documents`
+        their number (which counts for states); `inside` is whether all its slots share a node, `together` the fewest on
+        one node (None: all nodes but the last are full). Seconds are of linear layers, attention, states and messages.
         """
         tokens, squares, degree = _float_array(tokens), _float_array(squares), _float_array(degree)
         if together is None:
@@ -187,8 +186,8 @@ class Cost:
         if self.cp_comm_type == "auto":
             return self._least_seconds(rows, inside, documents)
         if self.states:
-            around = degree / exchanging_members(self.cp_comm_type, self.a2a_size, degree)
-            rows = rows._replace(busiest=self.states.busiest_ratio(tokens, squares, around))
+            ring_members = degree / exchanging_members(self.cp_comm_type, self.a2a_size, degree)
+            rows = rows._replace(busiest=self.states.busiest_ratio(tokens, squares, ring_members))
         attention = price_attention(self, rows)
         seconds = self.linear_seconds * tokens / degree + (attention.computed + attention.exposed)
         if self.states is None:
@@ -327,4 +326,5 @@ DEFAULT_COST = Cost()
 
 
 def _float_array(values: ArrayLike) -> Floats:
+    """Return values as a float64 array."""
     return np.asarray(values, dtype=np.float64)

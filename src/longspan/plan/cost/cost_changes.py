@@ -79,7 +79,7 @@ def with_recomputation(
         return cost
     shape, forward = ModelShape.of(config, depths=depths), cost.forward_only()
     share = recomputation_share(shape, kind, layers)
-    full, again = (share if kind == word else 0.0 for word in ("full", "selective"))
+    full, again = (share if kind == word else 0.0 for word in ("full", "selective"))  # shares of the layers
     keys = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
     scans = cost.states.scan_seconds if cost.states else 0.0
     weights = (cost.linear_seconds - scans) * (1 + (share * shape.recomputed_weights / shape.weights - frozen) * 2 / 6)
@@ -107,8 +107,8 @@ def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Co
     >>> cost = with_spans(cost, "gemma-3-4b-it/config.json", [256] * 64, 32768)  # doctest: +SKIP
 
     Pairs count at the rate of attention, in the mean over rows: 256 rows of an image take Gemma 3 (4B) 0.4% more than
-    as many of text. Of models whose images do not see each other, and of those that no configuration prices, it is the
-    cost itself.
+    as many of text. The cost of a model whose images do not see each other, or that cannot be priced by its
+    configuration, stays as it is. So does that of a model without full layers, whose attention tells what a pair takes.
     """
     try:
         shape = ModelShape.of(config)
@@ -124,7 +124,9 @@ def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Co
 
 
 def scale_times(cost: Cost, factor: float, source: str) -> Cost:
-    """Return the cost of a machine on which everything takes `factor` times as long; `source` names that machine.
+    """Return the cost of a machine on which everything takes `factor` times as long, for as many bytes.
+
+    `source` names that machine.
 
     >>> scale_times(Cost(), 2.0, "GPUs of half the speed").micro_batch_seconds
     0.02

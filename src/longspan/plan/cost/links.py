@@ -107,7 +107,7 @@ class Wire:
 
     @property
     def bytes_per_second(self) -> float:
-        """The speed of what a long message is longer by."""
+        """The speed of long messages: bytes over seconds between the last two samples."""
         (small, first), (large, last) = self.samples[-2:]
         return (large - small) / (last - first)
 
@@ -175,7 +175,7 @@ class Link:
 
     @classmethod
     def from_json(cls, values: Any) -> "Link":
-        """Read a link from a JSON object. Raises PlanError for what is none."""
+        """Read a link from a JSON object. Raises PlanError for any other value."""
         kinds = set(cast(dict[str, Any], values)) if isinstance(values, dict) else set[str]()
         if kinds - set(SHARDED_KINDS) != set(KINDS) or kinds & set(SHARDED_KINDS) not in (set(), set(SHARDED_KINDS)):
             raise PlanError(
@@ -216,7 +216,10 @@ class Network:
         return 1 - 2 * self.block_share
 
     def sharding_speed(self, kind: str, *, inside: bool) -> float | None:
-        """Return the bytes/s of sharded parameters that a slot receives by the slowest link; None if not measured."""
+        """Return the bytes/s of sharded parameters of a kind that a slot receives; None if not measured.
+
+        Where not all slots are inside a host, the slower of both levels counts.
+        """
         wires = [getattr(link, kind) for link in ([self.inside] if inside else [self.inside, self.across])]
         return None if None in wires else min(wire.bytes_per_second for wire in wires)
 
@@ -236,7 +239,7 @@ class Network:
 
     @classmethod
     def from_json(cls, values: Any) -> "Network":
-        """Read a network from a JSON object. Raises PlanError for what is none."""
+        """Read a network from a JSON object. Raises PlanError for any other value."""
         names = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != names:
             raise PlanError(f"network of a cost is an object with {', '.join(sorted(names))}; got {values!r}")

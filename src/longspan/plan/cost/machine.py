@@ -31,8 +31,8 @@ RECOMPUTED_PASSES = 0.75
 class _RowSeconds(NamedTuple):
     """Seconds of a row besides the products of its weights, without recomputation.
 
-    `layer_passes` are passes over memory of all layers and `logit_passes` those over logits. `unused_head` are the
-    products of logits, forward, of rows that predict nothing. `saved` are those of each FLOP that is in float8.
+    `layer_passes` and `logit_passes` are passes over memory, `unused_head` forward's products of logits of rows that
+    predict nothing. `saved` is what float8 saves for each FLOP: of a weight's 6 not for the 2 of its own gradient.
     """
 
     layer_passes: float
@@ -125,7 +125,7 @@ class Machine(MachineFigures):
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         pass_seconds = self.layer_pass_seconds * (self.compiled_share if compiled else 1.0)
         return _RowSeconds(
-            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,
+            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,  # attention and MLP
             logit_passes=settings.target_share * shape.logits * self.logit_pass_seconds,
             unused_head=(1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second,
             saved=self._float8_seconds(shape) if settings.float8 else 0.0,
@@ -134,12 +134,12 @@ class Machine(MachineFigures):
     def _forward_cost(self, cost: Cost, row: _RowSeconds, shape: ModelShape, settings: CostSettings) -> Cost:
         """Return the cost of forward passes without backward, which recompute nothing.
 
-        They are a third of both passes, in which each weight takes 6 FLOPs a row, all of them in float8 if any. Such
-        passes are short, so that what the host takes to launch them counts as well.
+        `forward_only` takes a third of both passes, so 6 FLOPs a weight are in float8 here, 2 of which are forward's.
+        Such passes are short, so that what the host takes to launch them counts as well.
         """
-        both = cost.linear_seconds + row.layer_passes + row.logit_passes - 3 * row.unused_head
-        both -= 3 * 2 * row.saved
-        forward = dataclasses.replace(cost, linear_seconds=both).forward_only()
+        row_seconds = cost.linear_seconds + row.layer_passes + row.logit_passes - 3 * row.unused_head
+        row_seconds -= 3 * 2 * row.saved
+        forward = dataclasses.replace(cost, linear_seconds=row_seconds).forward_only()
         return dataclasses.replace(
             forward,
             launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
@@ -195,7 +195,7 @@ class Machine(MachineFigures):
         return self.update_seconds + self.weight_update_seconds * weights + summed
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
-        """Return the cost of a model of this shape, whose layers all run alike.
+        """Return the cost of a model of this shape, without what settings change.
 
         Experts run at another rate than dense products, so their weights get the difference. `turns` are the bytes that
         a ring moves of a number of a key or value: twice itself, and its gradient, in float32 at least.
@@ -263,7 +263,7 @@ class Machine(MachineFigures):
         return prices
 
     def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
-        """Return the type that takes least: what "auto" stands for. p2p and all_gather take any heads and lengths."""
+        """Return the type that takes least: what "auto" stands for. There is one: p2p and all_gather take any heads."""
         if group.degree == 1:
             return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
         return min(self._type_prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)

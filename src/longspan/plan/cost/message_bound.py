@@ -152,7 +152,7 @@ class MessageBound:
         """
         across, copies = self.network.across, self._copies(exchanging)
         seconds = np.zeros(len(exchanging))
-        for size in [*[self._block] * (2 if self._both else 1), *[self._gradients] * self._both]:
+        for size in [*[self._block] * (2 if self._has_backward else 1), *[self._gradients] * self._has_backward]:
             wires = (self._full_seconds(wire, size * copies * self.cap) for wire in (across.point, across.point_alone))
             seconds += np.minimum(*wires)
         return self.network.layers * seconds / self.cap
@@ -187,10 +187,10 @@ class MessageBound:
         if crosses:
             gather = max(gather, float(self._full_seconds(network.across.gather, received / self.node_size)))
         back = 0.0
-        if self._both:
+        if self._has_backward:
             near: Ints = np.arange(1 if crosses else together, together + 1)
             back = self._exchange_seconds(self._gradients * rows * (near - 1), self._gradients * rows * (degree - near))
-        return (2 if self._both else 1) * gather + back + slices * self._turns * network.step_seconds
+        return (2 if self._has_backward else 1) * gather + back + slices * self._turns * network.step_seconds
 
     @cached_property
     def _members(self) -> Ints:
@@ -211,7 +211,7 @@ class MessageBound:
                 fits_host, most_near = members <= self.node_size, min(members, self.node_size)
                 inside[i] = self._exchange_row_seconds(members, np.array([members])) if fits_host else np.inf
                 across[i] = self._exchange_row_seconds(members, np.arange(1, most_near + 1))
-        for seconds in (inside[1:], across[1:]):
+        for seconds in (inside[1:], across[1:]):  # without the set of one, which exchanges nothing
             seconds[:] = np.minimum.accumulate(seconds[::-1])[::-1]
         return inside, across
 
@@ -224,10 +224,10 @@ class MessageBound:
         of both counts.
         """
         network, copies = self.network, float(self._copies(members))
-        keys, summed = self._keys * copies, network.gradient_share / network.block_share if self._both else 1.0
+        keys, summed = self._keys * copies, network.gradient_share / network.block_share if self._has_backward else 1.0
         key_gradients = keys * (summed if copies > 1 else min(1.0, summed))
         sent = [self._queries + keys, self._queries]
-        if self._both:
+        if self._has_backward:
             sent += [self._queries, self._queries + key_gradients]
         seconds = np.inf
         for slices in (1, 2) if self._may_slice else (1,):
@@ -265,29 +265,29 @@ class MessageBound:
         return np.maximum(1.0, np.asarray(members, dtype=np.float64) / self.network.kv_heads)
 
     @property
-    def _both(self) -> bool:
+    def _has_backward(self) -> bool:
         """Whether there is a backward pass."""
         return self.cost.passes != "forward"
 
     @property
     def _turns(self) -> int:
         """Messages of a step: a block forward; a block and gradients backward."""
-        return 3 if self._both else 1
+        return 3 if self._has_backward else 1
 
     @property
     def _block(self) -> float:
         """Bytes of a row's keys and values in a layer."""
-        return self.cost.ring_bytes * (self.network.block_share if self._both else 1.0) / self.network.layers
+        return self.cost.ring_bytes * (self.network.block_share if self._has_backward else 1.0) / self.network.layers
 
     @property
     def _gradients(self) -> float:
         """Bytes of the gradients of a row's keys and values in a layer, in backward."""
-        return self.cost.ring_bytes * self.network.gradient_share / self.network.layers if self._both else 0.0
+        return self.cost.ring_bytes * self.network.gradient_share / self.network.layers if self._has_backward else 0.0
 
     @property
     def _exchange_bytes(self) -> float:
         """Bytes of a row's queries, outputs, keys and values that a layer exchanges in one pass."""
-        return self.cost.exchange_bytes / self.network.layers / (2 if self._both else 1)
+        return self.cost.exchange_bytes / self.network.layers / (2 if self._has_backward else 1)
 
     @property
     def _queries(self) -> float:

@@ -43,8 +43,8 @@ def read_machine(file: str, key: str) -> Machine | Cost:
     >>> read_machine("h200", "--machine") == Machine.known("H200")
     True
 
-    `key` is what names the file, for messages. `source` of a machine or cost that was read is the file. Raises
-    ConfigError for a file that holds neither, for a folder too.
+    A file that has such a name is read. `key` is the option or key that names the file, for messages. `source` of a
+    machine or cost that was read is the file. Raises ConfigError for a file that holds neither, for a folder too.
     """
     if is_known(file) and not Path(file).is_file():
         return Machine.known(file)
@@ -103,7 +103,7 @@ def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
 
 
 def _fault_text(error: Exception, kind: str) -> str:
-    """Say what is wrong with a file that should hold a machine or a cost."""
+    """Say what is wrong with a file that should hold a machine or a cost (`kind`)."""
     if isinstance(error, IsADirectoryError):
         return "is a folder"
     return f"holds no {kind}: {error.strerror if isinstance(error, OSError) else error}"

@@ -165,8 +165,9 @@ class StateCost:
     def _count_states(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
         """Count the states and the transitions that a group sends.
 
-        A document's runs but the last send a state; of these, all but the first send a transition. A contiguous
-        partition has a boundary less than slots, and at each one document that goes on.
+        A document's runs but the last send a state; of these, all but the first send a transition too, as a state
+        passes through them. A contiguous partition has a boundary less than slots, and at each one document that goes
+        on; there the first run of each document sends no transition.
         """
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)
@@ -175,7 +176,7 @@ class StateCost:
         return np.where(degree > 1, states, 0), np.where(degree > 1, transitions, 0)
 
     def busiest_ratio(self, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
-        """Return the attention of the busiest slot in a ring of `around`, over the mean of its slots.
+        """Return the attention of the busiest slot in a ring of `around` members, over the mean of its slots.
 
         A document that spans c slots end to end gives its last slot 2 - 1 / c times the mean: c here is that of a
         typical row's document.
@@ -187,7 +188,7 @@ class StateCost:
 
     @classmethod
     def from_json(cls, values: Any) -> "StateCost":
-        """Read a cost from a JSON object. Raises PlanError for other constants."""
+        """Read a cost from a JSON object; missing constants are 0. Raises PlanError for unknown ones."""
         names = [field.name for field in dataclasses.fields(cls)]
         constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
         if not all(name in names for name in constants):

@@ -104,7 +104,7 @@ Ways = tuple[tuple[str, int], ...]
 def type_ways(group: Group) -> Ways:
     """Return every type with the members that exchange heads, a2a+p2p with the group's sizes or every pair of levels.
 
-    If the degree has no two levels, the first is 1.
+    A prime degree has no two levels: its first is 1, which is a ring.
     """
     degree, sizes = group.degree, group.hierarchical_context_parallel_sizes
     inner = [sizes[0]] if sizes else [i for i in range(2, degree) if degree % i == 0] or [1]
@@ -120,7 +120,7 @@ def price_type(
     merged. A type takes the seconds of its kernels and those of the messages that show.
     """
     (kind, inner), degree = way, group.degree
-    around = degree // inner
+    around = degree // inner  # members of a ring
     sizes = (inner, around) if kind != "all_gather" else (1, degree)
     if call.heads % inner:
         impossible = f"{call.heads} query heads do not divide by {inner}"
@@ -181,7 +181,7 @@ def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: in
 
 
 def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
-    """Return a bound on the rows of others that the members of a ring see together, of each document.
+    """Return a bound on the rows of others that a ring's members see together, by document of so many `rows`.
 
     Each of its at most 2 · degree runs sees window − 1 rows before it under a window, and under chunks the rows from
     the start of its first row's chunk on.
@@ -196,9 +196,12 @@ def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | N
 
 
 def ring_share(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
-    """Return the share of its rows that a ring sends: 1, or under a narrow window or chunk what of them is seen."""
+    """Return the share of its rows that a ring sends: 1, or under a narrow window or chunk what others see of them.
+
+    A gather always sends all rows.
+    """
     (kind, inner), lengths = way, group.lengths
-    around = group.degree // inner
+    around = group.degree // inner  # members of a ring
     if kind == "all_gather" or not is_narrow(lengths, around, call.window, call.chunk):
         return 1.0
     rows = np.asarray(lengths, dtype=np.int64)
@@ -283,7 +286,7 @@ def _key_counts(stop: Integers, length: Integers, call: AttentionCall) -> Floats
     if not call.causal:
         return rows * length
     if call.chunk is not None:
-        chunks, rest = np.divmod(rows, call.chunk)
-        return (chunks * call.chunk**2 + rest**2) / 2
+        chunks, last_rows = np.divmod(rows, call.chunk)
+        return (chunks * call.chunk**2 + last_rows**2) / 2
     limited = rows if call.window is None else np.minimum(rows, call.window)
     return rows * limited - limited**2 / 2

@@ -51,7 +51,7 @@ class DegreeTable:
 
         Items that may be anchors, single documents of enough work, are classed by length; of each class the longest one
         is priced at every degree: seconds, rows of a slot, and whether these fit the cap. The fillers'
-        density is the work of a token of a short item.
+        density is the work of a row of a short item, the one after three quarters of all, longest first.
         """
         may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
         lengths = np.unique(problem.tokens[may_anchor])
@@ -115,7 +115,7 @@ class DegreeTable:
         return float(cost[best]), int(self.degrees[best]), float(seconds[best])
 
     def least_seconds(self) -> float:
-        """Return the seconds of the longest document at the highest degree that costs hardly more than few slots do."""
+        """Return the least seconds of the longest document at degrees whose slot seconds are hardly above the least."""
         seconds = np.where(self.fits[-1], self.seconds[-1], np.inf)
         cost = seconds * self.degrees
         return float(seconds[cost <= LITTLE_MORE * cost.min()].min())

@@ -1,6 +1,8 @@
 """How the slots of a bin share its fillers.
 
-The longest are shared by all slots of the bin, which makes all end together, and each slot takes others whole, which
+A *bin* is a run of slots in one micro-batch that are equally busy, a *filler* a document without slots of its own that
+was given to a bin, and an *anchor* a document that takes the slots of one bin or more (`draft.py`). Of the fillers the
+longest are shared by all slots of the bin, which makes all end together, and each slot takes others whole, which
 needs no communication. In lockstep a bin may take as long as the slowest bin of its micro-batch, so it shares as few
 documents as that allows; in free mode it shares what makes it fastest.
 """
@@ -20,7 +22,8 @@ class _FilledBins:
 
     Bins with most fillers come first, and rows of `tokens`, `squares` and `work` (bins, most fillers) are padded with
     zeros, so that the bins which have a filler in some column are a prefix. Columns p of `first_tokens`,
-    `first_squares` and `first_documents` (bins, most fillers + 1) are the sums over the first p fillers.
+    `first_squares` and `first_documents` (bins, most fillers + 1) are the sums over the first p fillers. `merged` is
+    whether the bin's anchor is in one group with its shared fillers.
     """
 
     def __init__(self, draft: Draft) -> None:
@@ -119,7 +122,8 @@ def divide_bins(draft: Draft, *, level: bool) -> Division:
     """Decide for every bin which fillers all its slots share; with `level` all bins of a micro-batch end together.
 
     With `level` a bin may take as long as the slowest of its micro-batch and shares no more than that needs. Otherwise
-    no end is early enough, and it shares what makes it fastest.
+    no end is early enough, and it shares what makes it fastest. All fillers are shared if a group must have more than
+    one slot.
     """
     bins = draft.bins
     seconds = np.array(bins.seconds)
@@ -147,7 +151,8 @@ def _earliest_ends(
 ) -> Floats:
     """Return when each micro-batch can end at the earliest: the end of its slowest bin, divided as suits that best.
 
-    A bin that ends by `floor` however it is divided, the even end of a bin of its micro-batch, is not tried further.
+    `ends` (micro-batches,) begin as the ends of bins without fillers. No micro-batch ends before `floor`: its latest
+    bin if all work were divided evenly at no cost. A bin that ends by then as divided so far is not tried further.
     """
     best, member = all_shared.copy(), micro_batch[filled.index]
     floor = ends.copy()

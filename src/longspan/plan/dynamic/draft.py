@@ -33,7 +33,7 @@ class Bins:
     micro_batch: list[int] = field(default_factory=list[int])
     start: list[int] = field(default_factory=list[int])
     width: list[int] = field(default_factory=list[int])
-    anchor: list[int] = field(default_factory=list[int])
+    anchor: list[int] = field(default_factory=list[int])  # index into the draft's anchors
     seconds: list[float] = field(default_factory=list[float])  # until it ends
     room: list[int] = field(default_factory=list[int])  # rows of fillers that it can still hold
     fillers: list[list[int]] = field(default_factory=list[list[int]])
@@ -157,13 +157,13 @@ def make_micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
 
 
 def make_micro_batch(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
-    """Make the micro-batch in which these slots have these items."""
+    """Make the micro-batch in which these slots have these items; every slot takes its narrow groups first."""
     ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
     return MicroBatch(tuple(_make_group(problem, slots, items) for slots, items in ordered))
 
 
 def _make_group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> Group:
-    """Make the group of these slots with the documents of these items, longest items first."""
+    """Make the group of these slots with the documents of these items; items are numbered longest first."""
     return problem.request.group(slots, [d for item in sorted(items) for d in problem.documents[item]])
 
 

@@ -15,8 +15,8 @@ from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots,
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.bin_packing import pack_least_loaded
 
-MOST_ITEMS = 40
-MOST_SLOTS = 64
+MOST_ITEMS = 40  # of a step that is planned here: there are too many ways to group more
+MOST_SLOTS = 64  # likewise
 MOST_GROUPS = 24  # in a micro-batch
 MOST_MOVES = 60  # tried in a micro-batch
 
@@ -65,7 +65,11 @@ def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
 
 
 def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
-    """Yield items by micro-batch, for a few numbers of these: equal work in each, or the longest together."""
+    """Yield the items of each micro-batch, for a few numbers of micro-batches and two ways to divide the items.
+
+    One way gives every micro-batch equal work. The other cuts the sorted items into parts of equal rows, so that the
+    longest are together; an item is in the part that holds its middle row. Micro-batches without items are left out.
+    """
     tokens: list[int] = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     for count in range(problem.least_micro_batches, problem.least_micro_batches + MORE_MICRO_BATCHES + 1):
@@ -77,7 +81,7 @@ def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
 
 
 def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
-    """Return the items of each of so many places."""
+    """Return the items of each of `count` places (micro-batches or groups); `places` has the place of each item."""
     return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
 
 
@@ -110,7 +114,10 @@ def _improve_arrangement(problem: Problem, arrangement: SideBySide) -> SideBySid
 
 
 def _groups_after_moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
-    """Yield the groups after one item of the slowest, its last items first, has gone to another group."""
+    """Yield the groups after one item of the slowest, shortest first, has gone to another group.
+
+    A group that has lost its only item is left out.
+    """
     groups = list(arrangement.items)
     slowest = groups.pop(arrangement.slowest)
     for item in slowest[::-1]:

@@ -38,7 +38,11 @@ def plan_free(problem: Problem) -> FreePlan:
 
 
 def _plan_to_goal(problem: Problem, goal: float) -> FreePlan:
-    """Place all items on lanes, with gangs of lanes for documents that one would end after `goal` seconds."""
+    """Place all items on lanes, with gangs of lanes for documents that one would end after `goal` seconds.
+
+    Documents that no lane holds come first, then large items, which not every lane holds or which take much of the
+    step, while there is a choice; small ones level the rest.
+    """
     lanes = _Lanes(problem)
     width = lanes.width[lanes.usable]
     gangs = problem.tokens > width.max() * problem.cap
@@ -90,7 +94,7 @@ class _Lanes:
             lanes = order[:count]
             degree = self._gang_degree(lanes)
             is_last_idle = int(self.width[lanes[:-1]].sum()) >= degree
-            if is_last_idle or degree < least_degree:
+            if is_last_idle or degree < least_degree:  # the last lane gives no slot, or the document is over the cap
                 continue
             seconds = self._gang_seconds(item, lanes)
             score = (degree * seconds, seconds)
@@ -117,7 +121,7 @@ class _Lanes:
 
         Lanes are taken in the order in which they end. A gang follows the last gang of its lanes, and what a lane works
         on alone comes after it: the gang's lanes end when it does and the longest of that work is done. None for a pack
-        of documents, and where no number of lanes makes a degree.
+        of documents, since `_gang_seconds` prices one document, and where no number of lanes makes a degree.
         """
         best, earliest = None, np.inf
         order = np.argsort(self.end, kind="stable")[:MOST_LANES]
@@ -140,7 +144,7 @@ class _Lanes:
         return self.problem.widest_degree(int(self.width[lanes].sum()))
 
     def _gang_seconds(self, item: int, lanes: Ints) -> float:
-        """Return the seconds of an item on a gang of these lanes, launch included, as if each were on another node."""
+        """Return the seconds of a document on a gang of these lanes, launch included, at the speed between nodes."""
         tokens, degree = int(self.problem.tokens[item]), self._gang_degree(lanes)
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)
@@ -166,7 +170,10 @@ class _Lanes:
         self.anchors.append(Anchor(micro_batch, item, parts, rows, work_seconds))
 
     def place_small_items(self, items: list[int]) -> None:
-        """Give each item to the lane that ends earliest with it: a lane is one bin here, with room for all rows."""
+        """Give each item to the lane that ends earliest with it: a lane is one bin here, with room for all rows.
+
+        All bins are in one micro-batch of 0 seconds: how late they end is then when they end.
+        """
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
             bins.add_bin(0, part, anchor=-1, seconds=end, rows=int(self.problem.tokens.sum()))
@@ -187,7 +194,7 @@ class _Lanes:
         return FreePlan(draft, division, float(end.max()))
 
     def _add_lane_bins(self, bins: Bins, lane: int) -> int:
-        """Add a bin for each micro-batch of a lane, with its items, longest first; returns how many."""
+        """Add a bin for each micro-batch of a lane, with its items, longest first (by number); returns how many."""
         if not self.items[lane]:
             return 0
         items, part, first = sorted(self.items[lane]), self.parts[lane], len(bins.seconds)

@@ -178,7 +178,10 @@ def _change_durations(best: Draft, durations: Floats, change: int, micro_batch: 
 
 
 def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
-    """Return the seconds that one of these anchors takes at a degree close to the one that it has."""
+    """Return the seconds that one of these anchors takes at a degree close to the one that it has.
+
+    The degree changes at random by a quarter and 2 at most, down or up, and then falls to one that groups may have.
+    """
     anchor = anchors[int(len(anchors) * random.random())]
     degree = sum(count for _, count in anchor.parts)
     degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
@@ -290,7 +293,10 @@ class _Drafting:
         self.free.append(FreeSlots(self.problem.blocks, self.problem.degrees))
 
     def place_fillers(self, items: list[int]) -> None:
-        """Give each item to the bin that ends earliest with it, measured against its micro-batch's duration."""
+        """Give each item to the bin that ends earliest with it, measured against its micro-batch's duration.
+
+        For an item that fits no bin a micro-batch as long as the last is added.
+        """
         for m in range(len(self.durations)):
             self._add_bins(m)
         least_loaded = LeastLoaded(self.bins, self.durations, self.problem)

@@ -95,7 +95,7 @@ def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degr
         raise PlanError(f"min_cp {min_cp} is above max_cp {max_cp}; lower min_cp or raise max_cp")
     check_first_size(request)
     degrees = request.degrees(least=int(min_cp), most=widest)
-    if not degrees:
+    if not degrees:  # a2a allows none of them, which this raises as an error
         check_heads(request, widest)
     wider = "use a home of more slots" if widest == slots else "raise max_cp"
     limited = f"use a cp_comm_type other than a2a, which the heads limit to cp {degrees[-1]}"
@@ -143,7 +143,8 @@ def _halve_degrees(problem: Problem) -> Problem | None:
 def _choose_fastest(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
     """Choose the fastest of the best few candidates, priced with every group on its own slots.
 
-    Drafts count groups across nodes as full nodes leave them, which on measured links may decide.
+    Drafts price a group across nodes as if it filled all its nodes but the last, and measured links may make the
+    difference larger than that between candidates.
     """
     request, best = problem.request, sorted(candidates, key=_candidate_seconds)[:CANDIDATES_PRICED]
     batches_by_candidate = [make() for _, make in best]
@@ -155,7 +156,7 @@ def _choose_fastest(problem: Problem, candidates: list[Candidate]) -> list[Micro
 
 
 def _candidate_seconds(candidate: Candidate) -> float:
-    """Return the seconds of a plan's draft."""
+    """Return the predicted seconds of a candidate, to sort by: its function has no order."""
     return candidate[0]
 
 

@@ -34,7 +34,7 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
     sizes = [min(size, slots - start) for start in starts]
     if len(sizes) > 1 and sizes[-1] < min_cp and sizes[-2] + sizes[-1] <= max_cp:
         sizes[-2:] = [sizes[-2] + sizes[-1]]
-    return tuple(zip(starts, sizes, strict=False))
+    return tuple(zip(starts, sizes, strict=False))  # a joined block leaves one start over
 
 
 @cache
@@ -80,10 +80,7 @@ def list_slots(parts: Parts) -> tuple[int, ...]:
 
 
 class FreeSlots:
-    """The free slots of one micro-batch, taken from the start of each block, so that a group stays in a node if it can.
-
-    Blocks are looked up by how many slots they have left.
-    """
+    """The free slots of one micro-batch, taken from the start of each block; a group stays in a node if it can."""
 
     def __init__(self, blocks: tuple[tuple[int, int], ...], degrees: DegreeSet) -> None:
         """Begin with all slots of these blocks; `by_left` lists blocks by how many slots they have left."""
@@ -118,7 +115,10 @@ class FreeSlots:
         ]
 
     def _smallest_fit(self, width: int, *, whole: bool) -> int:
-        """Find the fewest free slots of a block that hold the width and leave none or enough for a group; else 0."""
+        """Return the fewest free slots of any block that has at least `width` of them; 0 if none has.
+
+        With `whole`, blocks come first in which taking `width` leaves no slot, or enough for another group.
+        """
         for size in range(width, len(self.by_left)):
             if self.by_left[size] and not (whole and 0 < size - width < self.degrees[0]):
                 return size
@@ -178,7 +178,7 @@ class Problem:
 
     @property
     def max_cp(self) -> int:
-        """The highest."""
+        """The highest degree that a group may have."""
         return self.degrees[-1]
 
     def widest_degree(self, slots: int) -> int:
@@ -197,8 +197,7 @@ class Problem:
     def sample_factor(self) -> int:
         """How many times smaller a sample is on which settings are searched; 1: none is needed or possible.
 
-        A sample has `SAMPLED_SLOTS` at least, four times as many slots as its longest document needs, and documents
-        enough.
+        A sample has `SAMPLED_SLOTS` and four times what its longest document needs, or more, and documents enough.
         """
         slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
         if slots < 2 * SAMPLED_SLOTS:
@@ -209,12 +208,12 @@ class Problem:
 
     @property
     def stride(self) -> int:
-        """Of the settings to begin with, every so many-th is tried: all, unless a draft takes long."""
+        """The step between initial settings that are tried: 1, or more where a draft is large and takes long."""
         size = len(self.tokens) + self.least_micro_batches * len(self.blocks)
         return max(1, size // LARGE_DRAFT)
 
     def make_sample(self) -> "Problem":
-        """Make a problem like this one on a share of the slots, with every so many-th item."""
+        """Make a problem of slots and items fewer by `sample_factor`: of so many neighbours the middle item is kept."""
         factor = self.sample_factor
         slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]
@@ -320,7 +319,7 @@ def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple
 def _number_items(lengths: Ints, pack_rows: int) -> Ints:
     """Return the item of each document, rising from 0: its own from `pack_rows` on, else the pack that it starts in.
 
-    `lengths` fall. Documents are laid end to end, and a pack begins every `pack_rows` rows.
+    `lengths` fall. Short documents lie end to end, a pack begins every `pack_rows` rows, and empty packs get no number.
     """
     long = int(np.searchsorted(-lengths, -pack_rows, side="right"))
     item = np.arange(long, dtype=np.int64)

@@ -143,7 +143,7 @@ class EncoderShape:
 
 
 def _window_squares(side: int, window: int) -> int:
-    """Return the sum of squares of the pieces of a side that is cut into windows."""
+    """Return the sum of squared pieces (patches) of an image's side that is cut into windows; the last may be less."""
     return side // window * window**2 + (side % window) ** 2
 
 
@@ -209,10 +209,10 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
     else:
         features: Any = model.value("vision_feature_layer")
         features = [-2 if features is None else features] if isinstance(features, int | None) else features
-        layers_read = [layer if layer >= 0 else layers + 1 + layer for layer in features]
+        layers_read = [layer if layer >= 0 else layers + 1 + layer for layer in features]  # 0 is the embedding
         entry = hidden * len(layers_read) * width
         projector, rows = entry + hidden**2, patches + class_rows
-        rows -= model.value("vision_feature_select_strategy") != "full"  # the first
+        rows -= model.value("vision_feature_select_strategy") != "full"  # the first row, class row or not
     return EncoderShape(
         width=width,
         head_size=width // vision.count("num_attention_heads"),
@@ -303,7 +303,10 @@ class EncoderLoad:
 
 
 def _replication_seconds(plan: Plan, of_images: Sequence[float], cost: Cost) -> float:
-    """Sum the slowest slot of each micro-batch, as these wait for each other; `of_images` are seconds by document."""
+    """Sum the slowest slot of each micro-batch, as these wait for each other; `of_images` are seconds by document.
+
+    Every slot of a group encodes all images of the group's documents. A micro-batch without images launches nothing.
+    """
     seconds = 0.0
     for batch in plan.micro_batches:
         work = [0.0] * plan.slots

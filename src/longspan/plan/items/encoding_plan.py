@@ -93,7 +93,10 @@ class ModalityPlan:
 
 @lru_cache(maxsize=8)
 def _plan_encoding(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
-    """Plan which slots encode which items together; the rows of an item are a document of this plan."""
+    """Plan which slots encode which items together; the rows of an item are a document of this plan.
+
+    Rows of an item see each other both ways, so that contiguous shares are as much attention as zigzag ones.
+    """
     return plan_dynamic(
         counts,
         planning.home,
@@ -168,7 +171,8 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
 
     Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or where
     rows are split over these ranks those among its own part of the slot's rows, by index in that part. At a `depth` of
-    multi-token prediction local row t needs the row of the token `depth` further on in its document.
+    multi-token prediction local row t needs the row of the token `depth` further on in its document, in the stage of
+    `needed_by.depths_at`. Ranks of other stages need no rows.
     """
     pp = needed_by.depths_at if depth else 0
     home, multiple = needed_by.home, needed_by.row_multiple
@@ -218,12 +222,16 @@ def _item_rows_of_slots(
 
 
 def _join_rows(parts: Sequence[ItemRows]) -> ItemRows:
+    """Concatenate the local rows and the row ids of these parts; none of them make empty arrays."""
     return ItemRows(
         np.concatenate([_NONE, *(part.local for part in parts)]), np.concatenate([_NONE, *(part.row for part in parts)])
     )
 
 
 def _part_rows(slot_rows: ItemRows, size: int, tp: int) -> ItemRows:
-    """Return the rows of items among the part of a slot's rows that a tensor-parallel rank has."""
+    """Return the rows of items among the `size` rows of a slot that its tensor-parallel rank `tp` has.
+
+    Local indices then count from the beginning of that part.
+    """
     is_local = slot_rows.local // size == tp
     return ItemRows(slot_rows.local[is_local] - tp * size, slot_rows.row[is_local])

@@ -102,6 +102,7 @@ class ItemTable:
     """
 
     def __init__(self, lengths: Iterable[int], items: Iterable[Item], numbers: Iterable[int] | None = None) -> None:
+        """Check the items and sort their spans; `lengths` are the rows of the plan's documents."""
         self.lengths: tuple[int, ...] = tuple(lengths)
         self.items: tuple[Item, ...] = tuple(items)
         self.numbers: tuple[int, ...] = tuple(range(len(self.items)) if numbers is None else numbers)
@@ -116,6 +117,7 @@ class ItemTable:
         return len(self.items)
 
     def __eq__(self, other: object) -> bool:
+        """Compare lengths and items, from which all else but the words of messages follows."""
         return isinstance(other, ItemTable) and (self.lengths, self.items) == (other.lengths, other.items)
 
     def __hash__(self) -> int:
@@ -125,7 +127,7 @@ class ItemTable:
         """Return whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
         keys = np.arange(start, stop) + document * self._stride
         span = np.searchsorted(self._spans.start, keys, side="right") - 1
-        return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])
+        return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])  # −1: before all spans, looks up the last
 
     def placeholders(self, document: int) -> Integers:
         """Return the positions of a document that items take, ascending."""
@@ -136,15 +138,16 @@ class ItemTable:
     def runs(self, document: int, modalities: Sequence[str]) -> list[tuple[int, int]]:
         """Return the runs of positions of a document that items of these modalities take, joined where two touch."""
         first_span, end_span = np.searchsorted(self._spans.document, (document, document + 1))
-        kinds = [self.modalities.index(modality) for modality in modalities if modality in self.modalities]
-        indices = first_span + np.flatnonzero(np.isin(self._spans.modality[first_span:end_span], kinds))
+        numbers = [self.modalities.index(modality) for modality in modalities if modality in self.modalities]
+        indices = first_span + np.flatnonzero(np.isin(self._spans.modality[first_span:end_span], numbers))
         start, stop = (keys[indices] - document * self._stride for keys in (self._spans.start, self._spans.stop))
+        # A span opens a run if none ends where it starts. A run stops with the last span before the next opening one.
         opens = np.append(True, start[1:] != stop[:-1])[: len(start)]
         return list(zip(start[opens].tolist(), stop[np.roll(opens, -1)].tolist(), strict=True))
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Return how many tokens each document predicts."""
+        """Return how many tokens each document predicts: all but placeholders and the first, which nothing predicts."""
         spans, masked = self._spans, np.zeros(len(self.lengths), dtype=np.int64)
         start, stop = spans.start - spans.document * self._stride, spans.stop - spans.document * self._stride
         np.add.at(masked, spans.document, stop - np.maximum(start, 1))
@@ -165,6 +168,7 @@ class ItemTable:
 
     @cached_property
     def _digest(self) -> str:
+        """The digest, computed once: a table never changes."""
         return hashlib.sha256(repr((self.lengths, self.items)).encode()).hexdigest()[:16]
 
     def item_text(self, item: int) -> str:
@@ -207,7 +211,7 @@ class ItemTable:
             raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
 
     def _check_overlaps(self, table: Integers) -> None:
-        """Raise DataError for two items that take the same position."""
+        """Raise DataError for two items that take the same position; `table` is sorted by the start of spans."""
         overlaps = np.flatnonzero(table[1:, 0] < table[:-1, 1])
         if len(overlaps):
             earlier_item, later_item = (int(table[overlaps[0] + i, 5]) for i in range(2))
@@ -219,7 +223,7 @@ class ItemTable:
 
 
 def _check_types(index: int, item: object) -> None:
-    """Raise DataError for what is no Item of integers."""
+    """Raise DataError unless this is an Item of integers."""
     if not isinstance(item, Item):
         raise DataError(f"item {index} is {item!r}; give Item(document, spans, modality)")
     try:

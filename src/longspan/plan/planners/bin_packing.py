@@ -9,9 +9,11 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 
 def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
-    """Choose the bin of each document: the first bin with room for it, in a tree of the most room below each node.
+    """Choose the bin of each document: the first bin with room for its rows, of bins with `room` rows each.
 
-    With lengths in falling order this is first-fit decreasing. Every length must be at most `room`.
+    With lengths in falling order this is first-fit decreasing. Every length must be at most `room`. The bins are the
+    leaves of a binary tree in an array (node n has the children 2n and 2n + 1), whose nodes hold the most room of any
+    bin below: a search goes left where the left child has room enough.
     """
     leaves = 1
     while leaves < min(len(lengths), 2 * sum(lengths) // room + 1):  # two neighbours overflow a bin, so this many do
@@ -29,7 +31,7 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
             sibling = most_room[node ^ 1]
             node //= 2
             value = max(value, sibling)
-            if most_room[node] == value:
+            if most_room[node] == value:  # so nothing changes above either
                 break
             most_room[node] = value
     return bins
@@ -38,8 +40,9 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
 def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
     """Choose the bin of each document: the bin with the least work of those with room; None if one fits nowhere.
 
-    Lengths must be in falling order. Bins that are too full for a document wait in `full` until the documents have
-    become short enough for the room that is left in them.
+    Lengths (rows) must be in falling order; `work` are the seconds of each document. `idle` is a heap of (load, bin).
+    Bins that are too full for a document wait in `full` until the documents have become short enough for the room that
+    is left in them.
     """
     room_left = [room] * bins
     idle = [(0.0, b) for b in range(bins)]

@@ -71,7 +71,7 @@ def plan_fixed(
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
     """Return the smallest degree that slots and heads allow and that holds the longest document.
 
-    All slots if none does.
+    All slots if none does: a planner then raises the error that says why.
     """
     cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
     fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
@@ -82,7 +82,8 @@ def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) 
 class Packer:
     """Documents longest first, and the groups that they can go to.
 
-    An *assignment* gives each document a place in that order: micro-batch x groups + group, as an array.
+    An *assignment* is an array (documents,) with the place of each document, in that order: micro-batch x groups +
+    group. A *bin* holds the documents of one place, before it is decided which place that is.
     """
 
     request: Request
@@ -108,8 +109,8 @@ class Packer:
     def assignments(self) -> Iterator[Ints]:
         """Yield assignments that are worth pricing.
 
-        These are the fewest bins; level bins, in as few micro-batches and in one round more; and in free mode a chain
-        of micro-batches for each group.
+        These are the fewest bins; bins of about equal work, in as few micro-batches and in one multiple more; and in
+        free mode, where groups do not wait for each other, micro-batches that each group fills on its own.
         """
         fewest_bins = self._sort_bins(pack_first_fit(self.lengths, self.room))
         yield self._place_bins(self._level_groups(fewest_bins))
@@ -123,7 +124,11 @@ class Packer:
             yield self._chain_assignment()
 
     def seconds(self, assignment: Ints) -> float:
-        """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment."""
+        """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment.
+
+        In lockstep they add up the slowest group of each micro-batch; in free mode they are those of the busiest group,
+        which skips micro-batches without documents.
+        """
         matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":
             return math.fsum(matrix.max(axis=1) + launch)
@@ -161,7 +166,11 @@ class Packer:
         return np.where((seconds_after < seconds_before)[batch], fresh, assignment)
 
     def _place_bins(self, assignment: Ints) -> Ints:
-        """Give the bins of each micro-batch to groups: the longest inside a node, or to the least loaded group."""
+        """Give the bins of each micro-batch to groups, the slowest bins first.
+
+        In lockstep groups inside a node come first, where messages are faster; in free mode those with the least work
+        in the micro-batches before, as only their total counts.
+        """
         groups, matrix = len(self.inside), self._seconds_of_places(assignment, inside=True)
         load, place = np.zeros(groups), np.empty(matrix.shape, dtype=np.int64)
         for m, seconds in enumerate(matrix):
@@ -190,7 +199,7 @@ class Packer:
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
 
     def _bin_seconds(self, bins: Ints, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
-        """Return the seconds of each bin (count,); an empty one takes none."""
+        """Return the seconds of each bin (count,), the price of no documents being 0; `inside` as in group_seconds."""
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
         np.add.at(tokens, bins, rows)
@@ -199,6 +208,7 @@ class Packer:
         return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
 
     def _count_micro_batches(self, assignment: Ints) -> int:
+        """Return the number of micro-batches up to the highest place, rounded up to the request's multiple."""
         return self._round_up(1 + int(assignment.max()) // len(self.inside))
 
     def _round_up(self, micro_batches: int) -> int:
@@ -230,12 +240,12 @@ def plan_padded(
     cp = request.check_degree(home, cp)
     groups = request.slots // cp
     return request.plan(
-        [_deal_round(request, cp, rounds) for rounds in _divide_documents(request, cp, groups)], "padded"
+        [_deal_round(request, cp, documents) for documents in _divide_documents(request, cp, groups)], "padded"
     )
 
 
 def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
-    """Divide the documents into micro-batches: each group gets one more in every round, as long as slots hold it."""
+    """Divide the documents, in order, into the ranges of the micro-batches, each as many as all groups hold at once."""
     if not request.lengths:
         return []
     count, pad = len(request.lengths), max(request.lengths)

@@ -64,7 +64,8 @@ class Request(PlanOptions):
     def group_cost(self) -> Cost:
         """Return the cost of groups of the request's type, partition and node size.
 
-        "auto" is the fastest of each group.
+        Under "auto" each group has the price of its fastest type. `heads` of a cost are those of one tensor-parallel
+        rank; 0 means unknown.
         """
         sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
         inner = 1 if sizes is None or "a2a+p2p" not in self.types else sizes if isinstance(sizes, int) else sizes[0]
@@ -117,10 +118,7 @@ class Request(PlanOptions):
         return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
 
     def degrees(self, least: int, most: int) -> range | tuple[int, ...]:
-        """Return the degrees from `least` to `most` that a group may have.
-
-        Under a2a they are those that the query heads allow.
-        """
+        """Return the degrees from `least` to `most` that a group may have: under a2a those that divide the heads."""
         if self.heads is None or "a2a" not in self.types:
             return range(least, most + 1)
         return tuple(d for d in range(least, most + 1) if heads_allow(d, self.heads, self.types, self.tp))
@@ -156,6 +154,7 @@ class Request(PlanOptions):
         )
 
     def _least_cap(self, longest: int, cp: int) -> int:
+        """Return the least max_tokens_per_slot with which cp slots hold `longest` rows, in whole row multiples."""
         return -(-longest // (cp * self.row_multiple)) * self.row_multiple
 
     def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
@@ -176,14 +175,14 @@ class Request(PlanOptions):
         return self.partition if degree > 1 else "zigzag"
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
-        """Make the checked plan of these micro-batches, with dummies up to the next multiple, times and a bound.
+        """Make the checked plan of these micro-batches, with its predicted time and lower bound.
 
-        At least one micro-batch is there. The bound has the times of the update and of free mode's closing, as
-        predictions do.
+        Dummy micro-batches are added up to the next multiple, at least one where there are no documents. The bound has
+        the seconds of the update and of free mode's closing, as the prediction has. `max_cp` limits its degrees.
         """
         micro_batches = self.resolve_types(micro_batches)
-        dummies = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
-        batches = (*micro_batches, *[MicroBatch()] * (dummies - len(micro_batches)))
+        count = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
+        batches = (*micro_batches, *[MicroBatch()] * (count - len(micro_batches)))
         plan = Plan(
             slots=self.slots,
             lengths=self.lengths,
@@ -203,7 +202,7 @@ class Request(PlanOptions):
     def resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Replace "auto" by the fastest type of each group of several slots, with its levels.
 
-        Where the query heads are unknown the groups keep "auto", which `attend` resolves when it sees them.
+        Where the query heads are unknown the groups keep "auto", and `attend`, which sees the heads, chooses.
         """
         if "auto" not in self.types or not (self.heads or self.cost.network):
             return micro_batches
@@ -217,7 +216,10 @@ class Request(PlanOptions):
         ]
 
     def _with_type(self, group: Group, way: Cost) -> Group:
-        """Return the group with a type in place of "auto", and its two levels."""
+        """Return the group with the type of `way` in place of "auto", and its two levels if that is a2a+p2p.
+
+        A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it.
+        """
         kind = way.cp_comm_type if group.degree > 1 else "p2p"
         sizes = group.hierarchical_context_parallel_sizes
         if kind == "a2a+p2p":

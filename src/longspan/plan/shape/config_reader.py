@@ -18,6 +18,7 @@ class ConfigReader:
     """
 
     def __init__(self, config: Any, where: str) -> None:
+        """Read this object or dict; `where` names it in messages."""
         self.where: str = where
         self._config = config
 

@@ -14,12 +14,14 @@ ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 MIXING = ("linear_attention", "conv")
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "sliding": "sliding_attention"}
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
-_INSTEAD = {"moe": "mlp", "mlp": "moe"}  # in a depth, where the model has none of the other
-_INTERVAL = 4  # of a configuration of Qwen's hybrids that names none
+_INSTEAD = {"moe": "mlp", "mlp": "moe"}  # what a depth has in place of a kind of layer that the model lacks
+_INTERVAL = 4  # every so many-th layer attends in Qwen's hybrids, if a configuration names no interval
 
 
 class LayerKind(NamedTuple):
-    """What a layer does: `attention` is its kind, "" without; `mixes` rows; `feeds` an MLP ("dense") or "experts"."""
+    """What a layer has: the kind of its `attention`, or ""; whether a recurrence or convolution `mixes` its rows; and
+    what it `feeds`, an MLP ("dense"), "experts" or "".
+    """
 
     attention: str
     mixes: bool
@@ -27,7 +29,10 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
-    """Return the layers of a configuration, in order. `model_shape.py` decides which types are priced."""
+    """Return the layers of a configuration, in order. `model_shape.py` decides which types are priced.
+
+    Layers that no list of types reaches attend to all rows, or if there is no list and a window, in that window.
+    """
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
     windowed = bool(sliding_window(read)) and not types
@@ -48,10 +53,8 @@ def layer_types(read: ConfigReader) -> list[str]:
 def depth_types(config: Any, types: Sequence[str]) -> list[str]:
     """Return the types of the layers of a depth of multi-token prediction, if the configuration names them.
 
-    `types` are those of the layers before it.
-
-    Empty if it does not: a depth has a layer like the last one. If the model has no experts an MLP stands for them, and
-    the other way round.
+    `types` are those of the model's own layers. If none of these has experts, an MLP stands for experts in the depth,
+    and the other way round. Empty if the configuration names no types: a depth then has a layer like the last one.
 
     >>> depth_types({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
     ['full_attention', 'mlp']
@@ -69,7 +72,7 @@ def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
 
 
 def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
-    """Return the layers of a depth of multi-token prediction."""
+    """Return the layers of a depth of multi-token prediction: those that the configuration names, else the last one."""
     types = _read_depth_types(read, layer_types(read))
     return tuple(_layer_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
@@ -86,7 +89,7 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
     mixes = is_hybrid or kind in MIXING
     if separate:
         return LayerKind(attention, mixes, {"mlp": "dense", "moe": "experts"}.get(kind, ""))
-    if _is_mamba2(read) or has_shared_blocks(read):
+    if _is_mamba2(read) or has_shared_blocks(read):  # no MLP of its own: Zamba 2's counts with the shared block
         return LayerKind(attention, mixes, "")
     return LayerKind(attention, mixes, "experts" if _visits_experts(read, layer) else "dense")
 
@@ -114,7 +117,7 @@ def _infer_types(read: ConfigReader, layers: int) -> list[str]:
     if attending is not None:
         other_type = "conv" if read.count("conv_L_cache") else "linear_attention"
         return ["full_attention" if layer in attending else other_type for layer in range(layers)]
-    if read.count("mamba_d_ssm"):
+    if read.count("mamba_d_ssm"):  # Falcon-H1
         return ["hybrid"] * layers
     if read.count("linear_num_value_heads"):
         interval = read.count("full_attention_interval") or _INTERVAL
@@ -138,7 +141,7 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     """Return whether a layer has experts, by any of the keys with which configurations say so.
 
     They give the layers with experts, or a type for each layer, or else three conditions: no layer of a list, every
-    so-many-th layer, none of the first.
+    so-many-th layer, none of the first. No layer has any where a token visits none, or a count of 0 is stated.
     """
     if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
         return False
@@ -240,14 +243,15 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     if not kind:
         return Weights(0, 0)
     visited = read.count("num_experts_per_tok", "num_experts_per_token")
-    one = read.count("moe_intermediate_size") or read.count("intermediate_size")
+    width = read.count("moe_intermediate_size") or read.count("intermediate_size")  # of an expert
     if gated := read.family.startswith(_GATED_SHARED_EXPERT):
         gated = bool(read.count("shared_expert_intermediate_size"))
     narrow = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
-    weights = products * ((narrow or hidden) * visited * one + hidden * _shared_width(read, one))
-    experts, one = read.experts()[1], products * (narrow or hidden) * one
+    weights = products * ((narrow or hidden) * visited * width + hidden * _shared_width(read, width))
+    experts, expert_weights = read.experts()[1], products * (narrow or hidden) * width
     all_weights = weights + 2 * hidden * narrow + hidden * (experts + gated)
-    return Weights(all_weights, 0, visited * one, max(0, experts - visited) * one)
+    # No last product: the router's weights multiply what experts return, so that backward needs it.
+    return Weights(all_weights, 0, visited * expert_weights, max(0, experts - visited) * expert_weights)
 
 
 def _shared_width(read: ConfigReader, expert_width: int) -> int:

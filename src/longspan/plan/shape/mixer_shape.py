@@ -35,27 +35,27 @@ class MixerShape:
 
     @property
     def state(self) -> int:
-        """Numbers of a state."""
+        """How many numbers a state has."""
         return self.heads * self.key_size * self.value_size
 
     @property
     def transition(self) -> int:
-        """Numbers of what a run does to a state."""
+        """How many numbers describe what a run does to a state."""
         return self.heads * (self.key_size**2 if self.delta else 1)
 
     @property
     def halo(self) -> int:
-        """Numbers of the rows before a run that its convolution reads."""
+        """How many numbers the rows before a run have that its convolution reads."""
         return self.channels * (self.width - 1)
 
     @property
     def scan_flops(self) -> int:
-        """Of a row forward, by the recurrence itself: the products kᵀ S, k vᵀ and qᵀ S; without a delta rule two."""
+        """FLOPs of a row forward by the recurrence: the products kᵀ S (only of a delta rule), k vᵀ and qᵀ S."""
         return (6 if self.delta else 4) * self.state
 
     @property
     def chunked_flops(self) -> int:
-        """The same in chunks, as kernels compute it: three (two) products with the state, others inside the chunk."""
+        """FLOPs of a row forward in chunks, as kernels compute it: also products inside the chunk."""
         inside = 6 * self.key_size + 4 * self.value_size if self.delta else 2 * (self.key_size + self.value_size)
         return self.scan_flops + self.heads * CHUNK * inside
 
@@ -71,7 +71,7 @@ class MixerShape:
 
     @property
     def backward_summary_flops(self) -> int:
-        """Of a row backward in the pass that gives the gradient of the state before a run."""
+        """FLOPs of a row in the backward pass that gives the gradient of the state before a run."""
         return (4 if self.delta else 2) * self.state
 
 
@@ -191,7 +191,7 @@ def _mamba2_shape(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _mamba2_heads(read: ConfigReader) -> int:
-    """Return the heads of a Mamba 2 layer; 0 of Mamba 1, which has none, or, in Zamba, no groups of them."""
+    """Return the heads of a Mamba 2 layer; 0 for Mamba 1, which has no heads, or in Zamba heads without groups."""
     heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))
 

@@ -71,6 +71,7 @@ class ModelShape:
     logits: int = 0
 
     def __post_init__(self) -> None:
+        """Count as many decoder layers as attend, if none are given."""
         object.__setattr__(self, "decoder_layers", self.decoder_layers or self.layers)
 
     @classmethod
@@ -135,8 +136,9 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 def _read_mixer(read: ConfigReader) -> MixerShape | None:
     """Read the state-space layer of a configuration; None if it has none.
 
-    Latent attention needs the size of its values' heads, or a mixer that has it. Counts are only asked of parts that
-    some layer has. Raises PlanError for layers that are not priced, and missing counts.
+    Latent attention is priced beside a mixer only, as in Kimi's models, by the size of a value head. Counts are only
+    asked of parts that some layer has; a configuration without layers lacks all. Raises PlanError for layers that are
+    not priced, and missing counts.
     """
     mixer, types, kinds = read_mixer_shape(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []

@@ -61,10 +61,7 @@ class PlannerComparison:
         yield "dynamic", self._fastest_simulation(dynamic, None)
 
     def sensitivity(self) -> Iterator[Sensitivity]:
-        """Return what of the dynamic plan changes if a constant of the cost is wrong.
-
-        Each group has its fastest type.
-        """
+        """Yield how the dynamic plan changes with each constant of the cost that is wrong."""
 
         def make_plan(cost: Cost) -> Plan:
             degrees: dict[str, Any] = {"min_cp": self.min_cp, "max_cp": self.max_cp or None}
@@ -90,14 +87,15 @@ class PlannerComparison:
         return [cp for cp in allowed if not cap or max(self.lengths) <= cap * cp][:MOST_DEGREES] or [slots]
 
     def _fastest_simulation(self, planner: Callable[..., Plan], cp: int | None) -> Simulation | str:
-        """Return the fastest over communication types, at a degree or (None) of dynamic degrees.
+        """Return the fastest simulation over communication types, at a degree or (None) of dynamic degrees.
 
-        Or why there is no plan.
+        If no type has a plan it is the first type's error, as text. Types of a hybrid are compared together with
+        partitions (`plan_with_partition`), not here.
         """
-        hybrid = self.options.cost.states is not None  # whose types are compared with their partitions
+        hybrid = self.options.cost.states is not None
         choices = [self.options] if hybrid else list_type_options(self.options, self.home, cp)
         if cp is None and len(choices) > 1:
-            choices.append(self.options)  # a type for each group
+            choices.append(self.options)  # "auto": a type for each group
         simulations, refusals = list[Simulation](), list[str]()
         for options in choices:
             try:

@@ -39,7 +39,7 @@ def sample_lengths(
 def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray[np.float64]:
     """Draw so many lengths of a distribution of this name, before they are rounded."""
     if name == "lognorm":
-        return np.exp(np.log(2048) + 1.4898 * random.standard_normal(count))
+        return np.exp(np.log(2048) + 1.4898 * random.standard_normal(count))  # ln(64K / 2K) / 2.326, the 99 % quantile
     if name == "bimodal":
         return np.where(random.random(count) < 0.9, 2048.0, 65536.0)
     if name == "uniform":
@@ -51,6 +51,7 @@ def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray
 
 @cache
 def _file_tokens() -> NDArray[np.float64]:
+    """Return the lengths of this Python's own modules, four bytes a token, without those of 16 tokens or fewer."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     sizes = [file.stat().st_size // 4 for file in files if "site-packages" not in file.parts]
     return np.array([size for size in sizes if size > 16], np.float64)

@@ -56,7 +56,7 @@ def plan_evaluation(
 
 
 def evaluation_options(options: PlanOptions) -> PlanOptions:
-    """Return the options priced for forward passes."""
+    """Return the options with the cost of forward passes alone."""
     return replace(options, cost=options.cost.forward_only())
 
 
@@ -68,9 +68,10 @@ def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
 
 
 def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int) -> Iterator[int]:
-    """Yield limits of rows below the own one, half as many each time.
+    """Yield limits of rows below that of the options, half as many each time.
 
-    They end at those that just hold the longest document.
+    They are doublings of the rows that just hold the longest document, downwards. Left out are those above twice a
+    slot's mean rows, which would limit nothing, and those of more than `MOST_ROUNDS` micro-batches for each stage.
     """
     multiple, share = options.row_multiple, sum(lengths) / home.slots
     least_rows = -(-max(lengths) // (widest * multiple)) * multiple
@@ -86,8 +87,9 @@ NAMED = 4  # degrees after the best, in a line of reasons
 class DegreeChoice:
     """One degree: `groups` of `cp` slots. A document-step is one document through the model once.
 
-    `filled_steps` − documents are wasted. `planned` has each document once, under the type and at the cap that were
-    found best; `options` are those of its plan.
+    Filled, an evaluation makes so many `passes` of the micro-batches that fill the pipeline; of its `filled_steps`
+    those beyond the number of documents are wasted. `planned` has each document once, under the type and at the cap
+    that were found best; `options` are those of its plan.
     """
 
     cp: int
@@ -130,7 +132,7 @@ class DegreeComparison:
         """
         best = self.best
         by_time = sorted(self.choices, key=lambda choice: choice.planned.seconds)
-        named_choices = [choice for choice in self.choices if choice in by_time[1 : 1 + NAMED]]
+        named_choices = [choice for choice in self.choices if choice in by_time[1 : 1 + NAMED]]  # by degree, not time
         count_left_out = len(by_time) - 1 - len(named_choices)
         kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
         documents = plural(len(best.planned.plan.lengths), "document")
@@ -169,6 +171,7 @@ class _Evaluation:
         return -(-max(self.lengths) // (cp * self.options.row_multiple)) * self.options.row_multiple
 
     def simulation(self, plan: Plan) -> Simulation:
+        """Simulate a plan of this evaluation through the stages."""
         return simulate(plan, pp=self.home.pp, vpp=self.vpp, backward=False)
 
 
@@ -261,7 +264,7 @@ def _fill_passes(
 def _fastest_plan(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
     """Return the plan under the fastest type, and its options.
 
-    The limit of rows that suits the pipeline suits every type.
+    The limit of rows that suits the pipeline is searched under the first type only, and suits every type.
     """
     lengths, home = evaluation.lengths, evaluation.home
     first_options, *further_options = list_type_options(evaluation.options, home, cp)

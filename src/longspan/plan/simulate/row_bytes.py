@@ -71,14 +71,14 @@ class RowBytes:
         row = read.count("hidden_size") * bytes_per_value
         with_embedding = has_shared_blocks(read)
         settings = MemorySettings(compute_bytes=bytes_per_value)
-        tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))
+        tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))  # of one row
         kinds = layer_kinds(read) + depth_kinds(read)[-1:] * depths
         return cls(
             activations=sum(
                 row if checkpointing == "full" else bytes_kept(tapes.make_tape(kind, load), checkpointing)
                 for kind in kinds
             )
-            + 4 * depths * row,
+            + 4 * depths * row,  # two rows, before and after they are joined
             between_stages=(1 + with_embedding) * row,
             on_each_stage=with_embedding * row,
         )

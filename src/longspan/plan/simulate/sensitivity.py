@@ -91,11 +91,13 @@ def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, 
 
 
 def _with_latency(cost: Cost, factor: float) -> Cost:
+    """Return the cost with latencies `factor` times as long, on ideal links and on measured ones."""
     network = cost.network and replace(cost.network, step_seconds=cost.network.step_seconds * factor)
     return replace(cost, ring_step_seconds=cost.ring_step_seconds * factor, network=network)
 
 
 def _with_speed(cost: Cost, level: Level, factor: float) -> Cost:
+    """Return the cost with links of a level `factor` times as fast, the ideal ones and the measured ones."""
     name = f"{level}_bytes_per_second"
     network = cost.network and replace(cost.network, **{level: getattr(cost.network, level).scale_times(1 / factor)})
     return replace(cost, network=network, **{name: getattr(cost, name) * factor})

@@ -67,6 +67,7 @@ def run_pipeline(
 
 
 def _pipeline_order(micro_batches: int, stages: int, chunks: int, backward: bool) -> tuple[tuple[Action, ...], ...]:
+    """List the actions of every stage."""
     return tuple(tuple(_stage_order(stage, micro_batches, stages, chunks, backward)) for stage in range(stages))
 
 
@@ -105,23 +106,23 @@ def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], 
     """Run all stages, each action when its stage is free and its input is there; return when the last one ends.
 
     A stage goes on until an input is missing; then others run, as long as any makes progress. `clock` is when each
-    stage is free, `place` how many of its actions are done. A micro-batch's seconds are those of all layers, of which a
-    chunk of a stage has its share.
+    stage is free, `done` how many of its actions are. A micro-batch's seconds are those of all layers, of which a chunk
+    of a stage has its share.
     """
     stages, end_times = len(order), dict[tuple[Action, int], float]()
-    clock, place = [0.0] * stages, [0] * stages
-    while any(place[s] < len(order[s]) for s in range(stages)):
+    clock, done = [0.0] * stages, [0] * stages
+    while any(done[s] < len(order[s]) for s in range(stages)):
         has_progress = False
         for stage, actions in enumerate(order):
-            while place[stage] < len(actions):
-                action = actions[place[stage]]
+            while done[stage] < len(actions):
+                action = actions[done[stage]]
                 ready = _input_time(action, stage, stages, chunks, end_times)
                 if ready is None:
                     break
                 action_seconds = float(seconds[action.kind][action.micro_batch])
                 clock[stage] = max(clock[stage], ready) + action_seconds / (stages * chunks)
                 end_times[action, stage] = clock[stage]
-                place[stage], has_progress = place[stage] + 1, True
+                done[stage], has_progress = done[stage] + 1, True
         assert has_progress, "the schedule waits for itself"
     return float(max(clock))
 
@@ -201,6 +202,7 @@ def simulate(
     run = _run_plan(plan, cost, pp, vpp) if plan.mode == "lockstep" else run_pipeline([], [], 1)
     seconds = run.seconds + cost.update_seconds if plan.mode == "lockstep" else times.step_seconds
     once = closing + cost.update_seconds
+    # A free plan has no actions: one micro-batch of a slot runs at a time.
     peak = _peak_rows(times.rows, run, pp * vpp) if run.actions[0] else times.rows.max(axis=0, initial=0) * 1.0
     inside, across = _link_bytes(plan, cost)
     hops = (pp * vpp - 1) * (2 if backward else 1)
@@ -241,7 +243,8 @@ def _pass_cost(cost: Cost, backward: bool) -> Cost:
 def _run_plan(plan: Plan, cost: Cost, pp: int, vpp: int) -> PipelineRun:
     """Run the plan's micro-batches through the stages; each takes the seconds of its slowest slot.
 
-    The backward pass is what the whole takes beyond the forward pass.
+    The backward pass is what both passes take beyond the forward pass, whose own price, which may come of measured
+    forward passes, is cut to that of both.
     """
     pass_seconds = np.maximum(plan.timeline(cost).busy.max(axis=1), cost.launch_seconds)
     if cost.passes == "forward":
@@ -280,8 +283,8 @@ def _link_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
     """
     inside = across = 0.0
     for group in (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1):
-        kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-        kind, levels = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
+        types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+        kind, levels = max(types, key=types.count), group.hierarchical_context_parallel_sizes
         inner = group.degree if kind == "a2a" else levels[0] if kind == "a2a+p2p" and levels else 1
         nodes, rows = [slot // plan.node_size for slot in group.slots], sum(group.laid_out)
         sent = bytes_by_level(cost, kind, (inner, group.degree // inner), rows, nodes)

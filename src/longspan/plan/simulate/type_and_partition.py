@@ -75,13 +75,15 @@ def plan_type_text(plan: Plan) -> str:
 
 
 def _with_type(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | None = None) -> PlanOptions:
+    """Return the options under this communication type, with its sizes if it has two levels."""
     return replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes)
 
 
 def _possible_levels(options: PlanOptions, home: Layout, cp: int | None) -> Iterator[int | tuple[int, int]]:
     """Yield the numbers of neighbours that may exchange heads under a2a+p2p, inside a node and as the heads allow.
 
-    At a degree both levels are given, in a dynamic plan only the first. Nothing is yielded if the heads are not known.
+    At a degree both levels are given, in a dynamic plan only the first. Nothing is yielded if the heads are not known,
+    nor for contiguous rows, whose rings are uneven.
     """
     if options.heads is None or options.partition == "contiguous":
         return
@@ -115,7 +117,7 @@ class PartitionChoice:
 
     @property
     def options(self) -> PlanOptions:
-        """Those of the chosen way."""
+        """The options of the chosen way."""
         return self.ways[0].options
 
     @property
@@ -181,7 +183,7 @@ def way_text(options: PlanOptions) -> str:
 
 
 def _way_options(options: PlanOptions, partition: str) -> Iterator[PlanOptions]:
-    """Yield the options under each partition and type that comes into question."""
+    """Yield the options under each partition and type that comes into question; of close ones the earlier wins."""
     types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
     for kind in reversed(PARTITIONS) if partition == "auto" else (partition,):
         for cp_comm_type in types:
