@@ -111,7 +111,7 @@ class _Counted:
         self._by_mesh = dict[Any, bool]()
 
     def __call__(self, gradient: Tensor) -> bool:
-        """Return whether this rank counts a gradient: of copies on several ranks one counts."""
+        """Return whether this rank counts a gradient; a plain tensor is the same on all ranks of the stage."""
         if not isinstance(gradient, DTensor):
             return self._rank == self._first_rank
         key = gradient.device_mesh, gradient.placements
@@ -120,7 +120,9 @@ class _Counted:
         return self._by_mesh[key]
 
     def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
-        """Return whether this rank's mesh counts: of meshes side by side that of the stage's first rank does."""
+        """Return whether this rank has the first copy: it is in the mesh that holds the stage's first rank, for other
+        meshes beside it hold the same, and at index 0 of every axis over which its mesh holds copies.
+        """
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
         return bool((mesh.mesh == self._first_rank).any()) and not any(copies)
@@ -135,6 +137,7 @@ def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which squares of a gradient are summed, and in which it is scaled."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -194,6 +197,7 @@ def _report_not_finite(model: nn.Module, items: Sequence[str]) -> _Report:
 
 
 def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of tensors that hold an infinity or a NaN."""
     return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 
@@ -231,8 +235,8 @@ def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
 
 
 def _place_text(names: dict[int, tuple[str, ...]]) -> str:
-    """Name the ranks that have such parameters, and the last of them, which a backward pass reaches first."""
-    ranks = [rank for rank, of in names.items() if of]
+    """Name the ranks that have names, and the last parameter of the last one, which a backward pass reaches first."""
+    ranks = [rank for rank, rank_names in names.items() if rank_names]
     if not ranks:
         return ""
     last = names[ranks[-1]]

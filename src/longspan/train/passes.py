@@ -38,8 +38,8 @@ from longspan.train.reading.local_batch import padding_batch, read_local_batches
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepInputs
 
-# Of a batch, its last hidden states (T, D), what makes logits of some of them, and the hidden states of depths of
-# multi-token prediction: the sum of losses, with a gradient where gradients are enabled.
+# A function of a batch, its last hidden states (T, D), a head that makes logits of some of them, and the hidden states
+# of depths of multi-token prediction, to the sum of losses, with a gradient where gradients are enabled.
 Measure = Callable[..., Tensor]
 
 
@@ -144,7 +144,10 @@ class Passes:
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
-        """Return keyword arguments of one more call of the model: with experts, what collects routers' statistics."""
+        """Return keyword arguments of one more call of the model: with experts, what collects routers' statistics.
+
+        `counting`: the call only counts the experts' loads.
+        """
         router = {} if self.routing is None else {"router": self.routing.add_sums(counting=counting)}
         return {**self.keywords, **router}
 
@@ -263,6 +266,7 @@ def _run_forward(passes: Passes, batches: Sequence[LocalBatch], *, counting: boo
 
 
 def _call_inputs(batch: LocalBatch) -> dict[str, Any]:
+    """Return the model's arguments for a micro-batch: ids (1, T), positions (1, T) or (n, 1, T), and the shard."""
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
     return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _batch_positions(batch)

@@ -46,7 +46,7 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     longest_document = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     tokens_of_step = max(tokens // FEW_STEPS, longest_document)
     line = f"few updates: {plural(config.train.steps, 'step')} of up to {tokens_per_step:,} tokens may change little; "
-    if tokens // tokens_of_step <= config.train.steps:
+    if tokens // tokens_of_step <= config.train.steps:  # the longest document leaves no room for smaller steps
         return line + "more epochs (train.epochs), or more documents, make more"
     return (
         line
@@ -81,7 +81,10 @@ def order_lengths(
     mixture: Mixture | None = None,
     uncut: UncutSpans | None = None,
 ) -> StepOrder | PackOrder:
-    """Make the order of documents of these lengths, as `StepOrder` and `PackOrder` take the rest."""
+    """Make the order of documents of these lengths, in packs if data.pack_to is set.
+
+    `targets`, `mixture` and `uncut` are arguments of `StepOrder` and `PackOrder`.
+    """
     data, tokens = config.data, config.train.tokens_per_step
     order = StepOrder(
         lengths,

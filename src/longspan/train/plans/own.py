@@ -57,7 +57,7 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
     slots, and for a plan that is not sound, exceeds the limit of rows or shares heads that its groups cannot share.
     """
     request, planner = Request.of(lengths, home, options), _import_planner(name, key)
-    if not request.lengths:
+    if not request.lengths:  # a planner needs not know a step without documents
         return request.plan((), name)
     try:
         plan = planner(request.lengths, home, options=options)
@@ -155,7 +155,7 @@ def own_cost(name: str, model_config: Any) -> Cost:
 def _try_cost(cost: Cost, name: str) -> None:
     """Raise ConfigError unless seconds and bytes of groups are arrays of finite numbers of at least 0."""
     tokens, degree = np.array([[1.0], [4096.0], [65536.0]]), np.array([1.0, 2.0, 8.0])
-    inside = degree < 8
+    inside = degree < 8  # whether a group lies inside one host
     calls = {
         "group_seconds": (tokens, tokens * tokens, degree, inside),
         "group_bytes": (tokens, degree),

@@ -78,7 +78,7 @@ def deal_documents(lengths: Sequence[int], ranks: int) -> tuple[tuple[int, ...],
 
 
 def _read_local_documents(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
-    """Read this rank's documents, by number; where a rank cannot, all raise DataError."""
+    """Read this rank's documents, which `documents` yields with their numbers; all raise DataError where one cannot."""
 
     def read_local() -> "_Local":
         """Read the documents that this rank brings."""
@@ -145,7 +145,12 @@ class _Local:
         self._read.append(columns | bits)
 
     def describe_share(self) -> _Share:
-        """Describe to the other ranks what this one brings."""
+        """Describe to the other ranks what this one brings.
+
+        The digest, by which copies are refused, is left out unless two documents differ: ranks may well have drawn one
+        document each, and the same.
+        """
+        # Each document's digest is of the names of its columns, then of the columns.
         digests = [hashlib.blake2b(repr(sorted(read)).encode(), digest_size=16) for read in self._read]
         for digest, read in zip(digests, self._read, strict=True):
             for name in sorted(read):
@@ -157,7 +162,7 @@ class _Local:
         return _Share(facts, tuple(sorted(name[1:] for name in names)), self._labelled, digest)
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return all rows, (n, columns); weights are 1 in documents that give none."""
+        """Return all rows (n, columns); of the columns only weights may be missing in a document: they are 1 there."""
         weight_bits = np.float64(1).view(np.int64)
         rows = [
             np.stack([read.get(name, np.broadcast_to(weight_bits, len(read[IDS]))) for name in columns], axis=1)
@@ -168,7 +173,7 @@ class _Local:
 
 def _iterate_documents(local: Any) -> Iterable[Any]:
     """Yield the documents of a rank. Raises DataError for what is none, and for documents with items."""
-    for name in ("items", "positions"):
+    for name in ("items", "positions"):  # a callable `items` is a mapping's method, and refused below
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
             raise DataError(
                 f"the documents ({type(local).__name__}) have {name}, and rows of encoders do not move with those of "
@@ -179,6 +184,7 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
             f"gather_documents got {short_text(local)}; give a list of documents, which is empty on a rank without "
             "any; of a batch of tensors longspan.train.documents_of(batch).documents are some"
         )
+    # By number where that is possible: a data set of torch need not end an iteration.
     by_number = hasattr(local, "__len__") and hasattr(local, "__getitem__")
     return (local[number] for number in range(len(local))) if by_number else local
 

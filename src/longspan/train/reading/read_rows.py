@@ -83,7 +83,7 @@ def read_rows(
     """
     reader = _Reader(documents, shard.local_rows, vocabulary, items, names or NamesOfValues(), depths)
     for shard_part in shard.parts:
-        if shard_part.index < 0:
+        if shard_part.index < 0:  # padding
             continue
         for local, start, stop, offset in shard_part.segments():
             length = shard_part.group.lengths[local]
@@ -132,7 +132,10 @@ class _Reader:
         return first._replace(deeper=tuple(deeper))
 
     def read(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
-        """Read positions from start to stop of a document into the rows from `row` on."""
+        """Read positions from start to stop of a document of `length` tokens into the local rows from `row` on.
+
+        Tokens after them are read too, one for the last label and one more for each depth, as far as there are any.
+        """
         end = min(stop + len(self._at_depth), length)  # a row predicts nothing where its document ends before
         hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
         positions, value = np.arange(start, end), self._documents[document]
@@ -209,13 +212,16 @@ class _Arrays:
     def fill_rows(
         self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]
     ) -> None:
-        """Put what was read into the rows from `row` on; as many labels and values as there are."""
+        """Put what was read into the rows from `row` on; there may be fewer labels and values than ids.
+
+        Rows to which no document gives a value have the weight 1, and 0 under other names.
+        """
         self.ids[row : row + len(ids)] = ids
         predicted = slice(row, row + len(labels))
         self.labels[predicted] = labels
         for name, numbers in values.items():
-            ones = float(name == WEIGHTS)
-            self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
+            default = float(name == WEIGHTS)
+            self.values.setdefault(name, np.full(len(self.ids), default))[predicted] = numbers
 
 
 def check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:

@@ -52,11 +52,13 @@ class TokenLogProbs:
         return self._document_values(self.also[name], document)
 
     def _document_values(self, values: Floats, document: int) -> Floats:
+        """Return the part (length,) of numbers of all tokens that is a document's."""
         start = self._starts[document]
         return values[start : start + self.lengths[document]]
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
+        """Where each document's numbers begin in `values`, and where the last one's end (D + 1,)."""
         return np.cumsum((0, *self.lengths))
 
 
@@ -82,7 +84,7 @@ class CollectedLogProbs:
         self._parts: list[tuple[BatchTargets, Tensor]] = []
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """Collect the numbers of a micro-batch's rows (T, D); there is no loss."""
+        """Collect the numbers of a micro-batch's rows (T, D); returns 0, as there is no loss."""
         targets = BatchTargets(batch, hidden.device)
         self._parts.append(
             (targets, chunked_values(hidden, targets.targets, self._target_values, head, self._chunk_rows))
@@ -95,7 +97,7 @@ class CollectedLogProbs:
         return torch.cat([log_probs, distribution_values(logits, ids, self._also)]) if self._also else log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """Sum over all ranks, each of which has its own rows."""
+        """Put the numbers of all ranks' rows together, on every rank: each has 0 for tokens of the others."""
         values, sums = np.zeros((1 + len(self._also), self._starts[-1])), np.zeros(len(self._lengths))
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
             for targets, on_device in self._parts:

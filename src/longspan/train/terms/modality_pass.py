@@ -91,10 +91,10 @@ class ModalityPass:
         self.plan: ModalityPlan = plan
         self.items: ItemTable = items
         self.width: int = width
-        self.trains: bool = backward and not encoder.frozen
-        self.training: bool = backward
+        self.trains: bool = backward and not encoder.frozen  # whether gradients come back to the encoder
+        self.training: bool = backward  # the mode of its modules
         self.clock: PartClock = PartClock(world.device)
-        same_on_tp = world.home.tp > 1 and not plan.split_over_tp  # each use of a row, on all of a slot's ranks
+        same_on_tp = world.home.tp > 1 and not plan.split_over_tp  # a slot's tp ranks use, and so differentiate, alike
         gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if same_on_tp else "partial"
         self.waves: list[_LocalWave] = [
             _LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves
@@ -113,6 +113,7 @@ class ModalityPass:
             wave.inputs = [self._read_item(documents, item) for item in wave.items]
 
     def _read_item(self, documents: Any, item: int) -> Any:
+        """Read an item's input from the caller's documents, and name the item in an error of theirs."""
         with _add_note(lambda: f"reading {self.items.item_text(item)}"):
             return documents.read(self.items.numbers[item])
 
@@ -131,6 +132,7 @@ class ModalityPass:
         """
         module = self.encoder.module
         with preserve_modes(module), ExitStack() as stack:
+            # A frozen encoder, and parts of one that is in training mode, keep their modes in a training step.
             if not self.training or (self.trains and not module.training):
                 module.train(self.training)
             if self.trains:
@@ -160,11 +162,13 @@ class ModalityPass:
         return error
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
+        """Run the encoder on a wave's inputs, timed; returns its rows (n, width)."""
         doing = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
         with doing, self.clock.time_part("towers"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _item_names(self, wave: _LocalWave) -> str:
+        """Name the first three items of a wave, for an error."""
         return ", ".join(map(self.items.item_text, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
@@ -230,8 +234,8 @@ class ModalityPass:
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
         """Collect the rows of one micro-batch from those that arrived in each wave, as a leaf of autograd.
 
-        A wave's rows of it begin at `starts`, which is moved past them; the wave keeps the leaf and their places in it
-        (None: all of it), to read their gradients from.
+        In what arrived of wave i, the micro-batch's rows begin at `starts[i]`, which is moved past them. The wave keeps
+        the leaf and the indices of its rows in it (None: all of the leaf is this wave's), to read their gradients from.
         """
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:

@@ -119,10 +119,10 @@ class DepthsTerm(Term):
 
 
 def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
-    """Agree on how many depths a step of a model runs; entered by all ranks."""
+    """Return how many depths a step of a model runs, after all ranks have agreed on that and on the weight."""
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
-    name = type(model).__name__.removeprefix("FSDP")
+    name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name
     depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
     if not depths:
         raise ModelError(
@@ -158,7 +158,7 @@ def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bo
 def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     """Find the folder that the depths' weights are read from; None if they are drawn.
 
-    Raises ModelError for one that has fewer depths than mtp.depths; model.path, unless it is named, may have none.
+    With mtp.weights "auto" it is model.path if that has any. Raises ModelError for a folder with fewer than mtp.depths.
     """
     weights_path = config.mtp.weights
     folder = config.model.path if weights_path == AUTO else "" if weights_path == RANDOM else weights_path

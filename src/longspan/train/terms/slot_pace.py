@@ -33,7 +33,7 @@ class SlotPaceTerm(Term):
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def extend_passes(self, passes: Passes) -> Passes:
-        """Return the passes, whose measure is timed."""
+        """Return the passes with a measure that times theirs."""
         return replace(passes, measure=partial(self._time_measure, passes.measure))
 
     def _time_measure(self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class SlotPaceTerm(Term):
         return loss
 
     def sums(self) -> list[float]:
-        """Return the seconds and rows of this slot."""
+        """Return the seconds and rows that were timed on this slot, after all of them have run on the device."""
         for _, end in self._spans:
             end.synchronize()
         seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
@@ -63,7 +63,10 @@ class SlotPaceTerm(Term):
         return [seconds, float(self._rows)]
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return this slot's seconds a row, over those of the other slots; None if either was not timed."""
+        """Return this slot's seconds a row, over those of the other slots; None if either was not timed.
+
+        Of a slot's tensor-parallel ranks only the first is in the sums.
+        """
         seconds, rows = sums[0] - self._seconds, sums[1] - self._rows  # of the others
         if self._world.coordinates.tp or not self._rows or rows <= 0 or seconds <= 0:
             return {"slot_ratio": None}

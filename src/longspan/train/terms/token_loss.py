@@ -79,6 +79,7 @@ class LossRows:
         return self._distribution_value("log_sum_sq_probs")
 
     def _distribution_value(self, name: str) -> Tensor:
+        """Return a number (n,) of the rows' distributions. Raises LossError for LossRows that a caller made without."""
         if self.distributions is None:
             raise LossError(f"at.{name} is not known, for these LossRows were made without logits; pass distributions=")
         return self.distributions.value(name)
@@ -130,7 +131,10 @@ class TokenLoss:
     def _losses_and_slopes(
         self, targets: BatchTargets, log_probs: Tensor, part: slice, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of some targets, and the derivative of each by its log-probability."""
+        """Return the sum of the losses of some targets, and the derivative of each by its log-probability.
+
+        After an error in an earlier chunk both are 0, as for one in this chunk: the step raises at its end.
+        """
         zeros = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
         if self.error is not None:
             return zeros
