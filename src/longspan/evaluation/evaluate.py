@@ -67,7 +67,7 @@ def evaluate(
     with around, naming, measure_added_peak(world.device) as memory:
         portions = Portions(inputs, options, started)
         totals = portions.run()
-    if totals.rows != plan.targets:
+    if totals.rows != plan.targets:  # the mean would be wrong
         raise PlanError(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
@@ -76,6 +76,7 @@ def evaluate(
         _make_result(inputs, totals, options),
         cp=widest if isinstance(choice, Plan) or not choice.has_one_degree else choice.degree,
         seconds=time.perf_counter() - started,
+        # Without the parameters that stayed gathered, which are no activations.
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
     )
     if measured is not None:
@@ -162,6 +163,7 @@ def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocumen
 
 
 def _document_lengths(documents: Any) -> tuple[int, ...]:
+    """Return the tokens of each document: those that the documents know, or counted by reading each."""
     lengths = getattr(documents, "lengths", None)
     return tuple(len(documents[d]) for d in range(len(documents))) if lengths is None else tuple(map(int, lengths))
 
@@ -188,7 +190,11 @@ class Portions:
         self.passes = Passes.of(inputs, self.terms, self.sums.measure, keywords=kernel)
 
     def run(self) -> Totals:
-        """Run all portions, then sum over ranks."""
+        """Run all portions, then sum over ranks.
+
+        Portions double while they take less than SHORT_SECONDS on every rank. Parameters stay gathered from the first
+        portion on, once all ranks have agreed that there is room for them.
+        """
         size, done, count = self._first_size(), 0, len(self.plan.micro_batches)
         with ExitStack() as stack:
             while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
@@ -238,7 +244,11 @@ class Portions:
         return batches
 
     def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
-        """Agree whether any rank ends; first also on items, plan and gathering, later on whether one took long."""
+        """Return whether any rank ends the evaluation, as all ranks learn here.
+
+        At the first portion they also compare items and plan, and agree whether parameters stay gathered; later they
+        agree whether the last portion took long on any of them.
+        """
         if first:
             if self.items is not None:
                 self.world.control.agree(self.items.digest(), what="lists of items")
@@ -263,7 +273,10 @@ class Portions:
         return size if size <= room else 0
 
     def _end_reason(self, done: int) -> LongspanError | None:
-        """Return why this rank would end the evaluation before its next portion."""
+        """Return why this rank would end the evaluation before its next portion; None if it goes on.
+
+        Before the first portion metrics are tried; afterwards an error of a metric ends it.
+        """
         options, seconds = self.options, time.perf_counter() - self.started
         if not done:
             try:

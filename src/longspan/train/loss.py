@@ -25,7 +25,7 @@ from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, target_rows
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 4096  # that a program has at a time
 
-# From derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits. Called once: it may write there.
+# From derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits. Once: it may reuse its memory.
 GradientOf = Callable[[Tensor], Tensor]
 
 

@@ -85,7 +85,7 @@ def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Differenc
 
 
 def _document_sums(result: SetResult, unit: Unit) -> tuple[list[float], list[float]]:
-    """Return the sum and the count of each document's mean loss."""
+    """Return sums and counts, whose ratio is each document's loss per token, or bits per byte of its text."""
     losses = result.evaluation.document_losses
     if unit == "loss":
         return [loss.sum for loss in losses], [loss.count for loss in losses]
@@ -114,7 +114,7 @@ def _length_rows(
             yield bucket.first, bucket.last, float(means[0]), float(means[1]), int(inside.sum())
 
 
-HOME = ("tp", "pp", "ep", "dp_replicate")
+HOME = ("tp", "pp", "ep", "dp_replicate")  # the keys of [parallel] that are recorded
 
 
 def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, Any]:

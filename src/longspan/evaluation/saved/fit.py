@@ -76,7 +76,7 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
 
 
 def _fit_slots(home: _Changing, slots: int) -> None:
-    """Change the copies of the weights to divide the slots, and the shares of experts to divide a copy's slots."""
+    """Change dp_replicate, the copies of the weights, to divide the slots, and ep to divide the slots of each copy."""
     parallel: ParallelConfig = home.section
     home.change_key("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
     width, remainder = divmod(slots, home.section.dp_replicate)
@@ -88,9 +88,13 @@ def _fit_slots(home: _Changing, slots: int) -> None:
 
 
 def _choose_stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
-    """Choose tp and pp that divide the ranks, as large as those of the run allow; flags fix them."""
+    """Choose tp and pp, divisors of the run's, with the largest product that divides the ranks; flags fix them.
+
+    Of equal products the one with the larger tp is chosen. Where none fits, the degrees stay and are refused later.
+    """
 
     def list_degrees(key: str) -> list[int]:
+        """List the degrees that a key may have: the divisors of the run's, or only that of a flag."""
         degree = getattr(parallel, key)
         return [degree] if f"parallel.{key}" in flag_keys else _divisors(degree)
 
@@ -126,7 +130,7 @@ def fit_set(
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:
         old_degree, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
-        reason = "" if home.slots % old_degree else f", {heads} query heads under a2a"
+        reason = "" if home.slots % old_degree else f", {heads} query heads under a2a"  # what else could not divide
         degree = old_degree if "context_parallel_size" in fit.flag_keys else _nearest_below(old_degree, degrees)
         fit.change_key("context_parallel_size", degree, f"{slots}{reason}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
@@ -158,7 +162,7 @@ def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalCo
 def _set_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[str]) -> EvalConfig:
     """Set the keys `context.eval_*` that flags gave in the section of a set.
 
-    As in a table, a degree makes plans of that degree.
+    As in a table [[eval]], a degree alone means plans of that degree; a degree 0 means that of training.
     """
     values, keys = context.evaluation.plan_keys, _strip_prefix("context.eval_", flag_keys)
     flags = {key: value for key, value in values.items() if key in keys}
@@ -170,7 +174,8 @@ def _set_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
     """Fit the configuration of these sets to this home, for `check_config`, before heads and documents are read.
 
-    These may ask for a lower degree, or more rows.
+    Heads may ask for a lower degree and documents for more rows, so that each set is fitted again. Limits of document
+    lengths are left out, as the documents to come may be shorter.
     """
     sets = (find_set(config, name, flag_keys) for name in ("", *names))
     fitting = (fit_set(config, entry, home, None, 1, flag_keys)[0] for entry in sets)
@@ -189,11 +194,12 @@ def _strip_prefix(prefix: str, flag_keys: Collection[str]) -> set[str]:
 
 
 def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
     return [degree for degree in range(1, number + 1) if number % degree == 0]
 
 
 def _nearest_below(degree: int, fitting: Iterable[int]) -> int:
-    """Return the largest fitting degree up to `degree`; 1 always fits."""
+    """Return the largest of the fitting degrees up to `degree`; 1 where there is none, as it always fits."""
     return max((candidate for candidate in fitting if candidate <= degree), default=1)
 
 

@@ -85,10 +85,9 @@ def fit_positions(
 ) -> PreTrainedConfig:
     """Fit the configuration to a longest document of so many tokens, of source `origin`.
 
-    Flags' scaling counts if `scaled`.
-
-    A run's model keeps the scaling that it was trained with. Raises ConfigError, with what lengthens the model, for a
-    document beyond its positions.
+    `scaled`: flags gave a scaling of positions, which takes the place of the one that the model was trained with.
+    Raises ConfigError for a document beyond the model's positions, with what lengthens the model, and with `cut_by`,
+    the flag that cuts documents.
     """
     settings, configuration = checked.subject.config.model, checked.configuration
     if scaled:
@@ -136,7 +135,7 @@ def load_saved_model(
     load = partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
     model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=images), ModelError)
     prepared = prepare_run_model(config, world, model, training=False, images=images)
-    if not adapts or config.lora.rank:
+    if not adapts or config.lora.rank:  # without its adapter a model is the base model, which `prepare` has read
         load_checkpoint(checkpoint, prepared, None, world)
     return prepared, int(state["step"])
 

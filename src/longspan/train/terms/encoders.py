@@ -227,7 +227,7 @@ def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backw
 
 
 def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
-    """Plan waves in a thread, which copies indices to the device on `stream`, the one that the step will use them on."""
+    """Plan waves in a thread, which copies indices to the device on `stream`, on which the step will use them."""
     if stream is not None:
         torch.cuda.set_stream(stream)
     encoding = make()
