@@ -175,6 +175,7 @@ class Portions:
     """Runs one evaluation a portion of its micro-batches at a time."""
 
     def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
+        """Make the sums, the terms and the passes of an evaluation that began at `started` of time.perf_counter."""
         self.inputs: StepInputs = inputs
         self.options: EvaluationOptions = options
         self.started: float = started

@@ -31,6 +31,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
         module.set_reshard_after_forward(False, recurse=False)
     try:
         with quantise_once(model), ExitStack() as hooks:
+            # Not those of the model itself, with which FSDP2 begins and ends a pass.
             for state in dict.fromkeys(module._get_fsdp_state() for module in modules if module is not model):
                 hooks.enter_context(_run_hooks_until_gathered(state))
             yield
@@ -67,6 +68,7 @@ class _GatheredHooks:
     """The hooks of one layer: FSDP2's own, `pre_forward` and `post_forward`, and what stands for them."""
 
     def __init__(self, state: Any, pre_forward: Any, post_forward: Any) -> None:
+        """Take a layer's FSDP2 state and hooks; `_gathering`: FSDP2's hook ran before the forward pass under way."""
         self.pre_forward, self.post_forward = pre_forward, post_forward
         self._state, self._gathering = state, False
         self._groups = [*reduction_groups([state._modules[0]])]

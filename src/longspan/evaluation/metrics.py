@@ -139,6 +139,7 @@ class _Copier(pickle.Pickler):
     """
 
     def __init__(self, file: IO[bytes]) -> None:
+        """Write the copy into a file; `shared` are the objects that are not copied, by their numbers."""
         super().__init__(file)
         self.shared: list[Any] = []
 

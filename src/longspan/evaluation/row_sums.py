@@ -35,6 +35,7 @@ class RowSums:
     """
 
     def __init__(self, lengths: Sequence[int], options: EvaluationOptions, device: torch.device) -> None:
+        """Begin all sums at 0, for documents of these lengths; metrics are added up on the device."""
         self.error: Exception | None = None
         self._options = options
         self._edges = bucket_edges(max(lengths, default=1))

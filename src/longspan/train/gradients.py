@@ -96,7 +96,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
 
     Gradients in half precision are multiplied in float32 and rounded once.
     """
-    factor = max_norm / (norm + 1e-6)
+    factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
     if factor < 1:
         for dtype, tensors in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
@@ -107,6 +107,7 @@ class _Counted:
     """Whether this rank counts a gradient: the first of the ranks of its stage that hold the same elements."""
 
     def __init__(self, world: World) -> None:
+        """Remember the answer by mesh and placements, which many gradients share."""
         self._first_rank, self._rank = world.home.rank_at(0, pp=world.coordinates.pp), world.rank
         self._by_mesh = dict[Any, bool]()
 

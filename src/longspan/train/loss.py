@@ -252,7 +252,7 @@ def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head:
         values(head(hidden.index_select(0, targets.rows[chunk])), targets.ids[chunk])
         for chunk in cut_into_chunks(len(targets.rows), rows)
     ]
-    return torch.cat(chunk_values, -1)[..., :count]
+    return torch.cat(chunk_values, -1)[..., :count]  # without a padding target
 
 
 def _padding_target(targets: Targets) -> Targets:
@@ -277,7 +277,7 @@ def rows_per_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
 
 
 def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
-    """Divide rows into runs of at most `rows` rows, as even as can be."""
+    """Divide rows into runs of at most `rows` rows, as even as can be; no rows are one empty run."""
     count = max(1, -(-total // rows))
     for i in range(count):
         yield slice(total * i // count, total * (i + 1) // count)
@@ -308,7 +308,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradient.index_copy_(0, predicting, gradients.pop(0))
             sums = _add_to_sums(sums, gradients, last=chunk.stop == len(targets.rows))
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
-        ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
+        ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]  # through: to hidden states
         return total
 
     @staticmethod

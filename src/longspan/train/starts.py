@@ -31,6 +31,7 @@ class Starts:
     """
 
     def __init__(self, begun: float | None = None) -> None:
+        """Begin the first part at `begun`, by default now; `_last` is when the last part ended."""
         self.begun: float = time.time() if begun is None else begun
         self.parts: dict[str, float] = {}
         self._last = self.begun

@@ -100,7 +100,7 @@ class StepEnd:
 
         It is what brings their norm down to the limit, 1 at most. No rank waits for the device to learn it.
         """
-        norm, loss = values[0].sqrt(), values[1] / self.passes.divisor
+        norm, loss = values[0].sqrt(), values[1] / self.passes.divisor  # values in the order of `_rank_sums`
         is_good = norm.isfinite() & loss.isfinite() & (values[2] == self.passes.plan.targets)
         norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
@@ -155,7 +155,7 @@ class StepEnd:
                 clip_gradients(self.model.parameters(), self.max_grad_norm, sums.norm)
             self.optimizer.step()
             return
-        factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)
+        factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)  # as torch clips
         if factor < 1:
             one_pass.gradient_scale = to_device(np.array(factor), self.world.device)
         try:

@@ -126,6 +126,7 @@ def prepare_run_model(
     # Warnings about the adapter are the same on all ranks; the first one shows them.
     with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
         adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
+    # Parameters of an adapter may be in another dtype than the model's.
     dtypes = (
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
@@ -304,7 +305,7 @@ class Training:
             self.world,
             optimizer=self.optimizer,
             max_grad_norm=config.max_grad_norm or None,
-            step=step + 1,
+            step=step + 1,  # for errors, which count from 1
             loss_chunk_rows=config.loss_chunk_rows,
             router=self.router,
             mtp=mtp_loss(self.config),

@@ -150,7 +150,7 @@ def evaluation_record(result: SetResult) -> dict[str, Any]:
 
 
 def comm_types(result: SetResult) -> list[str]:
-    """Return the types by which groups of more than one slot shared documents."""
+    """Return the types by which groups of more than one slot shared documents; a group may have one for each layer."""
     groups = [group for batch in result.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1]
     types = [kind if isinstance(kind := group.cp_comm_type, str) else tuple(kind) for group in groups]
     return sorted({name for kind in types for name in ((kind,) if isinstance(kind, str) else kind)})

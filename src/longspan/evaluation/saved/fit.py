@@ -30,6 +30,7 @@ class Change:
     why: str
 
     def __str__(self) -> str:
+        """Write the change as messages have it: "parallel.tp 4 -> 2 (6 ranks)"."""
         return f"{self.key} {_value_text(self.before)} -> {_value_text(self.now)} ({self.why})"
 
 
@@ -37,6 +38,7 @@ class _Changing:
     """A section whose values change, except those of `flag_keys`; `prefix` begins the names of its keys."""
 
     def __init__(self, section: Any, prefix: str, flag_keys: Collection[str]) -> None:
+        """Take a section without changes; `flag_keys` have no prefix."""
         self.section, self.flag_keys, self._prefix = section, flag_keys, prefix
         self.changes: list[Change] = []
 
@@ -66,7 +68,7 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     if home.section.tp == 1:
         home.change_key("sequence_parallel", False, "tp 1")
     slots, remainder = divmod(ranks, home.section.tp * home.section.pp)
-    if not remainder:
+    if not remainder:  # else `check_config` refuses the degrees
         _fit_slots(home, slots)
     encoder = _Changing(config.encoder, "encoder.", _strip_prefix("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these

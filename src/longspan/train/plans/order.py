@@ -55,7 +55,7 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
 
 
 def count_held_out(setting: int | str, documents: int) -> int:
-    """Count how many documents are held out: the setting, or one in ten (at least one, of several), at most 32.
+    """Count how many documents are held out: the setting, or one in ten, from 1 to 32 but never a run's only one.
 
     >>> [count_held_out("auto", documents) for documents in (1, 7, 153, 5000)]
     [0, 1, 15, 32]

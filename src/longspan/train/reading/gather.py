@@ -103,6 +103,7 @@ class _Local:
     """The documents that this rank brings, read."""
 
     def __init__(self) -> None:
+        """Begin without documents: their facts and columns, and whether a label is another than its token."""
         self._facts, self._read = list[tuple[int, ...]](), list[dict[str, Integers]]()
         self._names, self._labelled = NamesOfValues(), False
 

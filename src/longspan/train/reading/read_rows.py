@@ -106,6 +106,7 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
         segments = shard_part.segments()
         sizes = segments.stop - segments.start
         documents.append(np.asarray(shard_part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)])
+        # Row `offset` of the part is position `start` of the segment's document.
         positions.append(np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes))
     return np.concatenate(documents), np.concatenate(positions)
 
@@ -122,6 +123,7 @@ class _Reader:
         names: NamesOfValues,
         depths: int,
     ) -> None:
+        """Begin with arrays for `rows` local rows: one set for the model, and one for each of the `depths`."""
         self._documents, self._vocabulary, self._items = documents, vocabulary, items
         self._names = names
         self._at_depth = [_Arrays(rows) for _ in range(depths + 1)]
@@ -137,6 +139,7 @@ class _Reader:
         Tokens after them are read too, one for the last label and one more for each depth, as far as there are any.
         """
         end = min(stop + len(self._at_depth), length)  # a row predicts nothing where its document ends before
+        # True at the placeholders of items, which are neither inputs nor targets.
         hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
         positions, value = np.arange(start, end), self._documents[document]
         tokens = self._read_tokens(value, document, positions, hidden)
@@ -205,6 +208,7 @@ class _Arrays:
     """The rows of one depth, while they are read."""
 
     def __init__(self, rows: int) -> None:
+        """Begin with padding: id 0, no label, no values."""
         self.ids = np.zeros(rows, dtype=np.int64)
         self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
         self.values = dict[str, npt.NDArray[np.float64]]()

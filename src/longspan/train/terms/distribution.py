@@ -86,6 +86,7 @@ class Distributions:
     """The distributions of some rows while their logits (t, V) exist; a number is computed when it is first read."""
 
     def __init__(self, logits: Tensor, ids: Tensor) -> None:
+        """Take logits (t, V) and target ids (t,); no number is computed yet."""
         self._rows: tuple[Tensor, Tensor] | None = (logits, ids)
         self._values = dict[str, Tensor]()
 

@@ -128,6 +128,7 @@ class SameOnRanks:
     """Sums of losses and coefficients: of sets whose sums every rank has, and of those that only a last stage has."""
 
     def __init__(self) -> None:
+        """Begin without sums; `_sizes` are those of absolute values, to which TOLERANCE is relative."""
         self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
         self._sizes = np.zeros((2, 2))
 

@@ -43,6 +43,7 @@ class PartClock:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Begin without times: the host's seconds by part, and on a GPU pairs of events, which then count instead."""
         self._gpu = device.type == "cuda"
         self._spans: dict[Part, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
         self._seconds: dict[Part, float] = defaultdict(float)

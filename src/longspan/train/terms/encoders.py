@@ -40,6 +40,7 @@ class EncodersTerm(Term):
     """
 
     def __init__(self, model: MultimodalModel, inputs: StepInputs, items: ItemTable, depths: int = 0) -> None:
+        """Take what waves are planned from; `read` plans them, also for the `depths` of multi-token prediction."""
         self._model, self._inputs, self._items, self._depths = model, inputs, items, depths
         self._micro_batches: Sequence[MicroBatch] = ()
         self._encoding: Encoding | None = None

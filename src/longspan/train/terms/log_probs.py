@@ -79,6 +79,7 @@ class CollectedLogProbs:
     """
 
     def __init__(self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = ()) -> None:
+        """Begin without numbers, for documents of these lengths; `_parts` has those of each micro-batch (1 + k, n)."""
         self._lengths, self._chunk_rows, self._also = tuple(lengths), chunk_rows, also
         self._starts = np.cumsum((0, *lengths))
         self._parts: list[tuple[BatchTargets, Tensor]] = []

@@ -86,6 +86,7 @@ class ModalityPass:
     def __init__(
         self, encoder: Encoder, world: World, plan: ModalityPlan, items: ItemTable, *, width: int, backward: bool
     ) -> None:
+        """Prepare the waves of a plan of these items; `width` is the size of the language model's hidden states."""
         self.encoder: Encoder = encoder
         self.world: World = world
         self.plan: ModalityPlan = plan
@@ -158,6 +159,7 @@ class ModalityPass:
             with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
                 output = self._call_encoder(wave)
             error = error or self._rows_error(wave, output)
+            # Of a wave that only enters the collectives no row is used, but its graph is, for those of backward.
             wave.output = None if error else output if wave.works else output[:0]
         return error
 
@@ -259,7 +261,7 @@ class ModalityPass:
             return
         with sum_replicas_at_last(self.encoder.module) as sum_replicas:
             for wave in reversed(self.waves):
-                if wave is self.waves[0]:
+                if wave is self.waves[0]:  # the last to run
                     sum_replicas()
                 output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None

@@ -50,6 +50,7 @@ class MtpLoss:
     weight: float = 0.3
 
     def __post_init__(self) -> None:
+        """Refuse a weight that is no number from 0; a bool is none either."""
         weight: Any = self.weight
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
             raise LossError(f"the weight of an MtpLoss is {short_text(weight)}; give a number from 0: 0.3, say")
@@ -68,6 +69,7 @@ class DepthsTerm(Term):
     """
 
     def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
+        """Begin the sums of each depth's losses at 0; `read` counts the targets of each depth."""
         self.depths: int = _agree_on_depths(mtp, inputs.language_model, inputs.world)
         self._mtp, self._model, self._world = mtp, inputs.language_model, inputs.world
         self._cross_entropy = CrossEntropy(chunk_rows)
@@ -77,7 +79,7 @@ class DepthsTerm(Term):
     def read(self, batches: Sequence[LocalBatch]) -> None:
         """Count the targets of each depth on all slots."""
         last = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
-        counted_batches = batches if last else ()
+        counted_batches = batches if last else ()  # of a pipeline, stages in the middle read no labels
         local = [
             sum(int((batch.deeper[d].labels != NO_TARGET).sum()) for batch in counted_batches)
             for d in range(self.depths)

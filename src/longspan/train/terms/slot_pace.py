@@ -27,6 +27,7 @@ class SlotPaceTerm(Term):
     """Times the loss of a step's rows on this slot; on a GPU by events, read once the step has waited for it anyway."""
 
     def __init__(self, world: World) -> None:
+        """Begin with nothing timed: rows, their seconds on a CPU, and pairs of events around each measure on a GPU."""
         self._world = world
         self._rows = 0
         self._seconds = 0.0

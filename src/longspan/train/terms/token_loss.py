@@ -89,6 +89,7 @@ class BatchTargets:
     """The targets of one micro-batch on this rank, on the host and on the device."""
 
     def __init__(self, batch: LocalBatch, device: torch.device) -> None:
+        """Take the rows of a batch that predict a token: their documents, positions and weights (n,) on the host."""
         rows = target_rows(batch)
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
@@ -120,6 +121,7 @@ class TokenLoss:
     """
 
     def __init__(self, function: LossFunction, chunk_rows: int) -> None:
+        """Take the function, which gets `chunk_rows` targets at a time (0: by a budget of bytes)."""
         self.error: Exception | None = None
         self._function, self._chunk_rows = function, chunk_rows
 
