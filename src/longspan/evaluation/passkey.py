@@ -142,6 +142,7 @@ class PasskeyDocument:
         return self.length
 
     def __getitem__(self, positions: Any) -> Integers:
+        """Return the ids at these positions; the whole document is made for them."""
         return self.all_ids()[positions]
 
     @property
@@ -156,7 +157,7 @@ class PasskeyDocument:
 
     def all_ids(self) -> Integers:
         """Return all token ids."""
-        filler = np.resize(self.pieces.filler, self.filler)
+        filler = np.resize(self.pieces.filler, self.filler)  # repeated up to so many tokens
         key, pieces = self.pieces.encode_key(self.key), self.pieces
         parts = (pieces.opening, filler[: self.key_at], key, filler[self.key_at :], pieces.question, self.answer)
         return np.concatenate(parts)

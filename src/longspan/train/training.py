@@ -122,7 +122,7 @@ def prepare_run_model(
     ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
-    kind = compute_dtype(config.model, world.device.type)
+    computed_dtype = compute_dtype(config.model, world.device.type)
     # Warnings about the adapter are the same on all ranks; the first one shows them.
     with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
         adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
@@ -133,8 +133,8 @@ def prepare_run_model(
     if images:
         _freeze_encoder(config, model)
     if memory is None or world.device.type != "cuda":  # a plan of memory saw to the GPU
-        check_model_fits(config, model, world, kind, training=training)
-    computes_in = None if dtypes == {kind} else kind  # None: all parameters are in that dtype already
+        check_model_fits(config, model, world, computed_dtype, training=training)
+    computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
     return prepare(
         adapted_model,

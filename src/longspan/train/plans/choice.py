@@ -90,10 +90,10 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """Choose how training steps are planned, priced by the run's cost or else the file's.
+        """Choose how training steps are planned, priced by `cost`, or else by what the configuration names.
 
-        `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
-        slot's rank and sharded over slots, of `weight_bytes` each.
+        `heads` is how many query heads the model has, where that is known; `weights` is how many of its parameters a
+        slot's rank has before they are sharded over slots, of `weight_bytes` each.
         """
         options = _section_options(config.context, config, cost or read_cost(config), heads)
         options = replace(options, mode=config.context.mode)
@@ -211,9 +211,9 @@ class PlanChoice:
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
-                options = fit_to_degree(options, widest)
+                options = fit_to_degree(options, widest)  # the levels of a2a+p2p
             make = partial(plan_padded if self.planner == "padded" else plan_fixed, lengths, home, widest)
-        if options.cost.passes != "forward":
+        if options.cost.passes != "forward":  # a training step
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 

@@ -42,6 +42,7 @@ def set_epoch_steps(config: RunConfig, order: StepOrder | PackOrder, log: LogLin
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """Advise how to make more steps of the same documents; a step takes at least one document."""
+    # Tokens that all epochs read, and those of a step with which they would take FEW_STEPS steps.
     tokens, tokens_per_step = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
     longest_document = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     tokens_of_step = max(tokens // FEW_STEPS, longest_document)

@@ -114,7 +114,10 @@ def check_cost(name: str, file: str) -> None:
 
 
 def _import_cost(name: str) -> Any:
-    """Import the cost of this name, or the function that makes one. Raises ConfigError for anything else."""
+    """Import the cost of this name, or the function that makes one from a model's configuration.
+
+    Raises ConfigError for anything else.
+    """
     if "." not in name or name.endswith(".json"):
         raise ConfigError(
             f"{COST_KEY} is {name!r}; give a longspan.Cost or a function that returns one by its dotted name, as in "
@@ -153,7 +156,10 @@ def own_cost(name: str, model_config: Any) -> Cost:
 
 
 def _try_cost(cost: Cost, name: str) -> None:
-    """Raise ConfigError unless seconds and bytes of groups are arrays of finite numbers of at least 0."""
+    """Raise ConfigError unless a cost's methods give finite numbers of at least 0, in arrays of the arguments' shape.
+
+    They are tried on three numbers of tokens (3, 1), their squares, and three degrees (3,).
+    """
     tokens, degree = np.array([[1.0], [4096.0], [65536.0]]), np.array([1.0, 2.0, 8.0])
     inside = degree < 8  # whether a group lies inside one host
     calls = {

@@ -69,6 +69,7 @@ class StepDocuments:
             )
 
     def __getitem__(self, document: int) -> Any:
+        """Return a document as the caller gave it."""
         return self.documents[document]
 
     @cached_property

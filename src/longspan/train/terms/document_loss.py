@@ -184,6 +184,7 @@ class DocumentPasses:
         self._sets_inside: dict[int, list[tuple[int, ...]]] = {}  # sets by the micro-batch that holds them
         self._sets_across: list[tuple[int, ...]] = []
         for documents in sets:
+            # −1: a plan left the document out, for which the step raises when it counts targets.
             indices = {self._index.get(document, -1) for document in documents}
             if len(indices) == 1 and plan.mode == "lockstep":
                 self._sets_inside.setdefault(indices.pop(), []).append(documents)

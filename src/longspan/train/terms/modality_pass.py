@@ -39,7 +39,7 @@ class RandomState(NamedTuple):
 
 @contextmanager
 def restore_random_state(state: RandomState, device: torch.device) -> Iterator[None]:
-    """Set the random generators to a state, for a second forward pass; afterwards they are as before."""
+    """Set the random generators of the host and the GPU to a state while open; afterwards they are as before."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.set_rng_state(state.host)
         if state.gpu is not None:
