@@ -21,7 +21,7 @@ def lazy_exports(
     names = sorted(set(home_of) - set(unlisted))
 
     def load_name(name: str) -> object:
-        """Import a name and set it in the package, which asks no second time."""
+        """Import a name and set it in the package, where Python finds it from then on."""
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
         value = getattr(import_module(home_of[name]), name)

@@ -148,12 +148,12 @@ def list_degree_choices(
 
 @lru_cache(maxsize=8)
 def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
-    """Return the plan of a set of documents, made once: a dynamic plan takes longer than the evaluation of a few."""
+    """Return the plan of a set of documents, made once: a dynamic plan may take longer than the evaluation itself."""
     return choice.plan(lengths, home)
 
 
 def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
-    """Return the choice priced for forward passes only, with the documents' targets and the rows that a model needs."""
+    """Return the choice priced for forward passes only, with the number of targets and the model's multiple of rows."""
     multiple, options = call_rules(model).row_multiple, choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets)

@@ -76,7 +76,7 @@ class MeasuredDocuments(Protocol):
         ...
 
     def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, Any]:
-        """Return fields of `Evaluation` and their values, from what documents' metrics came to for each document."""
+        """Return fields of `Evaluation` and their values, from each metric's sum and count of every document."""
         ...
 
 

@@ -94,7 +94,7 @@ class Pieces(NamedTuple):
 
 
 def _find_engine(tokenizer: Any) -> Tokenizer:
-    """Find a copy of the tokenizers library's object in a tokenizer, which neither cuts nor pads texts."""
+    """Return a copy of the tokenizers library's object in a tokenizer, set to neither cut nor pad texts."""
     engine = getattr(tokenizer, "engine", None) or getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     if not isinstance(engine, Tokenizer):
         raise DataError(
@@ -192,12 +192,12 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         return tuple(document.length for document in self.documents)
 
     def origin(self, document: int) -> str:
-        """Return the name of one of them, which is made from no file."""
+        """Return the name of a document, in place of the file that other documents come from."""
         return self.documents[document].name
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """The name of each document, which is made from no file."""
+        """The name of each document, in place of the file that other documents come from."""
         return tuple(document.name for document in self.documents)
 
     @property
@@ -220,7 +220,7 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         return {"passkey_wrong": wrong_tokens, "passkey_loss": answer_loss}
 
     def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, PasskeyGrid]:
-        """Return what an evaluation's result gets of these documents: the grid of retrieved keys, as `passkey`."""
+        """Return the field `passkey` of an evaluation's result: the grid of retrieved keys."""
         return {"passkey": self.make_grid(measured, step=step, cp=cp)}
 
     def make_grid(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> PasskeyGrid:

@@ -95,7 +95,10 @@ class RowSums:
             yield TargetRows(documents[part], positions[part], ids, losses, logits)
 
     def _add_metrics(self, rows: TargetRows) -> Tensor:
-        """Add the metrics of some rows up; those of documents come back as columns (2 M, n), to be added up later."""
+        """Add the metrics of some rows up; returns those of documents, which are added up later, as columns (2 M, n).
+
+        They are the values and counts of M metrics, and 0 after an error in an earlier metric.
+        """
         count, metrics = len(rows.losses), self._options.document_metrics
         columns = rows.losses.new_zeros(len(metrics), 2, count)
         if self.error is not None:

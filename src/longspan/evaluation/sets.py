@@ -129,7 +129,7 @@ def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
 
 
 def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
-    """Return the corpus of a set in the run's folder: the first rank makes sure of it, all open it."""
+    """Return the corpus of a set in the run's folder, which the first rank builds if need be and all ranks open."""
     directory, settings = Path(config.run.dir), _corpus_settings(config, entry)
 
     def build_corpus() -> None:

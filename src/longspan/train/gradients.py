@@ -81,10 +81,7 @@ def model_square_sum(model: nn.Module, world: World) -> Tensor:
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that this rank counts in the gradient norm.
-
-    What several stages have is counted with the first.
-    """
+    """Return the parameters that this rank counts in the gradient norm: copies on several stages only on the first."""
     inside = model.language_model if isinstance(model, MultimodalModel) else model
     skipped = inside.copies.parameters_counted_elsewhere if isinstance(inside, PipelineModel) else ()
     return [parameter for parameter in model.parameters() if parameter not in skipped]
@@ -121,8 +118,10 @@ class _Counted:
         return self._by_mesh[key]
 
     def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
-        """Return whether this rank has the first copy: it is in the mesh that holds the stage's first rank, for other
-        meshes beside it hold the same, and at index 0 of every axis over which its mesh holds copies.
+        """Return whether this rank has the first copy of gradients with this mesh and these placements.
+
+        Meshes beside each other hold the same, so only the one with the stage's first rank counts; there a rank counts
+        at index 0 of every axis that has copies.
         """
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]

@@ -314,7 +314,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Scale the gradients that forward made by that of the sum."""
+        """Scale the gradients that forward made by the gradient of the sum, a scalar."""
         saved = list(ctx.saved_tensors)
         hidden_gradient = saved.pop(0) * gradients[0] if ctx.through else None
         parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]

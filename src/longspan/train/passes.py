@@ -132,15 +132,15 @@ class Passes:
         return replace(passes, terms=tuple(terms))
 
     def mean(self, loss_sum: Tensor) -> Tensor:
-        """Return a sum over rows as its part of the step's loss."""
+        """Return a sum of losses as its part of the step's loss, a sum over all rows that is divided once."""
         return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
-        """Return the loss that a prepared model makes of its last hidden states (T, D), its head and its depths'."""
+        """Return the loss function of a prepared model's last hidden states (T, D), its head and its depths' states."""
         return lambda hidden, head, *deeper: self.measure(batch, hidden, self.head(head), *deeper)
 
     def head(self, head: Head) -> Head:
-        """Return a head whose logits are those that losses see."""
+        """Return a head whose logits are divided by the temperature."""
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Passes:
         return self.routing is not None and self.backward and bool(self.routing.coefficients.balance)
 
     def fix_loads(self) -> None:
-        """Fix the loads of experts before the first backward pass; entered by all slots."""
+        """Sum the loads of experts over slots, as all backward passes take them; entered by all slots before these."""
         if self.routing is not None and self.backward:
             self.routing.fix_loads()
 

@@ -63,7 +63,7 @@ def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
 
 
 def check_update(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
-    """Raise ModelError for an update without gradients, one that torch's kernels refuse, or a norm that clips nothing."""
+    """Raise ModelError for an update without gradients or that torch's kernels refuse, or a norm that clips nothing."""
     if optimizer is not None and not backward:
         raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):

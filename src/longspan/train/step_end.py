@@ -98,7 +98,7 @@ class StepEnd:
     def _scale(self, values: Tensor) -> Tensor:
         """Return what gradients are multiplied with, on the device: not a number where the step must not be taken.
 
-        It is what brings their norm down to the limit, 1 at most. No rank waits for the device to learn it.
+        The factor brings their norm down to the limit, and is 1 at most. No rank waits for the device to learn it.
         """
         norm, loss = values[0].sqrt(), values[1] / self.passes.divisor  # values in the order of `_rank_sums`
         is_good = norm.isfinite() & loss.isfinite() & (values[2] == self.passes.plan.targets)

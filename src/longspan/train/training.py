@@ -259,7 +259,7 @@ class Training:
 
     @property
     def evaluation_choice(self) -> PlanChoice:
-        """How evaluations of the held-out documents are planned."""
+        """How evaluations of the documents that the run holds out are planned."""
         return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
 
     def choice_of(self, entry: EvalConfig) -> PlanChoice:

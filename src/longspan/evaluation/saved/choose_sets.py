@@ -52,7 +52,7 @@ def tokenizer_digest(tokenizer: TextTokenizer) -> str:
 
 
 def _find_sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogLine) -> Sets:
-    """Find the sets of one subject: texts at given paths, or the sets of its run."""
+    """Find the sets of one subject: texts at given paths, or sets of its run; none if only keys are to be retrieved."""
     subject = weights.subject
     if request.paths:
         data = _data_settings(request)

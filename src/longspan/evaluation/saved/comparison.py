@@ -46,9 +46,8 @@ class Difference:
 def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
     """Return the difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
 
-    Made documents that two tokenizers write are not the same text: they have none.
-
-    Raises ConfigError where a tokenizer does not give the bytes of its tokens.
+    Passkey documents that two tokenizers made are not the same text, and have no difference. Raises ConfigError where a
+    tokenizer does not give the bytes of its tokens.
     """
     unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
     pairs = zip(first.sets, other.sets, strict=True)
@@ -157,7 +156,7 @@ def comm_types(result: SetResult) -> list[str]:
 
 
 def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
-    """Return every evaluation of passkey retrieval; with the weights' path, where there are several."""
+    """Return the grid of every evaluation of passkey retrieval, each after the weights' path ("" if all have one)."""
     return [
         (result.weights.title if len(results) > 1 else "", grid)
         for result in results

@@ -191,7 +191,7 @@ def changes_line(changes: Sequence[Change], ranks: int) -> str:
 
 
 def _strip_prefix(prefix: str, flag_keys: Collection[str]) -> set[str]:
-    """Return the keys with a prefix, without it."""
+    """Return the keys that begin with a prefix, without the prefix."""
     return {key.removeprefix(prefix) for key in flag_keys if key.startswith(prefix)}
 
 

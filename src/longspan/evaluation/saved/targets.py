@@ -25,7 +25,7 @@ class SavedWeights:
 
     @property
     def title(self) -> str:
-        """How results call them."""
+        """The name of the weights in results."""
         return f"{self.path} without adapter" if self.base else str(self.path)
 
     @property

@@ -119,7 +119,7 @@ def _advise_positions(checked: CheckedWeights, longest: int) -> str:
 def load_saved_model(
     checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
 ) -> tuple[AnyModel, int]:
-    """Load the prepared model with the weights, and the steps that they were trained (0 of a folder).
+    """Load the prepared model with the weights; returns it and the steps of their training (0 for a folder).
 
     With `images`, and where a checkpoint has them, it has a tower and projector. `config` has the home's [parallel] and
     the plans' [context]. Raises ConfigError where a GPU has no room for it.

@@ -54,10 +54,10 @@ def find_run_cost(
 
     >>> cost = find_run_cost(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
-    What is recomputed counts in a cost of its model, and what FSDP2 gathers and sums over so many `slots` (0: nothing)
-    in lockstep; both as a plan of `memory` chose where one is given. `target_share` of the rows predict a token. The
-    cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no time is shown. A model that
-    its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
+    The cost of a model on a machine includes recomputation, and in lockstep what FSDP2 gathers and sums over so many
+    `slots` (0: nothing), both as a plan of `memory` chose if one is given. `target_share` of the rows predict a token.
+    The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no time is shown. A model
+    whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log.
     """
     if config.context.cost_model:
         return own_cost(config.context.cost_model, model_config)

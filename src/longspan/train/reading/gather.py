@@ -50,8 +50,8 @@ def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocument
     >>> documents = share_documents(corpus.select([3, 7, 1]), world)
 
     The documents keep their numbers. Shares have about as many tokens each; `documents` and their lengths are the same
-    on every rank. For documents that take long to read, as those that are encoded then: without it each rank that has
-    some rows of a document would encode all of it. Raises DataError on every rank where one cannot read its share.
+    on every rank. It is for documents that take long to read, such as texts that are tokenized then: otherwise each rank
+    with some rows of a document would read all of it. Raises DataError on every rank where one cannot read its share.
     """
     shares = deal_documents([len(document) for document in documents], len(world.home.ranks))
     share = shares[world.home.ranks.index(world.rank)]
@@ -245,7 +245,7 @@ def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
 
 
 def _refuse_copies(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
-    """Raise DataError, on every rank, where two ranks bring the same documents, of which two at least are different."""
+    """Raise DataError, on every rank, where two ranks bring the same documents; a rank's equal ones are no copies."""
     first_with = dict[bytes, int]()
     for rank, share in zip(ranks, shares, strict=True):
         if share.digest and (first := first_with.setdefault(share.digest, rank)) != rank:

@@ -189,7 +189,7 @@ class GatheredDocument:
 
     @property
     def pieces(self) -> range:
-        """The documents in it, if it is a pack."""
+        """The numbers of the documents in a pack, from 0; empty for a document that is no pack."""
         return range(self._facts["pieces"])
 
     def labels(self, positions: Any = None) -> Integers:

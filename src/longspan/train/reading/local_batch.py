@@ -121,7 +121,7 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
 
 
 def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None) -> SequenceShard:
-    """Bind the rows that see each other to a shard, for a model whose rules have a prefix or items in spans.
+    """Return the shard with the rows that see each other both ways: a prefix's or an item's, by the model's rules.
 
     Raises DataError for a prefix that the model's window would cut, and for packs, whose pieces have a prefix each.
     """

@@ -106,5 +106,5 @@ class Distributions:
         return self._values[name]
 
     def release_logits(self) -> None:
-        """Let go of the logits."""
+        """Let go of the logits, whose memory the next chunk takes; numbers that were read stay."""
         self._rows = None

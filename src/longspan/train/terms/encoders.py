@@ -88,7 +88,7 @@ class Encoding:
         backward: bool,
         depths: int = 0,
     ) -> None:
-        """Plan which slot encodes which item of these micro-batches, and who needs its rows, for every modality."""
+        """Plan which slot encodes which item of these micro-batches, and which ranks need its rows, by modality."""
         world = model.world
         items = _batch_items(table, micro_batches)
         multiple = call_rules(model.language_model).row_multiple
@@ -167,7 +167,7 @@ def _last_stage(language_model: nn.Module) -> int:
 
 
 def _batch_items(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:
-    """Return the items of the documents of these micro-batches, under their numbers among all."""
+    """Return the table of the items in documents of these micro-batches, under their numbers in the whole table."""
     documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
     index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
     if len(index) == len(table):

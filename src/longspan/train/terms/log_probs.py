@@ -40,7 +40,7 @@ class TokenLogProbs:
         return self._document_values(self.values, document)
 
     def value(self, name: str, document: int) -> Floats:
-        """Return another number of each token (length,), in its place as by `of`.
+        """Return another number of each token of a document (length,), 0 where `of` gives 0.
 
         Raises LossError for a name that `also=` of token_log_probs did not have.
         """
@@ -63,9 +63,9 @@ class TokenLogProbs:
 
 
 def collect_log_probs(passes: Passes, batches: Sequence[LocalBatch], chunk_rows: int) -> TokenLogProbs:
-    """Collect log-probabilities from forward passes over some micro-batches of a step; they are 0 elsewhere.
+    """Collect log-probabilities by forward passes over some micro-batches of a step; entered by all ranks.
 
-    All ranks enter it.
+    Tokens of other micro-batches get 0.
     """
     collected = CollectedLogProbs(passes.plan.lengths, chunk_rows)
     run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0, terms=()), batches)

@@ -55,8 +55,8 @@ class _LocalWave:
     ) -> None:
         """Prepare one wave of items on this slot: its bridge to the rows that need them, and the items that run here.
 
-        A slot without items of this wave still runs its smallest one, as all ranks of an encoder must enter; `works` is
-        False, and nothing of the output is used.
+        A slot without items of this wave still runs the wave's smallest one, as all ranks of an encoder must enter its
+        collectives; `works` is False, and nothing of the output is used.
         """
         self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
         slot = encoder.world.slot
@@ -127,9 +127,9 @@ class ModalityPass:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Open the encoder in its modes for the step.
+        """Return a context in which the encoder's modules are in their modes for the step.
 
-        At the end its gradients are summed over its slots, and nothing stays gathered.
+        At its end the encoder's gradients are summed over its slots, and no parameter stays gathered.
         """
         module = self.encoder.module
         with preserve_modes(module), ExitStack() as stack:
@@ -194,7 +194,7 @@ class ModalityPass:
         return None
 
     def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
-        """Exchange the rows of every wave, and give the shard of each of these micro-batches its own.
+        """Exchange the rows of every wave, and give each shard of these micro-batches the rows at its placeholders.
 
         A micro-batch takes its rows from those of the waves, in order, as one leaf of the graph, whose gradient goes
         back to the encoders later. Rows of the embedding are spliced in at each depth of prediction (`ahead` 0 is the
@@ -229,7 +229,7 @@ class ModalityPass:
             shard.derived.add_items(leaf, spliced, added)
 
     def _rows_by_layer(self, rows: Tensor) -> Sequence[Tensor]:
-        """Return what enters at the embedding, and what is added after each of the first layers."""
+        """Split rows (n, width · (1 + k)) into those of the embedding and those added after each of k first layers."""
         with torch.set_grad_enabled(self.trains):
             return rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
 

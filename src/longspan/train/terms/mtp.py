@@ -57,7 +57,7 @@ class MtpLoss:
 
 
 def mtp_loss(config: RunConfig) -> MtpLoss | None:
-    """Return the `mtp=` of a run's steps, by its [mtp]; None without depths."""
+    """Return the argument `mtp` of a run's steps, by [mtp] of its configuration; None without depths."""
     return MtpLoss(config.mtp.loss_weight) if config.mtp.depths else None
 
 

@@ -38,7 +38,7 @@ class SlotPaceTerm(Term):
         return replace(passes, measure=partial(self._time_measure, passes.measure))
 
     def _time_measure(self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
-        """Time the measure of a micro-batch, if it makes enough logits to show the slot's speed."""
+        """Call the measure for a micro-batch, timed if it makes enough logits to show the slot's speed."""
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
             return measure(batch, hidden, head, *deeper)

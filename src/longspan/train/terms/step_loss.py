@@ -31,7 +31,7 @@ class LossTerm(Term):
     """
 
     def __init__(self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int) -> None:
-        """Read the loss, and agree with all ranks that it, its divisor and its sets are the same.
+        """Read the loss, and agree with all ranks that its kind, its divisor and its sets are the same.
 
         A rank on which reading fails first lets the others know, so that all raise.
         """

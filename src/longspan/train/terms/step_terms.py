@@ -27,7 +27,7 @@ class AdapterTerm(Term):
     """An adapter that is trained: refused where it is left out, for then nothing would be trained."""
 
     def check_inputs(self, inputs: StepInputs) -> None:
-        """Raise ModelError inside `without_adapter`."""
+        """Raise ModelError in a `without_adapter` context, where the adapter is left out of the model."""
         refuse_adapter_left_out(inputs.model)
 
 

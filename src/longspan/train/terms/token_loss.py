@@ -99,7 +99,7 @@ class BatchTargets:
         self._device = device
 
     def rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossRows:
-        """Return some of these targets as the caller's function gets them."""
+        """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
         return LossRows(
             to_device(self.documents[part], self._device),
