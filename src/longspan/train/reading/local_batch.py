@@ -195,10 +195,10 @@ def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> I
     positions = np.tile(rows, (parts.pop(), 1))
     for document, parts_of_one in by_document.items():
         if parts_of_one is not None:
-            local_rows = np.flatnonzero(
+            places = np.flatnonzero(
                 (document_of_row == document) & (rows < lengths[document])
-            )  # without rows that pad the document
-            positions[:, local_rows] = parts_of_one[:, rows[local_rows]]
+            )  # local rows, without those that pad the document
+            positions[:, places] = parts_of_one[:, rows[places]]
     return positions
 
 
