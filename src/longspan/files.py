@@ -79,7 +79,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def os_error_text(error: OSError) -> str:
-    """Write the file and what is wrong with it; for a full disk also the bytes that are free, and what to do."""
+    """Write the file and what is wrong with it; for a full disk or quota also the bytes free there and what to do."""
     text = f"{error.filename or 'a file'}: {error.strerror or error}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return text

@@ -32,15 +32,15 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def number_text(value: float, digits: int = 3) -> str:
     """Return a number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'.
 
-    `digits` are significant ones. Numbers below 10,000 are written out, integers and those from 100 on without a
-    fraction; below 0.001 and from 10^15 on they have an exponent.
+    `digits` are significant ones. Numbers below 10,000 are written out, integers without a fraction, and others from
+    100 on too unless more than 3 digits are asked for; below 0.001 and from 10^15 on they have an exponent.
     """
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
     if size and (size < 1e-3 or size >= 1e15):
         return f"{value:.{digits}g}"
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e4)):
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e4)):  # from where a unit is used
         if size >= scale:
             return f"{value / (1e3 if unit == 'K' else scale):.{digits}g}{unit}"
     if value == int(value) or (size >= 100 and digits <= 3):

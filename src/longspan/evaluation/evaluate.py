@@ -155,6 +155,7 @@ def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> 
 def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
     """Return the choice priced for forward passes only, with the number of targets and the model's multiple of rows."""
     multiple, options = call_rules(model).row_multiple, choice.options
+    # The choice's own multiple stays where it is one of the model's too.
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets)
     return replace(

@@ -23,8 +23,8 @@ _GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 def gather_once(model: nn.Module) -> Iterator[None]:
     """Gather parameters once for forward passes inside, without backward passes; all ranks enter it together.
 
-    A layer is gathered when it is first called, next to the layer before, and freed at the end, also after an error.
-    Weights in float8 stay as long.
+    A layer is gathered when it is first called, while the device computes the layer before, and freed at the end, also
+    after an error. Copies of weights in float8 stay as long.
     """
     modules = fsdp_modules(model)
     for module in modules:
@@ -94,7 +94,10 @@ class _GatheredHooks:
 
 
 def _has_dtype(x: object, dtype: torch.dtype) -> bool:
-    """Return whether FSDP2, which casts tensors inside of collections, would leave an argument as it is."""
+    """Return whether FSDP2, which casts tensors inside of collections, would surely leave an argument as it is.
+
+    Mappings, sets and dataclasses are not looked into: FSDP2 casts them.
+    """
     if isinstance(x, Tensor):
         return x.dtype == dtype or not x.is_floating_point()
     if isinstance(x, tuple | list):

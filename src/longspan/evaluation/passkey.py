@@ -95,6 +95,7 @@ class Pieces(NamedTuple):
 
 def _find_engine(tokenizer: Any) -> Tokenizer:
     """Return a copy of the tokenizers library's object in a tokenizer, set to neither cut nor pad texts."""
+    # Attributes of a TextTokenizer and of a fast tokenizer of transformers.
     engine = getattr(tokenizer, "engine", None) or getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     if not isinstance(engine, Tokenizer):
         raise DataError(

@@ -69,7 +69,7 @@ def load_run_model(
     of [mtp], and with `images` its towers.
     """
     configuration = configuration or model_configuration(config, vocabulary)
-    if folder := config.model.path:
+    if folder := config.model.path:  # sharded=None: if its files can be read in parts
         model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=None, images=images)
         return add_configured_depths(config, model)
     tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows  # embeds as many ids as a tokenizer

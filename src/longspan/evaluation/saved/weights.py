@@ -103,17 +103,21 @@ def fit_positions(
 
 
 def _advise_positions(checked: CheckedWeights, longest: int) -> str:
-    """Advise the change that gives the model positions for so many tokens."""
+    """Advise the change that gives the model positions for so many tokens.
+
+    It is a first scaling, a larger factor for a model that its run has scaled, or one in a folder's config.json.
+    """
     parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
-    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
+    rope_type, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     new_factor = smallest_factor(checked.configuration, longest)
-    if kind == "default":
+    if rope_type == "default":
         return f"lengthen it with --model.rope_scaling yarn (a factor of {new_factor:g})"
     if checked.subject.config.model.rope_scaling:
         return (
-            f"lengthen it with --model.rope_scaling {kind} --model.rope_factor {factor * new_factor:g} (now {factor:g})"
+            f"lengthen it with --model.rope_scaling {rope_type} --model.rope_factor {factor * new_factor:g} "
+            f"(now {factor:g})"
         )
-    return f"raise the factor of {kind} in its config.json from {factor:g} to {factor * new_factor:g}"
+    return f"raise the factor of {rope_type} in its config.json from {factor:g} to {factor * new_factor:g}"
 
 
 def load_saved_model(

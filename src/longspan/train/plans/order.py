@@ -121,7 +121,7 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """Write how many documents are trained on, how often the run's steps read them, and how many are held out."""
     steps, tokens = config.train.steps, order.stream.tokens
     line = f"{plural(order.stream.documents, 'document')} to train on, of {plural(tokens, 'token')}"
-    if not config.train.epochs:  # their number of steps has a line of its own
+    if not config.train.epochs:  # else `set_epoch_steps` has logged how often documents are read
         times = config.train.tokens_per_step * steps / tokens
         line += f", which {plural(steps, 'step')} read about {times:.3g} times"
     line += f"; {len(order.evaluation)} held out (data.eval_documents)"

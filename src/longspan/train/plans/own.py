@@ -137,7 +137,7 @@ def _import_cost(name: str) -> Any:
 def own_cost(name: str, model_config: Any) -> Cost:
     """Return the cost with a dotted name, for a model.
 
-    Raises ConfigError for what is no cost, and one that prices no group.
+    Raises ConfigError for what is no cost, and for a cost whose prices are not finite numbers from 0.
 
     >>> own_cost("my_costs.measured", model.config)  # doctest: +SKIP
     """

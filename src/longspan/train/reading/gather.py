@@ -245,7 +245,7 @@ def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
 
 
 def _refuse_copies(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
-    """Raise DataError, on every rank, where two ranks bring the same documents; a rank's equal ones are no copies."""
+    """Raise DataError, on every rank, where two ranks bring the same documents, by digests of shares that have one."""
     first_with = dict[bytes, int]()
     for rank, share in zip(ranks, shares, strict=True):
         if share.digest and (first := first_with.setdefault(share.digest, rank)) != rank:

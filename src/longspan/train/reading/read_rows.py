@@ -176,7 +176,7 @@ class _Reader:
             check_integers(document, labels, positions, "its labels are token ids, or −100")
         if hidden is not None:
             labels = np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))
-        if labels is not tokens:
+        if labels is not tokens:  # tokens have been checked
             self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
         return labels
 
@@ -193,7 +193,7 @@ class _Reader:
         return values
 
     def _check_vocabulary(self, document: int, ids: Integers, positions: Integers, noun: str) -> None:
-        """Raise DataError for ids that are none of the vocabulary."""
+        """Raise DataError for ids outside the vocabulary; where its size is not known, for negative ones."""
         size = self._vocabulary
         outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
         if outside.any():

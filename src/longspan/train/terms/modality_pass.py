@@ -154,7 +154,7 @@ class ModalityPass:
         """Run the encoder over all waves; returns the error of a wave that made other rows than its items take."""
         error: ModelError | None = None
         for wave in self.waves:  # all of them, whatever one made: other ranks may wait in the collectives of an encoder
-            if self.encoder.recompute and self.trains:
+            if self.encoder.recompute and self.trains:  # backward runs the wave again, with the same dropout
                 wave.random_state = RandomState.of(self.world.device)
             with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
                 output = self._call_encoder(wave)
