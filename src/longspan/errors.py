@@ -30,7 +30,7 @@ def plural(number: int, noun: str, ending: str = "s") -> str:
 
 
 def short_text(value: object) -> str:
-    """Return a value as a message shows it: on one line, and of a long one only both ends.
+    """Return a value as a message shows it, on one line: a long list ends after six elements, a long text has a gap.
 
     >>> short_text([7] * 100)
     '[7, 7, 7, 7, 7, 7, ...]'
@@ -45,7 +45,7 @@ _SHORT.maxother = _SHORT.maxstring = 80
 class LongspanError(Exception):
     """Base of every error that longspan raises for a caller's mistake or a failed run.
 
-    `on_all_ranks`: every rank is known to raise it at the same place, so that all still live and may act together.
+    `on_all_ranks`: every rank is known to raise it at the same place, so that all still run and may enter collectives.
     """
 
     on_all_ranks: bool = False
@@ -66,7 +66,7 @@ class CommError(LongspanError, RuntimeError):
 class RankLostError(CommError):
     """A rank that was killed, cut off or stopped, or a collective that failed without an error of any rank's own.
 
-    Starting the command again may help, which it does not after other errors: `longspan` ends with 3 and not with 2.
+    Starting the command again may help, which it does not after other errors: `longspan` exits with status 3, not 2.
     """
 
 
@@ -89,7 +89,7 @@ class ConfigError(LongspanError, ValueError):
 class NonFiniteError(LongspanError, ArithmeticError):
     """A loss or gradients that are not finite, found before they reached a weight."""
 
-    weights_are_finite: bool = True  # of all ranks
+    weights_are_finite: bool = True  # on all ranks, before the step
 
 
 class LossError(LongspanError, ValueError):

@@ -35,7 +35,7 @@ def json_values(value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON document of someone else; whatever is wrong with the text is a ValueError.
+    """Parse JSON that somebody else wrote; whatever is wrong with the text, too deep nesting too, is a ValueError.
 
     >>> parse_json('{"step": 3}')
     {'step': 3}
@@ -47,7 +47,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_lines(file: Path, most: int) -> Iterator[bytes | None]:
-    """Yield the lines of a file, and None in place of one of more than `most` bytes, which is read over in pieces."""
+    """Yield the lines of a file; None for a line longer than `most` bytes without its newline, which is skipped."""
     with file.open("rb") as stream:
         while line := stream.readline(most + 1):
             if len(line) > most and not line.endswith(b"\n"):
@@ -65,7 +65,7 @@ def read_json(file: Path) -> Any:
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Give an OSError that is raised inside the name of a file, where it has none.
+    """Set the name of a file in an OSError that is raised inside without one.
 
     >>> with name_file_in_errors(path), path.open("w") as file:
     ...     file.write(text)
@@ -79,7 +79,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def os_error_text(error: OSError) -> str:
-    """Write the file and what is wrong with it; for a full disk also the bytes that are free, and what to do."""
+    """Write the file and what is wrong with it; for a full disk or quota also the bytes free there and what to do."""
     text = f"{error.filename or 'a file'}: {error.strerror or error}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return text
@@ -88,14 +88,14 @@ def os_error_text(error: OSError) -> str:
 
 
 def _free_bytes_text(error: OSError) -> str:
-    """Write how many bytes are free where the file of the error is, or would be; "" where that is not known."""
+    """Write how many bytes are free on the disk of the error's file, which may not exist yet; "" if not known."""
     path = Path(str(error.filename or ".")).absolute()
-    place = next((folder for folder in (path, *path.parents) if folder.exists()), None)
-    return "" if place is None else f" ({shutil.disk_usage(place).free:,} bytes are free)"
+    nearest = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+    return "" if nearest is None else f" ({shutil.disk_usage(nearest).free:,} bytes are free)"
 
 
 def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:
-    """Write a file, and return once the disk has it; errors name it, or `named`."""
+    """Write a file, and return once the disk has it; errors name `path`, or `named` if it is given."""
     with name_file_in_errors(named or path), path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -11,7 +11,7 @@ from pathlib import Path
 def free_host_bytes(root: Path = Path("/"), *, swap: bool = False) -> int | None:
     """Return the bytes of the host's memory that this process may still take; None where they are not known.
 
-    They are read from Linux and from the process's control group.
+    It is the least of what Linux and the process's control groups leave. With `swap`, free swap of the host counts too.
     """
     names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
     figures = [_read_sizes(root / "proc/meminfo", names), *_room_in_groups(root / "sys/fs/cgroup")]
@@ -20,7 +20,7 @@ def free_host_bytes(root: Path = Path("/"), *, swap: bool = False) -> int | None
 
 
 def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:
-    """Return the sum of these sizes in a file like /proc/meminfo; None without the first one."""
+    """Return the sum in bytes of the named sizes in a file like /proc/meminfo; None if the first one is missing."""
     with suppress(OSError, ValueError):
         sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
         return 1024 * sum(int(sizes.get(name, 0)) for name in names) if names[0] in sizes else None
@@ -28,7 +28,10 @@ def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:
 
 
 def _room_in_groups(folder: Path) -> list[int]:
-    """Return what limits of control groups (version 2, then 1) leave, as a container sees them."""
+    """Return the bytes that each limit of a control group (version 2, then 1) leaves, as a container sees them.
+
+    File pages that were not used lately count as used there, but Linux takes them back when memory is short.
+    """
     rooms = list[int]()
     for base, limit, used, files in (
         (folder, "memory.max", "memory.current", "inactive_file"),

@@ -10,14 +10,18 @@ from pathlib import Path
 def lazy_exports(
     package: str, unlisted: Collection[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package, for its imports under `if TYPE_CHECKING:`."""
+    """Return `__getattr__`, `__dir__` and `__all__` of a package, for its imports under `if TYPE_CHECKING:`.
+
+    They are found in the package's text: each is one line `from home import name as name`. The `unlisted` names can be
+    imported as well, but no list shows them.
+    """
     module = sys.modules[package]
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
     home_of = {name: home for home, name in re.findall(r"^    from (\S+) import (\w+) as \2$", text, re.MULTILINE)}
     names = sorted(set(home_of) - set(unlisted))
 
     def load_name(name: str) -> object:
-        """Import a name of the package, which then has it as its own."""
+        """Import a name and set it in the package, where Python finds it from then on."""
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
         value = getattr(import_module(home_of[name]), name)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return rows under their names; the first `left` columns start at the left, the others end at the right.
+    """Return rows under the names of columns; the first `left` columns start at the left, the others end at the right.
 
     >>> print(text_table(("cp", "seconds"), (("1", "0.5"), ("16", "12.0"))))
     cp  seconds
@@ -14,16 +14,17 @@ def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int
     """
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
     return "\n".join(
-        "  ".join(_pad(cell, widths[i], i < left) for i, cell in enumerate(row)).rstrip() for row in (names, *rows)
+        "  ".join(_pad_cell(cell, widths[i], i < left) for i, cell in enumerate(row)).rstrip() for row in (names, *rows)
     )
 
 
-def _pad(cell: str, width: int, left: bool) -> str:
+def _pad_cell(cell: str, width: int, left: bool) -> str:
+    """Fill a cell with spaces to a width in characters: behind its text if it starts at the left, else before it."""
     return cell.ljust(width) if left else cell.rjust(width)
 
 
 def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as a Markdown table."""
+    """Return rows under the names of columns as a Markdown table; a `|` in a cell gets a backslash (character 92)."""
     lines = [names, ["---"] * len(names), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
@@ -31,14 +32,15 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def number_text(value: float, digits: int = 3) -> str:
     """Return a number for people: 1234567 → '1.23M', 0.25 → '0.25', 1e-7 → '1e-07', 1024 → '1,024'.
 
-    Numbers below 10,000 are written out, integers and those from 100 on without a fraction.
+    `digits` are significant ones. Numbers below 10,000 are written out, integers without a fraction, and others from
+    100 on too unless more than 3 digits are asked for; below 0.001 and from 10^15 on they have an exponent.
     """
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
     if size and (size < 1e-3 or size >= 1e15):
         return f"{value:.{digits}g}"
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e4)):
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e4)):  # from where a unit is used
         if size >= scale:
             return f"{value / (1e3 if unit == 'K' else scale):.{digits}g}{unit}"
     if value == int(value) or (size >= 100 and digits <= 3):
@@ -55,7 +57,7 @@ def bytes_text(value: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Return a duration: '1 h 02 min', '3 min 05 s', '12.3 s', '45 ms', '80 µs'."""
+    """Return a duration: '1 h 02 min', '3 min 05 s' (from 2 minutes on), '12.3 s', '45 ms', '80 µs'."""
     if value >= 3600:
         return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"
     if value >= 120:
@@ -63,7 +65,7 @@ def seconds_text(value: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
-    return f"{value:.2g} s"
+    return f"{value:.2g} s"  # 0, or less than a microsecond
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from longspan.launch.launch import run_local
 
 __all__ = ["backend", "run_ranks"]
 
-# What runs ranks under `pytest --backend nccl`, where they stay from call to call: tests/conftest.py sets it.
+# Runs ranks under `pytest --backend nccl`, where processes stay from call to call; tests/conftest.py sets it.
 run_on_gpus: Callable[[Callable[..., Any], int, Sequence[Any], float], list[Any]] | None = None
 
 
@@ -21,8 +21,8 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 120, 
 
     Processes are forked from one fork server per session that has torch and transformers imported, so that eight ranks
     start in half a second. `fn` starts with torchrun's variables set and no process group, and must be at the top of a
-    module. Raises the first failing rank's error; CommError for a rank that was killed, and when `timeout` seconds are
-    over.
+    module. Each process computes with so many `threads`. Raises the first failing rank's error; CommError for a rank
+    that was killed, and when `timeout` seconds are over.
     """
     if run_on_gpus is not None:
         return run_on_gpus(fn, n, args, timeout)

@@ -23,7 +23,7 @@ from longspan.train.plans import PlanChoice
 def choose_degree(
     choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
-    """Choose the fastest degree for these documents, and say why; a choice with a degree stays, with "".
+    """Choose the fastest degree for these documents, and say why; a choice that has a degree stays, with the reason "".
 
     >>> choice, reason = choose_degree(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
     >>> print(reason)  # doctest: +SKIP
@@ -91,7 +91,10 @@ def choose_degrees(
 
 
 def _set_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
-    """Set the degree, type and levels of a choice in the section of a set."""
+    """Set the degree, type and levels of a choice in the section of a set.
+
+    A type without levels gets (1, degree), as the key has no value for none.
+    """
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
     levels = (1, choice.degree) if sizes is None else sizes if isinstance(sizes, int) else tuple(sizes)
     return replace(

@@ -67,7 +67,7 @@ def evaluate(
     with around, naming, measure_added_peak(world.device) as memory:
         portions = Portions(inputs, options, started)
         totals = portions.run()
-    if totals.rows != plan.targets:
+    if totals.rows != plan.targets:  # the mean would be wrong
         raise PlanError(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
@@ -76,6 +76,7 @@ def evaluate(
         _make_result(inputs, totals, options),
         cp=widest if isinstance(choice, Plan) or not choice.has_one_degree else choice.degree,
         seconds=time.perf_counter() - started,
+        # Without the parameters that stayed gathered, which are no activations.
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
     )
     if measured is not None:
@@ -147,13 +148,14 @@ def list_degree_choices(
 
 @lru_cache(maxsize=8)
 def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
-    """Return the plan of a set of documents, made once: a dynamic plan takes longer than the evaluation of a few."""
+    """Return the plan of a set of documents, made once: a dynamic plan may take longer than the evaluation itself."""
     return choice.plan(lengths, home)
 
 
 def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
-    """Return the choice priced for forward passes only, with the documents' targets and the rows that a model needs."""
+    """Return the choice priced for forward passes only, with the number of targets and the model's multiple of rows."""
     multiple, options = call_rules(model).row_multiple, choice.options
+    # The choice's own multiple stays where it is one of the model's too.
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets)
     return replace(
@@ -162,6 +164,7 @@ def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocumen
 
 
 def _document_lengths(documents: Any) -> tuple[int, ...]:
+    """Return the tokens of each document: those that the documents know, or counted by reading each."""
     lengths = getattr(documents, "lengths", None)
     return tuple(len(documents[d]) for d in range(len(documents))) if lengths is None else tuple(map(int, lengths))
 
@@ -173,6 +176,7 @@ class Portions:
     """Runs one evaluation a portion of its micro-batches at a time."""
 
     def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
+        """Make the sums, the terms and the passes of an evaluation that began at `started` of time.perf_counter."""
         self.inputs: StepInputs = inputs
         self.options: EvaluationOptions = options
         self.started: float = started
@@ -188,7 +192,11 @@ class Portions:
         self.passes = Passes.of(inputs, self.terms, self.sums.measure, keywords=kernel)
 
     def run(self) -> Totals:
-        """Run all portions, then sum over ranks."""
+        """Run all portions, then sum over ranks.
+
+        Portions double while they take less than SHORT_SECONDS on every rank. Parameters stay gathered from the first
+        portion on, once all ranks have agreed that there is room for them.
+        """
         size, done, count = self._first_size(), 0, len(self.plan.micro_batches)
         with ExitStack() as stack:
             while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
@@ -238,7 +246,11 @@ class Portions:
         return batches
 
     def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
-        """Agree whether any rank ends; first also on items, plan and gathering, later on whether one took long."""
+        """Return whether any rank ends the evaluation, as all ranks learn here.
+
+        At the first portion they also compare items and plan, and agree whether parameters stay gathered; later they
+        agree whether the last portion took long on any of them.
+        """
         if first:
             if self.items is not None:
                 self.world.control.agree(self.items.digest(), what="lists of items")
@@ -263,7 +275,10 @@ class Portions:
         return size if size <= room else 0
 
     def _end_reason(self, done: int) -> LongspanError | None:
-        """Return why this rank would end the evaluation before its next portion."""
+        """Return why this rank would end the evaluation before its next portion; None if it goes on.
+
+        Before the first portion metrics are tried; afterwards an error of a metric ends it.
+        """
         options, seconds = self.options, time.perf_counter() - self.started
         if not done:
             try:

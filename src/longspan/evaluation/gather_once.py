@@ -23,14 +23,15 @@ _GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 def gather_once(model: nn.Module) -> Iterator[None]:
     """Gather parameters once for forward passes inside, without backward passes; all ranks enter it together.
 
-    A layer is gathered when it is first called, next to the layer before, and freed at the end, also after an error.
-    Weights in float8 stay as long.
+    A layer is gathered when it is first called, while the device computes the layer before, and freed at the end, also
+    after an error. Copies of weights in float8 stay as long.
     """
     modules = fsdp_modules(model)
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
     try:
         with quantise_once(model), ExitStack() as hooks:
+            # Not those of the model itself, with which FSDP2 begins and ends a pass.
             for state in dict.fromkeys(module._get_fsdp_state() for module in modules if module is not model):
                 hooks.enter_context(_run_hooks_until_gathered(state))
             yield
@@ -42,9 +43,10 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _run_hooks_until_gathered(state: Any) -> Iterator[None]:
-    """Run a layer's hooks of FSDP2 inside only until its parameters are gathered; then inputs are cast, and no more.
+    """While open, run a layer's FSDP2 hooks only until its parameters are gathered; afterwards only inputs are cast.
 
-    A block of several modules, which are gathered together, keeps its hooks.
+    Other hooks keep their order, as ours take the places of FSDP2's. A block of several modules, which are gathered
+    together, keeps its hooks.
     """
     if len(state._modules) != 1:
         yield
@@ -55,7 +57,7 @@ def _run_hooks_until_gathered(state: Any) -> Iterator[None]:
     module._forward_pre_hooks[before], module._forward_hooks[after] = (
         hooks.begin_forward,
         hooks.end_forward,
-    )  # in their places
+    )
     try:
         yield
     finally:
@@ -66,6 +68,7 @@ class _GatheredHooks:
     """The hooks of one layer: FSDP2's own, `pre_forward` and `post_forward`, and what stands for them."""
 
     def __init__(self, state: Any, pre_forward: Any, post_forward: Any) -> None:
+        """Take a layer's FSDP2 state and hooks; `_gathering`: FSDP2's hook ran before the forward pass under way."""
         self.pre_forward, self.post_forward = pre_forward, post_forward
         self._state, self._gathering = state, False
         self._groups = [*reduction_groups([state._modules[0]])]
@@ -74,7 +77,10 @@ class _GatheredHooks:
         self._casts_outputs: bool = policy.output_dtype is not None
 
     def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather parameters that are not, as FSDP2 does; otherwise cast inputs that are in another dtype."""
+        """Run FSDP2's hook where a parameter is not gathered yet or outputs are cast; else only cast the inputs.
+
+        None leaves the inputs as they are.
+        """
         self._gathering = self._casts_outputs or not all(group.is_unsharded for group in self._groups)
         if self._gathering:
             return self.pre_forward(module, args, kwargs)
@@ -83,12 +89,15 @@ class _GatheredHooks:
         return self._state._cast_forward_inputs(args, kwargs)
 
     def end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        """End the forward pass for FSDP2 where it began it."""
+        """Run FSDP2's hook if `begin_forward` ran its other one; None leaves the output as it is."""
         return self.post_forward(module, args, out) if self._gathering else None
 
 
 def _has_dtype(x: object, dtype: torch.dtype) -> bool:
-    """Return whether FSDP2, which casts tensors inside of collections, would leave an argument as it is."""
+    """Return whether FSDP2, which casts tensors inside of collections, would surely leave an argument as it is.
+
+    Mappings, sets and dataclasses are not looked into: FSDP2 casts them.
+    """
     if isinstance(x, Tensor):
         return x.dtype == dtype or not x.is_floating_point()
     if isinstance(x, tuple | list):
@@ -114,7 +123,7 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def _number_bytes(group: Any, parameter: Any) -> int:
-    """Return the bytes of a number of a parameter that passes hold: gathered, and in float8 if it is used so."""
-    place = parameter._module_info
+    """Return the bytes that passes hold for each number of a parameter: gathered, and one more for a float8 copy."""
+    owner = parameter._module_info
     gathered = group.mp_policy.param_dtype or parameter._sharded_param_data.dtype
-    return gathered.itemsize + (find_float8_weight(place.module, place.param_name) is not None)
+    return gathered.itemsize + (find_float8_weight(owner.module, owner.param_name) is not None)

@@ -76,7 +76,7 @@ class MeasuredDocuments(Protocol):
         ...
 
     def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, Any]:
-        """Return fields of `Evaluation` and their values, from what documents' metrics came to for each document."""
+        """Return fields of `Evaluation` and their values, from each metric's sum and count of every document."""
         ...
 
 
@@ -106,7 +106,7 @@ def check_metrics(
             raise EvaluationError(f"a metric is called {name!r}, which every evaluation has; give it another name")
         try:
             copy = copy_metric(metric)
-        except Exception:
+        except Exception:  # a metric may hold what pickle cannot copy
             continue
         try:
             example = copy(_example_rows(vocabulary or 8, device))
@@ -121,7 +121,7 @@ def check_metrics(
 def check_columns(name: str, made: Any, rows: int) -> Tensor:
     """Return the values and counts that a metric of documents gave, (2, n) in float64.
 
-    Raises EvaluationError for others.
+    The value of a row that does not count, which may be NaN, becomes 0. Raises EvaluationError for other shapes.
     """
     if isinstance(made, tuple) and len(made) == 2 and all(isinstance(x, Tensor) and x.shape == (rows,) for x in made):
         values, counts = (column.double() for column in made)
@@ -133,14 +133,18 @@ def check_columns(name: str, made: Any, rows: int) -> Tensor:
 
 
 class _Copier(pickle.Pickler):
-    """Copies what an object keeps, and what a function has around it; code and weights of models are shared."""
+    """Copies an object with all that it refers to, and a function with the variables of its closure.
+
+    Classes, modules, functions without a closure and parameters of models are not copied but shared with the original.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
+        """Write the copy into a file; `shared` are the objects that are not copied, by their numbers."""
         super().__init__(file)
         self.shared: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number of an object that is shared; None of one that is copied."""
+        """Return the number under which an object is shared; None if it is copied."""
         is_code = isinstance(obj, type | ModuleType | CodeType) or (
             isinstance(obj, FunctionType) and not obj.__closure__
         )
@@ -152,18 +156,19 @@ class _Copier(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Describe to pickle how a function is made again with the values of its closure."""
         if not isinstance(obj, FunctionType):
-            return NotImplemented
+            return NotImplemented  # pickle's own way
         around = [cell.cell_contents for cell in obj.__closure__ or ()]
         settings = {name: getattr(obj, name) for name in ("__defaults__", "__kwdefaults__")}
         return _make_function, (obj.__code__, obj.__module__, around), (vars(obj), settings)
 
 
 def _make_function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionType:
+    """Make a function of a module from its code and the values of its closure."""
     return FunctionType(code, vars(sys.modules[module]), None, None, tuple(map(CellType, around)))
 
 
 def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a metric, so that what it keeps of made rows is not kept.
+    """Copy a metric, so that a trial on made rows changes nothing that the metric itself keeps.
 
     Raises the error with which copying fails.
     """
@@ -176,12 +181,14 @@ def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _example_rows(vocabulary: int, device: torch.device) -> TargetRows:
+    """Make two rows of one document with different targets, losses and logits."""
     index = torch.arange(2, device=device)
     logits = torch.linspace(-1, 1, 2 * vocabulary, device=device).view(2, vocabulary)
     return TargetRows(torch.zeros_like(index), index, index % vocabulary, index.double() + 1, logits)
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a real number, or a tensor of one without dimensions."""
     return (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()) or isinstance(value, Real)
 
 

@@ -55,7 +55,7 @@ class Pieces(NamedTuple):
     engine: Tokenizer
     opening: Integers  # with what the tokenizer puts before a text
     filler: Integers  # of all sentences, once
-    sentence_ends: tuple[int, ...]  # where sentences end in them
+    sentence_ends: tuple[int, ...]  # the tokens of `filler` up to the end of each sentence
     question: Integers
 
     @classmethod
@@ -67,7 +67,7 @@ class Pieces(NamedTuple):
         engine = _find_engine(tokenizer)
         first = TextTokenizer(engine, None, "").surrounding_ids[0]
         filler, stops = _encode_after_context(engine, FILLER, FILLER)
-        ends = np.cumsum([len(sentence) + 1 for sentence in SENTENCES])
+        ends = np.cumsum([len(sentence) + 1 for sentence in SENTENCES])  # in characters, each with the space before it
         pieces = cls(
             engine=engine,
             opening=np.concatenate(
@@ -94,7 +94,8 @@ class Pieces(NamedTuple):
 
 
 def _find_engine(tokenizer: Any) -> Tokenizer:
-    """Find a copy of the tokenizers library's object in a tokenizer, which neither cuts nor pads texts."""
+    """Return a copy of the tokenizers library's object in a tokenizer, set to neither cut nor pad texts."""
+    # Attributes of a TextTokenizer and of a fast tokenizer of transformers.
     engine = getattr(tokenizer, "engine", None) or getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     if not isinstance(engine, Tokenizer):
         raise DataError(
@@ -108,7 +109,11 @@ def _find_engine(tokenizer: Any) -> Tokenizer:
 
 
 def _encode_after_context(engine: Tokenizer, context: str, piece: str) -> tuple[Integers, Integers]:
-    """Encode text behind another; returns its ids, and where each token ends in it, in characters (1: the space)."""
+    """Encode a piece of text as it reads behind a context, which may change its first token.
+
+    Returns the ids (n,), and where each token ends (n,), in characters from the end of the context. The space between
+    them is the first of these.
+    """
     text = f"{context} {piece}" if context else piece
     encoding = engine.encode(text, add_special_tokens=False)
     ids, stops = (
@@ -138,11 +143,12 @@ class PasskeyDocument:
         return self.length
 
     def __getitem__(self, positions: Any) -> Integers:
+        """Return the ids at these positions; the whole document is made for them."""
         return self.all_ids()[positions]
 
     @property
     def name(self) -> str:
-        """What is hidden where."""
+        """The key, its depth and the length, in words."""
         return f"passkey {self.key} at depth {self.depth:g} of {self.length} tokens"
 
     @property
@@ -152,7 +158,7 @@ class PasskeyDocument:
 
     def all_ids(self) -> Integers:
         """Return all token ids."""
-        filler = np.resize(self.pieces.filler, self.filler)
+        filler = np.resize(self.pieces.filler, self.filler)  # repeated up to so many tokens
         key, pieces = self.pieces.encode_key(self.key), self.pieces
         parts = (pieces.opening, filler[: self.key_at], key, filler[self.key_at :], pieces.question, self.answer)
         return np.concatenate(parts)
@@ -169,7 +175,7 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
 
     @property
     def items(self) -> tuple[()]:
-        """No items: the documents have no images."""
+        """An empty tuple: the documents have no images, the items of other documents."""
         return ()
 
     def __len__(self) -> int:
@@ -187,12 +193,12 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         return tuple(document.length for document in self.documents)
 
     def origin(self, document: int) -> str:
-        """Return the name of one of them, which is made from no file."""
+        """Return the name of a document, in place of the file that other documents come from."""
         return self.documents[document].name
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """The name of each document, which is made from no file."""
+        """The name of each document, in place of the file that other documents come from."""
         return tuple(document.name for document in self.documents)
 
     @property
@@ -201,22 +207,29 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         starts = torch.tensor([document.answer_start for document in self.documents])
 
         def is_in_answer(rows: TargetRows) -> Tensor:
+            """Return which rows (n,) predict a token of their document's answer: the token after them is in it."""
             return rows.positions + 1 >= starts.to(rows.positions.device)[rows.documents]
 
         def wrong_tokens(rows: TargetRows) -> tuple[Tensor, Tensor]:
+            """Return which rows (n,) predict another token than their target, and which of them count."""
             return rows.logits.argmax(-1) != rows.targets, is_in_answer(rows)
 
         def answer_loss(rows: TargetRows) -> tuple[Tensor, Tensor]:
+            """Return the losses of rows (n,), and which of them count."""
             return rows.losses, is_in_answer(rows)
 
         return {"passkey_wrong": wrong_tokens, "passkey_loss": answer_loss}
 
     def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, PasskeyGrid]:
-        """Return what an evaluation's result gets of these documents: the grid of retrieved keys, as `passkey`."""
+        """Return the field `passkey` of an evaluation's result: the grid of retrieved keys."""
         return {"passkey": self.make_grid(measured, step=step, cp=cp)}
 
     def make_grid(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> PasskeyGrid:
-        """Make the grid of what the metrics of these documents show for each length and depth."""
+        """Make the grid of retrieved keys and mean losses for each length and depth.
+
+        `measured` has the sum and count of each document by the names of `metrics`. A key is retrieved if every token
+        of its answer was counted and none was wrong.
+        """
         shape = len(self.asked_lengths), len(self.depths), self.samples
         wrong, losses = (measured[name] for name in ("passkey_wrong", "passkey_loss"))
         pairs = zip(wrong, self.documents, strict=True)
@@ -279,8 +292,8 @@ def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> Passk
     )
 
 
-def _nearest_sentence_end(pieces: Pieces, place: float, filler: int) -> int:
-    """Return the end of a sentence of the filler, or of the whole, that is nearest to a place in it."""
-    start = int(place) // len(pieces.filler) * len(pieces.filler)
+def _nearest_sentence_end(pieces: Pieces, position: float, filler: int) -> int:
+    """Return the end of a sentence, or of all `filler` tokens, that is nearest to a position among these, in tokens."""
+    start = int(position) // len(pieces.filler) * len(pieces.filler)  # of the repetition of all sentences there
     ends = [end for end in (start, *(start + end for end in pieces.sentence_ends), filler) if end <= filler]
-    return min(ends, key=lambda end: abs(end - place))
+    return min(ends, key=lambda end: abs(end - position))

@@ -35,18 +35,22 @@ class RowSums:
     """
 
     def __init__(self, lengths: Sequence[int], options: EvaluationOptions, device: torch.device) -> None:
+        """Begin all sums at 0, for documents of these lengths; metrics are added up on the device."""
         self.error: Exception | None = None
         self._options = options
         self._edges = bucket_edges(max(lengths, default=1))
         self._waiting: list[_Measured] = []
         self._losses: Floats = np.zeros(len(lengths))  # of each document
         self._positions: Floats = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
-        self._bytes = self._hits = self._rows = 0
+        self._bytes = self._hits = self._rows = 0  # of targets: bytes of text, right predictions, number
         self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=device)
         self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sum the losses of a micro-batch's rows (T, D), from which `head` makes logits."""
+        """Sum the losses of a micro-batch's hidden states (T, D), from which `head` makes logits.
+
+        Hits and metrics wait on the device for `collect_measured_sums`; a hit is a row whose target is the likeliest.
+        """
         rows = target_rows(batch)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         if not len(rows):
@@ -74,7 +78,10 @@ class RowSums:
         on_host: tuple[Integers, Integers, Integers, Integers],
         row_weights: Floats | None,
     ) -> Iterator[TargetRows]:
-        """Yield the rows that have a target with logits and losses, some at a time, so that logits fit in memory."""
+        """Yield the rows that have a target with logits and losses, some at a time, so that logits fit in memory.
+
+        `on_host` are their local rows, documents, positions and targets, and `row_weights` multiply losses: (n,) each.
+        """
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
         weights = None if row_weights is None else to_device(row_weights, hidden.device)
         size = self._options.loss_chunk_rows or rows_per_chunk(
@@ -88,7 +95,10 @@ class RowSums:
             yield TargetRows(documents[part], positions[part], ids, losses, logits)
 
     def _add_metrics(self, rows: TargetRows) -> Tensor:
-        """Add the metrics of some rows up; those of documents come back as columns (2 M, n), to be added up later."""
+        """Add the metrics of some rows up; returns those of documents, which are added up later, as columns (2 M, n).
+
+        They are the values and counts of M metrics, and 0 after an error in an earlier metric.
+        """
         count, metrics = len(rows.losses), self._options.document_metrics
         columns = rows.losses.new_zeros(len(metrics), 2, count)
         if self.error is not None:
@@ -159,7 +169,10 @@ class Totals(NamedTuple):
     failures: int
 
     def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
-        """Return the loss of rows at positions in each bucket that has any; `documents` are those that reach it."""
+        """Return the loss of rows at positions in each bucket, without buckets that no document reaches.
+
+        A bucket's `documents` counts those that have a target at a position from its start on.
+        """
         targets = np.asarray(lengths) - 1
         reach = [int((targets > edge).sum()) for edge in self.edges.tolist()]
         loss, rows = self.positions
@@ -168,7 +181,7 @@ class Totals(NamedTuple):
         )
 
     def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
-        """Return the loss of documents whose length is in each bucket that has any; `targets` is what each predicts."""
+        """Return the loss of documents by length, for each bucket that has any; `targets` counts those of each."""
         bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
         size = len(self.edges)
         losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
@@ -184,8 +197,9 @@ def bucket_edges(longest: int) -> Integers:
 
 
 def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
-    """Make the buckets that begin at these edges, without those that hold no document; the last one's end is twice its
-    start.
+    """Make the buckets that begin at these edges, without those that hold no document.
+
+    The last one ends before the edge that would come next, at twice its start.
     """
     starts = edges.tolist()
     lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]

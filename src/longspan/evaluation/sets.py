@@ -46,7 +46,7 @@ class EvaluationSet:
 
     @property
     def name(self) -> str:
-        """Its name; "" for the documents that are held out."""
+        """The set's name; "" for the documents that a run holds out."""
         return self.config.name
 
     @property
@@ -88,6 +88,7 @@ def check_paths(config: RunConfig, world: World) -> None:
     """Raise DataError on every rank for a set whose path is missing or holds no text, before a corpus is built."""
 
     def check_rank() -> None:
+        """List the files of each set, which raises where there are none."""
         for entry in config.eval:
             if entry.path not in MADE:
                 _corpus_settings(config, entry).files(Path(config.run.dir))
@@ -122,12 +123,13 @@ def count_trained_files(training: Corpus, evaluated: EvaluationSet) -> str:
 
 
 def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
+    """Return the run's settings of a corpus with a set's path and limit, and a folder of its own."""
     data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
     return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix)
 
 
 def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
-    """Return the corpus of a set in the run's folder: the first rank makes sure of it, all open it."""
+    """Return the corpus of a set in the run's folder, which the first rank builds if need be and all ranks open."""
     directory, settings = Path(config.run.dir), _corpus_settings(config, entry)
 
     def build_corpus() -> None:

@@ -81,10 +81,7 @@ def model_square_sum(model: nn.Module, world: World) -> Tensor:
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that this rank counts in the gradient norm.
-
-    What several stages have is counted with the first.
-    """
+    """Return the parameters that this rank counts in the gradient norm: copies on several stages only on the first."""
     inside = model.language_model if isinstance(model, MultimodalModel) else model
     skipped = inside.copies.parameters_counted_elsewhere if isinstance(inside, PipelineModel) else ()
     return [parameter for parameter in model.parameters() if parameter not in skipped]
@@ -96,7 +93,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
 
     Gradients in half precision are multiplied in float32 and rounded once.
     """
-    factor = max_norm / (norm + 1e-6)
+    factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
     if factor < 1:
         for dtype, tensors in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
             # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
@@ -107,11 +104,12 @@ class _Counted:
     """Whether this rank counts a gradient: the first of the ranks of its stage that hold the same elements."""
 
     def __init__(self, world: World) -> None:
+        """Remember the answer by mesh and placements, which many gradients share."""
         self._first_rank, self._rank = world.home.rank_at(0, pp=world.coordinates.pp), world.rank
         self._by_mesh = dict[Any, bool]()
 
     def __call__(self, gradient: Tensor) -> bool:
-        """Return whether this rank counts a gradient: of copies on several ranks one counts."""
+        """Return whether this rank counts a gradient; a plain tensor is the same on all ranks of the stage."""
         if not isinstance(gradient, DTensor):
             return self._rank == self._first_rank
         key = gradient.device_mesh, gradient.placements
@@ -120,7 +118,11 @@ class _Counted:
         return self._by_mesh[key]
 
     def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
-        """Return whether this rank's mesh counts: of meshes side by side that of the stage's first rank does."""
+        """Return whether this rank has the first copy of gradients with this mesh and these placements.
+
+        Meshes beside each other hold the same, so only the one with the stage's first rank counts; there a rank counts
+        at index 0 of every axis that has copies.
+        """
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
         return bool((mesh.mesh == self._first_rank).any()) and not any(copies)
@@ -135,6 +137,7 @@ def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which squares of a gradient are summed, and in which it is scaled."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -194,6 +197,7 @@ def _report_not_finite(model: nn.Module, items: Sequence[str]) -> _Report:
 
 
 def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of tensors that hold an infinity or a NaN."""
     return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 
@@ -231,8 +235,8 @@ def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
 
 
 def _place_text(names: dict[int, tuple[str, ...]]) -> str:
-    """Name the ranks that have such parameters, and the last of them, which a backward pass reaches first."""
-    ranks = [rank for rank, of in names.items() if of]
+    """Name the ranks that have names, and the last parameter of the last one, which a backward pass reaches first."""
+    ranks = [rank for rank, rank_names in names.items() if rank_names]
     if not ranks:
         return ""
     last = names[ranks[-1]]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HOPPER = (9, 0)
 CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-_ROWS = 2048  # of a document: more than any block
+_ROWS = 2048  # of each document: more than a block of the kernels has
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class BlockKind:
 
     @property
     def name(self) -> str:
-        """What the note of it in the cache is called."""
+        """The end of the name of the empty file that notes in the cache that this kind is compiled: "1-0-1"."""
         return "-".join(str(int(value)) for value in astuple(self))
 
 
@@ -50,7 +50,8 @@ def compile_ahead(
 ) -> Iterator[None]:
     """While open, processes compile what steps of a model will call; those still at work are ended on leaving.
 
-    None start where the cache has the kernels, or where another kernel attends.
+    `capability` and `multiprocessors` are the GPUs', which the processes do not see. None start where there is no cache
+    or it has the kernels, on other GPUs than Hopper's, and where another kernel attends.
 
     >>> with compile_ahead(config, 8, (9, 0), 132, backward=True):
     ...     run_on_ranks(train_rank, args, 8)
@@ -71,28 +72,32 @@ def compile_ahead(
                 "FLASH_ATTENTION_NUM_SMS": str(multiprocessors),
                 "OMP_NUM_THREADS": "1",
             }
-            for kind in _kinds(slots, backward=backward):
+            for kind in _list_kinds(slots, backward=backward):
                 note = Path(folder) / f"ahead-{digest}-{kind.name}"
                 if not note.exists():
                     worker = Worker(serve, environment=environment, own_session=True)
-                    stack.callback(_end, worker)
+                    stack.callback(_end_worker, worker)
                     worker.connection.send((config.model, kind, note))
         yield
 
 
-def _kinds(slots: int, *, backward: bool) -> Sequence[BlockKind]:
-    """Return the kinds of blocks of a home: with one slot, every row sees those before it."""
-    causal = (True,) if slots == 1 else (True, False)
-    return [BlockKind(several, word, backward) for several in (True, False) for word in causal]
+def _list_kinds(slots: int, *, backward: bool) -> Sequence[BlockKind]:
+    """List the kinds of blocks of a home; with several slots, rows also see whole blocks of other slots' keys."""
+    causal_values = (True,) if slots == 1 else (True, False)
+    return [BlockKind(several, causal, backward) for several in (True, False) for causal in causal_values]
 
 
-def _end(worker: Worker) -> None:
+def _end_worker(worker: Worker) -> None:
+    """End a worker's process, and close the connection to it."""
     worker.end()
     worker.connection.close()
 
 
 def _digest(model: ModelConfig) -> str:
-    """Return what kernels of a model are noted under; "" where FlashAttention-4 is not installed."""
+    """Return what stands for a model and the packages' versions in the names of notes.
+
+    It is "" where FlashAttention-4 is not installed, or the model's configuration cannot be read.
+    """
     file = Path(model.source) if model.source else None
     file = file / "config.json" if file is not None and file.is_dir() else file
     try:
@@ -109,17 +114,17 @@ def serve(connection: "Connection[Any, Any]", parent: int) -> None:
     if request is not None:
         model, kind, note = request
         os.nice(5)  # ranks that start at the same time go first
-        with Path(os.devnull).open("w") as nowhere, suppress(Exception):
+        with Path(os.devnull).open("w") as nowhere, suppress(Exception):  # the compilers write to the terminal
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
-            compile_kind(_sizes(model), kind)
+            compile_kind(_head_sizes(model), kind)
             note.touch()
 
 
-def _sizes(model: ModelConfig) -> Mapping[str, int]:
-    """Return the heads, key heads and head size of a model, of which every layer has the same.
+def _head_sizes(model: ModelConfig) -> Mapping[str, int]:
+    """Return the number of heads and of key heads of a model, and the size of a head, as all its layers have them.
 
-    Raises ValueError where they are not known.
+    Raises ValueError for latent attention, whose kernels are others.
     """
     from longspan.model import preset_config
     from longspan.model.weights.hf_folder import read_configuration
@@ -147,7 +152,7 @@ def compile_kind(sizes: Mapping[str, int], kind: BlockKind) -> None:
     device, documents = torch.device("cuda"), 1 + kind.several
     heads, kv_heads, size = sizes["heads"], sizes["kv_heads"], sizes["head_size"]
     with FakeTensorMode():
-        right = 0 if kind.causal else None
+        right = 0 if kind.causal else None  # keys that a row sees after its own position; None: all
         starts = [document * _ROWS for document in range(documents)]
         tiles = [Tile(start, start + _ROWS, start, start + _ROWS, None, right) for start in starts]
         launch = Launch(Tiling.from_tiles(tiles), device)

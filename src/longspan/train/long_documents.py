@@ -24,8 +24,8 @@ def scale_positions(
 ) -> PreTrainedConfig:
     """Scale a configuration by `model.rope_scaling` to a longest document of so many tokens, of source `origin`.
 
-    Raises ConfigError where the document has more positions than the model, which `cut_by` shortens, ModelError where
-    the model cannot be scaled.
+    Raises ConfigError where the document has more positions than the model, with `cut_by`, the key or flag that cuts
+    documents; ModelError where the model cannot be scaled.
     """
     old_limit, scaled = position_limit(configuration), configuration
     configured = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
@@ -61,8 +61,8 @@ def check_set_length(
 ) -> None:
     """Raise ConfigError where a document of an evaluation set has more `tokens` than a run's model has positions.
 
-    `longest` is the longest document of the run's corpus, by which positions are scaled; `made` documents are those of
-    passkey retrieval.
+    `longest` is the tokens of the longest document of the run's corpus, by which positions are scaled. With `made`, the
+    documents are those of passkey retrieval, which are made at given lengths and not cut.
     """
     limit = position_limit(scale_positions(configuration, model, longest, "", lambda _: None))
     if limit is not None and tokens > limit:

@@ -25,15 +25,13 @@ from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, target_rows
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 4096  # that a program has at a time
 
-# From the derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits, in their dtype. Once.
+# From derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits. Once: it may reuse its memory.
 GradientOf = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
 def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Compute log-probabilities (t,) of token `ids` (t,) under logits (t, V), and how to differentiate them.
-
-    The second result is a function from derivatives by the log-probabilities to the gradient of the logits.
+    """Compute log-probabilities (t,) of token `ids` (t,) under logits (t, V), and the function of their gradient.
 
     The softmax is in float32, in float64 for float64 logits, and so are the log-probabilities. The derivative of a
     row's log-probability by its logits is onehot − softmax.
@@ -48,6 +46,7 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     total = wide_logits.exp_().sum(-1)  # (t,)
 
     def logit_gradient(slopes: Tensor) -> Tensor:
+        """Return slope · (onehot − softmax) of each row, in the memory of the exponentials."""
         slopes = slopes.to(wide_logits.dtype)
         wide_logits.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, at, slopes.unsqueeze(1))
         return wide_logits.to(logits.dtype)
@@ -56,7 +55,7 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
 
 
 def logit_bytes(dtype: torch.dtype, device: str) -> int:
-    """Return the bytes of a logit with its gradient, and with its copy where there is one."""
+    """Return the bytes of a logit and its gradient, and without kernels of its copy in float32 or more."""
     return 2 * dtype.itemsize + (0 if uses_kernels(dtype, device) else max(4, dtype.itemsize))
 
 
@@ -87,6 +86,7 @@ def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
 
 @cache
 def find_softmax_kernels() -> Any:
+    """Return the module of the Triton kernels; None where Triton is not installed."""
     return None if find_spec("triton") is None else import_module("longspan.train.softmax_kernels")
 
 
@@ -134,7 +134,7 @@ class TemperedHead(NamedTuple):
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Those of the head."""
+        """The parameters of the head."""
         return self.head.parameters
 
     @property
@@ -157,10 +157,7 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The default loss of a step: the cross entropy of targets, times their weights.
-
-    `chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes).
-    """
+    """The default loss: cross entropy of targets times weights, of `chunk_rows` rows at a time (0: as many as fit)."""
 
     chunk_rows: int = 0
 
@@ -255,19 +252,21 @@ def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head:
         values(head(hidden.index_select(0, targets.rows[chunk])), targets.ids[chunk])
         for chunk in cut_into_chunks(len(targets.rows), rows)
     ]
-    return torch.cat(chunk_values, -1)[..., :count]
+    return torch.cat(chunk_values, -1)[..., :count]  # without a padding target
 
 
 def _padding_target(targets: Targets) -> Targets:
-    """Return one row in the place of none: what a head does between ranks is done by all of them."""
+    """Return one row for a rank without targets: a head may enter collectives, which need all ranks."""
     return Targets(targets.rows.new_zeros(1), targets.ids.new_zeros(1))
 
 
 def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss 0, and derivatives 0, of a padding target."""
     return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
 
 
 def _chunk_rows(hidden: Tensor, head: Head, rows: int) -> int:
+    """Return the caller's number of rows at a time, or for 0 as many as fit the chunk's bytes."""
     return rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
 
 
@@ -278,13 +277,15 @@ def rows_per_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
 
 
 def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
-    """Divide rows into runs of at most `rows` rows, as even as can be."""
+    """Divide rows into runs of at most `rows` rows, as even as can be; no rows are one empty run."""
     count = max(1, -(-total // rows))
     for i in range(count):
         yield slice(total * i // count, total * (i + 1) // count)
 
 
 class _ChunkedLoss(torch.autograd.Function):
+    """The sum of losses of `chunked_loss`, with gradients for the hidden states and the head's parameters."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int, *parameters: Tensor
@@ -307,13 +308,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradient.index_copy_(0, predicting, gradients.pop(0))
             sums = _add_to_sums(sums, gradients, last=chunk.stop == len(targets.rows))
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
-        ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
+        ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]  # through: to hidden states
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Scale the gradients that forward made by that of the sum."""
+        """Scale the gradients that forward made by the gradient of the sum, a scalar."""
         saved = list(ctx.saved_tensors)
         hidden_gradient = saved.pop(0) * gradients[0] if ctx.through else None
         parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]

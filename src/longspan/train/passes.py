@@ -38,8 +38,8 @@ from longspan.train.reading.local_batch import padding_batch, read_local_batches
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepInputs
 
-# Of a batch, its last hidden states (T, D), what makes logits of some of them, and the hidden states of depths of
-# multi-token prediction: the sum of losses, with a gradient where gradients are enabled.
+# A function of a batch, its last hidden states (T, D), a head that makes logits of some of them, and the hidden states
+# of depths of multi-token prediction, to the sum of losses, with a gradient where gradients are enabled.
 Measure = Callable[..., Tensor]
 
 
@@ -132,19 +132,22 @@ class Passes:
         return replace(passes, terms=tuple(terms))
 
     def mean(self, loss_sum: Tensor) -> Tensor:
-        """Return a sum over rows as its part of the step's loss."""
+        """Return a sum of losses as its part of the step's loss, a sum over all rows that is divided once."""
         return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
-        """Return the loss that a prepared model makes of its last hidden states (T, D), its head and its depths'."""
+        """Return the loss function of a prepared model's last hidden states (T, D), its head and its depths' states."""
         return lambda hidden, head, *deeper: self.measure(batch, hidden, self.head(head), *deeper)
 
     def head(self, head: Head) -> Head:
-        """Return a head whose logits are those that losses see."""
+        """Return a head whose logits are divided by the temperature."""
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
-        """Return keyword arguments of one more call of the model: with experts, what collects routers' statistics."""
+        """Return keyword arguments of one more call of the model: with experts, what collects routers' statistics.
+
+        `counting`: the call only counts the experts' loads.
+        """
         router = {} if self.routing is None else {"router": self.routing.add_sums(counting=counting)}
         return {**self.keywords, **router}
 
@@ -154,7 +157,7 @@ class Passes:
         return self.routing is not None and self.backward and bool(self.routing.coefficients.balance)
 
     def fix_loads(self) -> None:
-        """Fix the loads of experts before the first backward pass; entered by all slots."""
+        """Sum the loads of experts over slots, as all backward passes take them; entered by all slots before these."""
         if self.routing is not None and self.backward:
             self.routing.fix_loads()
 
@@ -263,6 +266,7 @@ def _run_forward(passes: Passes, batches: Sequence[LocalBatch], *, counting: boo
 
 
 def _call_inputs(batch: LocalBatch) -> dict[str, Any]:
+    """Return the model's arguments for a micro-batch: ids (1, T), positions (1, T) or (n, 1, T), and the shard."""
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
     return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _batch_positions(batch)

@@ -10,8 +10,8 @@ import triton.language as tl
 def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, COLUMNS: tl.constexpr):
     """Compute the log of the sum of exponentials of one row, and the log-probability of its token.
 
-    Each of COLUMNS lanes keeps the largest logit that it saw and the sum of exponentials relative to it; they are
-    joined at the end.
+    Each of COLUMNS lanes keeps the largest logit that it saw and the sum of exponentials relative to it; the lanes are
+    joined at the end. `logits_row` is the distance from row to row, in numbers.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * logits_row
@@ -36,9 +36,9 @@ def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, 
 def distribution_kernel(logits, ids, numbers, rows, vocabulary, logits_row, COLUMNS: tl.constexpr):
     """Compute the entropy, whether the token is the likeliest, the mean logit and log Σ p² of one row, in one pass.
 
-    They go to `numbers` (4, rows). Each of COLUMNS lanes keeps the largest logit that it saw, x at its first place, and
-    relative to it sums of e^(y−x), of e^(y−x)·(y−x) and of e^2(y−x); lanes are joined at the end. A logit of −∞ adds
-    nothing to these.
+    They go to `numbers` (4, rows). Each of COLUMNS lanes keeps the largest logit x that it saw and the first column
+    that has it (`place`), and over its logits y the sums of e^(y−x) (`total`), of e^(y−x)·(y−x) (`weighted`), of
+    e^2(y−x) (`squares`) and of y (`plain`); lanes are joined at the end. A logit of −∞ adds nothing to the first three.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * logits_row

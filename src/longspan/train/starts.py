@@ -31,6 +31,7 @@ class Starts:
     """
 
     def __init__(self, begun: float | None = None) -> None:
+        """Begin the first part at `begun`, by default now; `_last` is when the last part ended."""
         self.begun: float = time.time() if begun is None else begun
         self.parts: dict[str, float] = {}
         self._last = self.begun
@@ -48,20 +49,23 @@ class Starts:
         }
 
     def __str__(self) -> str:
+        """Write the seconds by part in one line, without parts that would read 0.0."""
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.05)
         return f"ready after {self._last - self.begun:.1f} s: {parts}"
 
 
 def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread:
-    """Import what ranks on GPUs need later, in a thread; whoever needs a module of these waits for it as it imports it.
+    """Import what ranks on GPUs need later, in a thread; code that imports one of these meanwhile waits for the thread.
 
     With `compiled`, the processes that compile the kernels of layers are started first. A module that is absent, or
-    cannot be imported, is left to who needs it. Meanwhile threads of this process take turns of at most TURN.
+    cannot be imported, is left to the code that needs it. Until the thread ends, threads of this process take turns of
+    at most TURN seconds.
 
     >>> begin_gpu_imports(8, compiled=True)
     """
 
     def work() -> None:
+        """Start the processes that compile, import the modules, and set the usual length of turns again."""
         if compiled:
             from longspan.model.compiled_layers import start_compile_workers
 

@@ -123,7 +123,7 @@ def run_step(
     if step is not None:
         world.step = step
     terms = step_terms(inputs, loss=loss, divisor=divisor, router=router, mtp=mtp, chunk_rows=loss_chunk_rows)
-    terms = (*terms, SlotPaceTerm(world)) if times_slots else terms  # around the measure that all others made
+    terms = (*terms, SlotPaceTerm(world)) if times_slots else terms  # last: it times the measure of all others
     batches = read_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
@@ -150,7 +150,7 @@ def run_step(
 
 
 def _check_temperature(temperature: float, mtp: MtpLoss | None = None) -> None:
-    """Raise LossError for a temperature that no softmax has, or that depths of prediction would not have."""
+    """Raise LossError for a temperature that no softmax has, and for one with `mtp`, whose logits are not divided."""
     if not 0 < temperature < math.inf:
         raise LossError(f"temperature is {temperature!r}; give a number above 0, such as that of the sampler")
     if temperature != 1 and mtp is not None:

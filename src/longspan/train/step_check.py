@@ -63,7 +63,7 @@ def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
 
 
 def check_update(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
-    """Raise ModelError for an update without gradients, or a norm that clips nothing."""
+    """Raise ModelError for an update without gradients or that torch's kernels refuse, or a norm that clips nothing."""
     if optimizer is not None and not backward:
         raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
@@ -78,7 +78,7 @@ def _refuse_mixture(index: int, group: dict[str, Any]) -> None:
     sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
     if not 0 < sharded < len(parameters):
         return
-    by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)
+    by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)  # torch's default
     if group.get("fused") or group.get("foreach") or by_default:
         raise ModelError(
             f"group {index} of the optimizer has {sharded} sharded parameters and {len(parameters) - sharded} plain "

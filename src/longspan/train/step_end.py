@@ -29,7 +29,7 @@ from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.passes import Passes
 from longspan.train.reading.read_rows import LocalBatch
 
-WHAT = "loss and gradient norm"
+WHAT = "loss and gradient norm"  # the name of the collective in errors
 
 
 class StepSums(NamedTuple):
@@ -62,7 +62,7 @@ class StepEnd:
         Raises PlanError where targets are missing, NonFiniteError where the loss or the norm is not finite, on every
         rank: weights and the optimizer's state are as before the step.
         """
-        pieces, one_pass = self._own_sums(loss_sum), find_one_pass(self.optimizer)
+        pieces, one_pass = self._rank_sums(loss_sum), find_one_pass(self.optimizer)
         if one_pass is not None and sums_on_device(self.world):
             return self._finish_on_device(one_pass, pieces)
         self._work_meanwhile()
@@ -91,21 +91,25 @@ class StepEnd:
         return sums
 
     def _work_meanwhile(self) -> None:
+        """Do the host's work for the next step, if the caller gave any."""
         if self.meanwhile is not None:
             self.meanwhile()
 
     def _scale(self, values: Tensor) -> Tensor:
         """Return what gradients are multiplied with, on the device: not a number where the step must not be taken.
 
-        It is what brings their norm down to the limit, 1 at most. No rank waits for the device to learn it.
+        The factor brings their norm down to the limit, and is 1 at most. No rank waits for the device to learn it.
         """
-        norm, loss = values[0].sqrt(), values[1] / self.passes.divisor
+        norm, loss = values[0].sqrt(), values[1] / self.passes.divisor  # values in the order of `_rank_sums`
         is_good = norm.isfinite() & loss.isfinite() & (values[2] == self.passes.plan.targets)
         norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
 
-    def _own_sums(self, loss_sum: Tensor) -> list[Tensor | list[float]]:
-        """Return this rank's sums: squares of gradients, the loss, targets, and the numbers of each term."""
+    def _rank_sums(self, loss_sum: Tensor) -> list[Tensor | list[float]]:
+        """Return this rank's sums: squares of gradients, the loss, targets, and the numbers of each term.
+
+        Targets are counted where losses are made, in a pipeline by its last stage.
+        """
         model, passes = self.passes.model, self.passes
         makes_loss = not isinstance(model, PipelineModel) or any(stage.last for stage in model.stages)
         targets = sum((batch.labels != NO_TARGET).sum() for batch in self.batches) if makes_loss else 0
@@ -115,14 +119,17 @@ class StepEnd:
         return [model_square_sum(self.model, self.world) if passes.backward else [0.0], *slot_sums]
 
     def _make_sums(self, values: Sequence[float], pieces: Sequence[Tensor | list[float]]) -> StepSums:
-        """Sort the values over all ranks. Raises PlanError where targets are missing."""
+        """Make the step's sums of `values`, the numbers of all `pieces` end to end, added over all ranks.
+
+        Raises PlanError where targets are missing.
+        """
         squares, loss_sum, targets, *of_terms = values
         if targets != self.passes.plan.targets:
             raise PlanError(
                 f"the slots counted {targets:.0f} targets, the plan has {self.passes.plan.targets}; is a document left "
                 "out?"
             )
-        numbers = iter(of_terms)
+        numbers = iter(of_terms)  # those of the pieces after squares, loss and targets
         return StepSums(loss_sum, math.sqrt(squares), [list(islice(numbers, _length(piece))) for piece in pieces[3:]])
 
     def _check_sums(self, sums: StepSums) -> None:
@@ -137,7 +144,10 @@ class StepEnd:
             )
 
     def _update(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
-        """Clip gradients and update the model, by sums that the host has read."""
+        """Clip gradients and update the model, by sums that the host has read.
+
+        AdamW in one pass clips as it updates: it multiplies each gradient that it reads with a factor.
+        """
         if self.optimizer is None:
             return
         if one_pass is None:
@@ -145,7 +155,7 @@ class StepEnd:
                 clip_gradients(self.model.parameters(), self.max_grad_norm, sums.norm)
             self.optimizer.step()
             return
-        factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)
+        factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (sums.norm + 1e-6)  # as torch clips
         if factor < 1:
             one_pass.gradient_scale = to_device(np.array(factor), self.world.device)
         try:
@@ -155,13 +165,13 @@ class StepEnd:
 
 
 def find_one_pass(optimizer: Optimizer | None) -> OnePassAdamW | None:
-    """Return the AdamW in one pass that updates, itself or under moments on the host; None for another optimizer."""
+    """Return an optimizer if it is AdamW in one pass, also one whose moments wait on the host; None for others."""
     inner = optimizer.inner if isinstance(optimizer, OffloadedStates) else optimizer
     return inner if isinstance(inner, OnePassAdamW) else None
 
 
 def sums_on_device(world: World) -> bool:
-    """Return whether a step's sums stay on the device until the update is launched."""
+    """Return whether a step's sums stay on the device until the update is launched; a pipeline adds them on hosts."""
     return world.device.type == "cuda" and world.home.pp == 1
 
 
@@ -174,6 +184,7 @@ def gather_and_add(values: Tensor, world: World) -> Tensor:
 
 
 def _gather(channel: Channel, values: Tensor) -> Tensor:
+    """Gather the values (n,) of a channel's ranks and add them in the order of ranks: the same bits on every rank."""
     return torch.stack(channel.all_gather(values[None], [1] * channel.degree, WHAT).wait()).sum(0)[0]
 
 
@@ -181,6 +192,7 @@ class HostCopy:
     """A copy of a tensor on its way to the host: `wait` returns its numbers, and waits for nothing launched later."""
 
     def __init__(self, values: Tensor) -> None:
+        """Begin to copy values from a GPU; those of a CPU are there already."""
         self._on_host, self._arrived = values, None
         if values.is_cuda:
             self._on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -196,6 +208,7 @@ class HostCopy:
 
 
 def _length(piece: Tensor | Sequence[float]) -> int:
+    """Return how many numbers a piece has; a tensor of one number may have no dimension."""
     return piece.numel() if isinstance(piece, Tensor) else len(piece)
 
 

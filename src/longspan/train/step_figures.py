@@ -54,8 +54,8 @@ class StepFigures:
         >>> figures.step_figures(plan, 2.5)  # doctest: +SKIP
         {'tflops': 412.0, 'mfu': 0.416582, 'predicted_seconds': 2.3, 'bound_share': 0.91}
 
-        `images` are the rows of the step's images, whose FLOPs count too, and `encoders` what they took: of the step
-        (`encoder_share`), the busiest rank over the mean (`encoder_balance`), and both as the plans predict them.
+        `images` are the rows of each image, whose FLOPs count too. `encoders` give their share of the step's time
+        (`encoder_share`), the busiest rank's time over the mean (`encoder_balance`), and both as the plans predict.
         """
         figures = self._encoder_figures(plan, seconds, encoders)
         flops = self._plan_flops(plan, images)
@@ -93,7 +93,7 @@ class StepFigures:
 def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
     """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
     device, shape, images, uncounted = device_name(world), None, None, ""
-    encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None
+    encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None  # a run has one
     try:
         shape = ModelShape.of(model.config, depths=config.mtp.depths)
         images = EncoderShape.of(model.config) if encoder is not None else None
@@ -112,7 +112,10 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
 
 
 def is_priced_here(config: RunConfig, cost: Cost, world: World) -> bool:
-    """Whether plans of this cost are priced for the devices of this world, so that their seconds may be relied on."""
+    """Whether plans of this cost are priced for the devices of this world, so that their seconds may be relied on.
+
+    They are if the configuration names the prices, and on H200s with longspan's own prices of these.
+    """
     known = cost.source == Machine.known("H200").source and "H200" in device_name(world)
     return known or bool(config.run.machine or config.context.cost_model)
 

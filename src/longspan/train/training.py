@@ -69,17 +69,17 @@ def load_run_model(
     of [mtp], and with `images` its towers.
     """
     configuration = configuration or model_configuration(config, vocabulary)
-    if folder := config.model.path:
+    if folder := config.model.path:  # sharded=None: if its files can be read in parts
         model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=None, images=images)
         return add_configured_depths(config, model)
-    tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows
+    tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows  # embeds as many ids as a tokenizer
     dtype, seed = config.model.dtype, config.train.seed
     model = load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny, images=images)
     return add_configured_depths(config, model)
 
 
 def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
-    """Make a model of this configuration whose weights come from a checkpoint once it is prepared."""
+    """Make a model of this configuration without weights: once it is prepared, a checkpoint fills them in."""
     model = load_model(config=configuration, dtype=config.model.dtype, sharded=True, images=images)
     add_configured_depths(config, model, read=False)
     defer_to_checkpoint(model)
@@ -98,9 +98,9 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         dropout=lora.dropout,
         targets=lora.targets,
         parts=lora.parts,
-        whole=(PREFIX,) if config.mtp.train_whole else (),
+        whole=(PREFIX,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
         seed=config.train.seed,
-        base=str(Path(folder).resolve()) if folder else "",
+        base=str(Path(folder).resolve()) if folder else "",  # is saved with the adapter
     )
     return add_lora(model, adapter)
 
@@ -122,17 +122,19 @@ def prepare_run_model(
     ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
-    kind = compute_dtype(config.model, world.device.type)
+    computed_dtype = compute_dtype(config.model, world.device.type)
+    # Warnings about the adapter are the same on all ranks; the first one shows them.
     with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
         adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
+    # Parameters of an adapter may be in another dtype than the model's.
     dtypes = (
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
     if images:
         _freeze_encoder(config, model)
     if memory is None or world.device.type != "cuda":  # a plan of memory saw to the GPU
-        check_model_fits(config, model, world, kind, training=training)
-    computes_in = None if dtypes == {kind} else kind
+        check_model_fits(config, model, world, computed_dtype, training=training)
+    computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
     return prepare(
         adapted_model,
@@ -154,7 +156,10 @@ def prepare_run_model(
 
 
 def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
-    """Return what multiplies in float8; an evaluation of a run on devices that cannot does without."""
+    """Return which matrices are multiplied in float8, as train.float8 names them; "" for none.
+
+    An evaluation multiplies none where some rank's device cannot; `prepare` refuses training there.
+    """
     float8 = config.train.float8
     if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
         return ""
@@ -162,7 +167,11 @@ def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
 
 
 def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
-    """Return what the layers keep, and how often parameters are gathered: as a plan of memory chose, or by the keys."""
+    """Return `prepare`'s arguments for what layers keep for backward, and how often parameters are gathered.
+
+    A plan of memory chose them, or else the keys of [train] and [parallel] do. An evaluation has no backward pass, and
+    needs not be told how many layers recompute or keep on the host.
+    """
     if memory is not None:
         measures = {"measures": memory.measures, "host_bytes": memory.host.kept}
         return measures | {"reshard_after_forward": not memory.gathered_once}
@@ -175,7 +184,7 @@ def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: b
 
 
 def _segment_layers(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> int:
-    """Return the layers of a segment; 0 where a plan of memory, or an evaluation, recomputes no layer."""
+    """Return how many layers a recomputed segment has; 0 where a plan of memory, or an evaluation, recomputes none."""
     if memory is not None:
         return memory.segment_layers if any(word != "none" for word in memory.measures) else 0
     return config.train.segment_layers if training else 0
@@ -186,14 +195,14 @@ def _freeze_encoder(config: RunConfig, model: PreTrainedModel) -> None:
     freeze_images(model, config.encoder.train or encoder_default(config))
 
 
-def _encoder_home(config: RunConfig, world: World, **same: Any) -> EncoderHome:
-    """Return the home of a model's tower and projector."""
+def _encoder_home(config: RunConfig, world: World, **settings: Any) -> EncoderHome:
+    """Return the home of a model's tower and projector: all ranks, by [encoder]; `settings` are its other fields."""
     encoder = config.encoder
     return EncoderHome(
         home=Layout(world.home.ranks, tp=encoder.tp),
         max_rows_per_slot=encoder.max_rows or None,
         recompute=encoder.recompute,
-        **same,
+        **settings,
     )
 
 
@@ -219,7 +228,7 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: 
 
 
 def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:
-    """Return the learning rates of modules by name if the encoder has a rate of its own; None: one for all."""
+    """Return learning rates by the name of a module if [encoder] has one of its own; None if all have one rate."""
     if not isinstance(model, MultimodalModel) or not config.encoder.lr:
         return None
     return {"encoders": config.encoder.lr, "language_model": config.train.lr}
@@ -244,13 +253,13 @@ class Training:
             self.config,
             cost=self.cost,
             heads=query_heads(self.model.config),
-            weights=sum(parameter.numel() for parameter in parameters) // self.world.home.tp,
+            weights=sum(parameter.numel() for parameter in parameters) // self.world.home.tp,  # of a rank
             weight_bytes=compute_dtype(self.config.model, self.world.device.type).itemsize,
         )
 
     @property
     def evaluation_choice(self) -> PlanChoice:
-        """How evaluations of the held-out documents are planned."""
+        """How evaluations of the documents that the run holds out are planned."""
         return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
 
     def choice_of(self, entry: EvalConfig) -> PlanChoice:
@@ -259,13 +268,13 @@ class Training:
 
     @property
     def times_slots(self) -> bool:
-        """Whether a step times each slot: on GPUs, unless `run.refine` is off."""
+        """Whether a step times each slot, for `run.refine`, of which "auto" is on for GPUs only."""
         refine = self.config.run.refine
         return refine == "on" or (refine == "auto" and self.world.device.type == "cuda")
 
     @property
     def router(self) -> RouterCoefficients:
-        """The weights of the routers' losses in the gradient."""
+        """The weights of the routers' losses in the gradient; a negative key leaves it to the model's configuration."""
         balance = self.config.train.router_balance_loss
         return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss)
 
@@ -283,12 +292,12 @@ class Training:
         """
         config = self.config.train
         self.world.prepare(plan)
-        if self.config.lora.dropout:  # masks of a step, whatever ran before it in this process
+        if self.config.lora.dropout:  # a step has the same masks after a restart, whatever ran before it
             torch.manual_seed(zlib.crc32(repr((config.seed, step, self.world.rank)).encode()))
         schedule = Schedule.of(config)
         rate = schedule.lr_at(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * (group["initial_lr"] / schedule.lr) if rate else 0.0
+            group["lr"] = rate * (group["initial_lr"] / schedule.lr) if rate else 0.0  # train.lr may be 0
         return run_step(
             self.model,
             plan,
@@ -296,7 +305,7 @@ class Training:
             self.world,
             optimizer=self.optimizer,
             max_grad_norm=config.max_grad_norm or None,
-            step=step + 1,
+            step=step + 1,  # for errors, which count from 1
             loss_chunk_rows=config.loss_chunk_rows,
             router=self.router,
             mtp=mtp_loss(self.config),
@@ -306,9 +315,9 @@ class Training:
 
 
 def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
-    """Raise ConfigError for a list of communication types that is not as long as the model's layers."""
+    """Raise ConfigError for a list of communication types, of training or a set, without one for each layer."""
     layers = model.config.get_text_config().num_hidden_layers
-    sets = (PlanChoice.evaluation(config, entry) for entry in (None, *config.eval))
+    sets = (PlanChoice.evaluation(config, entry) for entry in (None, *config.eval))  # None: held-out documents
     for choice in (PlanChoice.training(config), *sets):
         if len(choice.comm_types) not in (1, layers):
             raise ConfigError(

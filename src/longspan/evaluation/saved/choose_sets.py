@@ -47,12 +47,12 @@ def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
 
 
 def tokenizer_digest(tokenizer: TextTokenizer) -> str:
-    """Return what tokenizers that give equal ids have in common."""
+    """Return a text that is equal for tokenizers that give equal ids, before and behind texts too."""
     return " ".join((tokenizer.digest, *tokenizer.opening, "…", *tokenizer.closing))
 
 
 def _find_sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogLine) -> Sets:
-    """Find the sets of one subject: texts at given paths, or the sets of its run."""
+    """Find the sets of one subject: texts at given paths, or sets of its run; none if only keys are to be retrieved."""
     subject = weights.subject
     if request.paths:
         data = _data_settings(request)
@@ -99,11 +99,16 @@ def _data_settings(request: EvalRequest) -> DataConfig:
 
 
 def _limit_sets(request: EvalRequest, sets: Sets) -> Sets:
-    return tuple(of_name.take_evenly(request.max_documents) for of_name in sets)
+    """Take as many documents of each set as --max-documents says."""
+    return tuple(named_documents.take_evenly(request.max_documents) for named_documents in sets)
 
 
 def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:
-    """Raise DataError unless document d is the same whole text in both, read by two tokenizers."""
+    """Raise DataError unless document d is the same whole text in both sets, which two tokenizers read.
+
+    Texts that were too short for one tokenizer are missing there. Only if every file is one document do the files'
+    names show that the same were left out.
+    """
     corpora = [
         named_documents.documents.corpus
         for named_documents in (first, other)

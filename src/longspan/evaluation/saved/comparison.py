@@ -46,9 +46,8 @@ class Difference:
 def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
     """Return the difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
 
-    Made documents that two tokenizers write are not the same text: they have none.
-
-    Raises ConfigError where a tokenizer does not give the bytes of its tokens.
+    Passkey documents that two tokenizers made are not the same text, and have no difference. Raises ConfigError where a
+    tokenizer does not give the bytes of its tokens.
     """
     unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
     pairs = zip(first.sets, other.sets, strict=True)
@@ -85,7 +84,7 @@ def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Differenc
 
 
 def _document_sums(result: SetResult, unit: Unit) -> tuple[list[float], list[float]]:
-    """Return the sum and the count of each document's mean loss."""
+    """Return sums and counts, whose ratio is each document's loss per token, or bits per byte of its text."""
     losses = result.evaluation.document_losses
     if unit == "loss":
         return [loss.sum for loss in losses], [loss.count for loss in losses]
@@ -114,7 +113,7 @@ def _length_rows(
             yield bucket.first, bucket.last, float(means[0]), float(means[1]), int(inside.sum())
 
 
-HOME = ("tp", "pp", "ep", "dp_replicate")
+HOME = ("tp", "pp", "ep", "dp_replicate")  # the keys of [parallel] that are recorded
 
 
 def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, Any]:
@@ -150,14 +149,14 @@ def evaluation_record(result: SetResult) -> dict[str, Any]:
 
 
 def comm_types(result: SetResult) -> list[str]:
-    """Return the types by which groups of more than one slot shared documents."""
+    """Return the types by which groups of more than one slot shared documents; a group may have one for each layer."""
     groups = [group for batch in result.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1]
     types = [kind if isinstance(kind := group.cp_comm_type, str) else tuple(kind) for group in groups]
     return sorted({name for kind in types for name in ((kind,) if isinstance(kind, str) else kind)})
 
 
 def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
-    """Return every evaluation of passkey retrieval; with the weights' path, where there are several."""
+    """Return the grid of every evaluation of passkey retrieval, each after the weights' path ("" if all have one)."""
     return [
         (result.weights.title if len(results) > 1 else "", grid)
         for result in results

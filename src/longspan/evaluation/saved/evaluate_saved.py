@@ -72,7 +72,7 @@ def evaluate_saved(
 
 
 def _load_set_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
-    """Load the user's metrics of each set of the run; "" are those of all other documents."""
+    """Load the user's metrics of each set of the run, and of all other documents under ""; --metrics replaces all."""
     entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
     if request.metrics:
         return dict.fromkeys((entry.name for entry in entries), load_metrics(request.metrics, "--metrics"))
@@ -80,7 +80,7 @@ def _load_set_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
 
 
 def choose_compiled_parts(word: str, configuration: PreTrainedConfig, tokens_of_rank: float) -> str:
-    """Return what of the layers is compiled: where "auto" decides, nothing for an evaluation that is soon done.
+    """Return the value of train.compiled to evaluate with: in place of "auto", "none" for an evaluation soon done.
 
     >>> choose_compiled_parts("auto", configuration, 50_000)
     'none'
@@ -131,6 +131,7 @@ def _fit_subject(
         entry = find_set(
             config, named_documents.name if named_documents.name in request.sets else "", request.flag_keys
         )
+        # Sets of --data share one plan's keys, so that all get the cap of the longest document.
         set_longest = longest if request.paths else max(named_documents.documents.lengths)
         entry, set_changes = fit_set(config, entry, world.home, heads, set_longest, request.flag_keys)
         choice = PlanChoice.evaluation(config, entry, heads=heads)
@@ -168,7 +169,7 @@ class _Evaluator:
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         price = partial(find_run_cost, fit.config, model.config, log, gpu=gpu, slots=slots)
         cost = run_on_every_rank(self.world, price, ConfigError)
-        if "model" not in self.starts.parts:
+        if "model" not in self.starts.parts:  # the second of two models is not part of the start
             self.starts.end_part("model")
             if gpu:
                 log(str(self.starts))
@@ -213,30 +214,28 @@ class _Evaluator:
                 yield SetResult(result, sources, text_bytes)
 
     def _stop_reason(self, stop: StopSignal) -> str:
+        """Return why to stop now, a signal or the time limit; "" to go on."""
         if stop.received:
             return f"{stop.received} was received"
         return "the time limit of --seconds is over" if time.monotonic() > self.deadline else ""
 
 
 def _list_choices(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
-    """List the choice itself, or one at each of some degrees, under a cap that holds the longest document."""
+    """List the choice at each of some degrees, with caps that hold the longest document; without degrees as it is."""
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
 
 
-def _progress_title(fit: _Fit, of_name: NamedDocuments, choice: PlanChoice) -> str:
+def _progress_title(fit: _Fit, named_documents: NamedDocuments, choice: PlanChoice) -> str:
     """Return the title of an evaluation's progress: the weights, the set and the degree."""
-    words = [fit.checked.subject.weights.title.rpartition("/")[2], of_name.name]
+    words = [fit.checked.subject.weights.title.rpartition("/")[2], named_documents.name]
     dynamic = "dynamic cp" if choice.planner == "dynamic" else choice.planner
     words.append(f"cp {choice.degree}" if choice.has_one_degree else dynamic)
     return ", ".join(filter(None, words))
 
 
-def _count_text_bytes(of_name: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
-    """Count the UTF-8 bytes of each document's predicted tokens: of all except its first.
-
-    None if tokens have no bytes.
-    """
+def _count_text_bytes(named_documents: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
+    """Count the UTF-8 bytes of each document's predicted tokens, all except its first; () if bytes are not known."""
     if bytes_of_ids is None:
         return ()
-    documents = of_name.documents
+    documents = named_documents.documents
     return tuple(int(bytes_of_ids[document[np.arange(1, len(document))]].sum()) for document in documents)

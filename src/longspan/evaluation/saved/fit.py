@@ -30,6 +30,7 @@ class Change:
     why: str
 
     def __str__(self) -> str:
+        """Write the change as messages have it: "parallel.tp 4 -> 2 (6 ranks)"."""
         return f"{self.key} {_value_text(self.before)} -> {_value_text(self.now)} ({self.why})"
 
 
@@ -37,6 +38,7 @@ class _Changing:
     """A section whose values change, except those of `flag_keys`; `prefix` begins the names of its keys."""
 
     def __init__(self, section: Any, prefix: str, flag_keys: Collection[str]) -> None:
+        """Take a section without changes; `flag_keys` have no prefix."""
         self.section, self.flag_keys, self._prefix = section, flag_keys, prefix
         self.changes: list[Change] = []
 
@@ -66,7 +68,7 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     if home.section.tp == 1:
         home.change_key("sequence_parallel", False, "tp 1")
     slots, remainder = divmod(ranks, home.section.tp * home.section.pp)
-    if not remainder:
+    if not remainder:  # else `check_config` refuses the degrees
         _fit_slots(home, slots)
     encoder = _Changing(config.encoder, "encoder.", _strip_prefix("encoder.", flag_keys))
     degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
@@ -76,7 +78,7 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
 
 
 def _fit_slots(home: _Changing, slots: int) -> None:
-    """Change the copies of the weights to divide the slots, and the shares of experts to divide a copy's slots."""
+    """Change dp_replicate, the copies of the weights, to divide the slots, and ep to divide the slots of each copy."""
     parallel: ParallelConfig = home.section
     home.change_key("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
     width, remainder = divmod(slots, home.section.dp_replicate)
@@ -88,9 +90,13 @@ def _fit_slots(home: _Changing, slots: int) -> None:
 
 
 def _choose_stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
-    """Choose tp and pp that divide the ranks, as large as those of the run allow; flags fix them."""
+    """Choose tp and pp, divisors of the run's, with the largest product that divides the ranks; flags fix them.
+
+    Of equal products the one with the larger tp is chosen. Where none fits, the degrees stay and are refused later.
+    """
 
     def list_degrees(key: str) -> list[int]:
+        """List the degrees that a key may have: the divisors of the run's, or only that of a flag."""
         degree = getattr(parallel, key)
         return [degree] if f"parallel.{key}" in flag_keys else _divisors(degree)
 
@@ -126,7 +132,7 @@ def fit_set(
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:
         old_degree, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
-        reason = "" if home.slots % old_degree else f", {heads} query heads under a2a"
+        reason = "" if home.slots % old_degree else f", {heads} query heads under a2a"  # what else could not divide
         degree = old_degree if "context_parallel_size" in fit.flag_keys else _nearest_below(old_degree, degrees)
         fit.change_key("context_parallel_size", degree, f"{slots}{reason}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
@@ -158,7 +164,7 @@ def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalCo
 def _set_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[str]) -> EvalConfig:
     """Set the keys `context.eval_*` that flags gave in the section of a set.
 
-    As in a table, a degree makes plans of that degree.
+    As in a table [[eval]], a degree alone means plans of that degree; a degree 0 means that of training.
     """
     values, keys = context.evaluation.plan_keys, _strip_prefix("context.eval_", flag_keys)
     flags = {key: value for key, value in values.items() if key in keys}
@@ -170,7 +176,8 @@ def _set_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
     """Fit the configuration of these sets to this home, for `check_config`, before heads and documents are read.
 
-    These may ask for a lower degree, or more rows.
+    Heads may ask for a lower degree and documents for more rows, so that each set is fitted again. Limits of document
+    lengths are left out, as the documents to come may be shorter.
     """
     sets = (find_set(config, name, flag_keys) for name in ("", *names))
     fitting = (fit_set(config, entry, home, None, 1, flag_keys)[0] for entry in sets)
@@ -184,16 +191,17 @@ def changes_line(changes: Sequence[Change], ranks: int) -> str:
 
 
 def _strip_prefix(prefix: str, flag_keys: Collection[str]) -> set[str]:
-    """Return the keys with a prefix, without it."""
+    """Return the keys that begin with a prefix, without the prefix."""
     return {key.removeprefix(prefix) for key in flag_keys if key.startswith(prefix)}
 
 
 def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
     return [degree for degree in range(1, number + 1) if number % degree == 0]
 
 
 def _nearest_below(degree: int, fitting: Iterable[int]) -> int:
-    """Return the largest fitting degree up to `degree`; 1 always fits."""
+    """Return the largest of the fitting degrees up to `degree`; 1 where there is none, as it always fits."""
     return max((candidate for candidate in fitting if candidate <= degree), default=1)
 
 

@@ -44,7 +44,7 @@ class NamedDocuments:
 
     @property
     def longest(self) -> int:
-        """The document of the most tokens."""
+        """The index of the document with the most tokens."""
         return int(np.argmax(self.documents.lengths))
 
     def take_evenly(self, count: int) -> "NamedDocuments":
@@ -105,11 +105,12 @@ def text_sets(
     """
     host = socket.gethostname()
     hosts = world.control.gather_objects(host, "names of hosts")
-    builder = hosts.index(host)
+    builder = hosts.index(host)  # the first rank on this host
     builds = builder == world.home.ranks.index(world.rank)
     with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
 
         def build_all() -> None:
+            """Tokenize the texts of each path into a folder of its own, on the first rank of each host."""
             if builds:
                 for index, path in enumerate(paths.values()):
                     _build_corpora(replace(data, path=path), tokenizer, Path(folder, str(index)), log)

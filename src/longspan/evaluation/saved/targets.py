@@ -25,7 +25,7 @@ class SavedWeights:
 
     @property
     def title(self) -> str:
-        """How results call them."""
+        """The name of the weights in results."""
         return f"{self.path} without adapter" if self.base else str(self.path)
 
     @property
@@ -40,7 +40,7 @@ def saved_weights(target: str) -> SavedWeights:
     A folder with config.toml is a run, also where it keeps its model's config.json. Raises CheckpointError for a path
     that is none of the three.
     """
-    path = Path(target)
+    path = Path(target)  # step_of gives −1 for a path that is not named as a checkpoint
     if step_of(path) < 0 and path.is_dir() and not (path / "config.toml").is_file():
         if not (path / "config.json").is_file():
             from longspan.model.weights.hf_folder import adapter_folder_advice  # which imports torch
@@ -55,7 +55,7 @@ def saved_weights(target: str) -> SavedWeights:
 
 
 def split_target(target: Path) -> tuple[Path, Path | None]:
-    """Split a target into the run's folder and, if it is a checkpoint, that.
+    """Split a target into the run's folder, and the checkpoint if the target is one.
 
     Raises CheckpointError if there is no run.
     """
@@ -80,7 +80,7 @@ def named_paths(words: Sequence[str]) -> dict[str, str]:
     paths = dict[str, str]()
     for word in words:
         name, equals, path = word.partition("=")
-        if not equals or Path(word).exists():
+        if not equals or Path(word).exists():  # a path may have "=" in it
             name, path = Path(word).stem or word, word
         if not name or not path:
             raise ConfigError(f"--data is {word!r}; give NAME=PATH, or PATH")

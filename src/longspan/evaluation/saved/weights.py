@@ -85,10 +85,9 @@ def fit_positions(
 ) -> PreTrainedConfig:
     """Fit the configuration to a longest document of so many tokens, of source `origin`.
 
-    Flags' scaling counts if `scaled`.
-
-    A run's model keeps the scaling that it was trained with. Raises ConfigError, with what lengthens the model, for a
-    document beyond its positions.
+    `scaled`: flags gave a scaling of positions, which takes the place of the one that the model was trained with.
+    Raises ConfigError for a document beyond the model's positions, with what lengthens the model, and with `cut_by`,
+    the flag that cuts documents.
     """
     settings, configuration = checked.subject.config.model, checked.configuration
     if scaled:
@@ -104,23 +103,27 @@ def fit_positions(
 
 
 def _advise_positions(checked: CheckedWeights, longest: int) -> str:
-    """Advise the change that gives the model positions for so many tokens."""
+    """Advise the change that gives the model positions for so many tokens.
+
+    It is a first scaling, a larger factor for a model that its run has scaled, or one in a folder's config.json.
+    """
     parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
-    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
+    rope_type, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     new_factor = smallest_factor(checked.configuration, longest)
-    if kind == "default":
+    if rope_type == "default":
         return f"lengthen it with --model.rope_scaling yarn (a factor of {new_factor:g})"
     if checked.subject.config.model.rope_scaling:
         return (
-            f"lengthen it with --model.rope_scaling {kind} --model.rope_factor {factor * new_factor:g} (now {factor:g})"
+            f"lengthen it with --model.rope_scaling {rope_type} --model.rope_factor {factor * new_factor:g} "
+            f"(now {factor:g})"
         )
-    return f"raise the factor of {kind} in its config.json from {factor:g} to {factor * new_factor:g}"
+    return f"raise the factor of {rope_type} in its config.json from {factor:g} to {factor * new_factor:g}"
 
 
 def load_saved_model(
     checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
 ) -> tuple[AnyModel, int]:
-    """Load the prepared model with the weights, and the steps that they were trained (0 of a folder).
+    """Load the prepared model with the weights; returns it and the steps of their training (0 for a folder).
 
     With `images`, and where a checkpoint has them, it has a tower and projector. `config` has the home's [parallel] and
     the plans' [context]. Raises ConfigError where a GPU has no room for it.
@@ -136,7 +139,7 @@ def load_saved_model(
     load = partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
     model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=images), ModelError)
     prepared = prepare_run_model(config, world, model, training=False, images=images)
-    if not adapts or config.lora.rank:
+    if not adapts or config.lora.rank:  # without its adapter a model is the base model, which `prepare` has read
         load_checkpoint(checkpoint, prepared, None, world)
     return prepared, int(state["step"])
 

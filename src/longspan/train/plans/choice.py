@@ -42,10 +42,7 @@ def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
 
 
 def query_heads(model_config: Any) -> int | None:
-    """Return the number of query heads of a transformers configuration, of each layer that attends.
-
-    None if none does.
-    """
+    """Return how many query heads each layer of a transformers configuration has; None if none attends."""
     return getattr(model_config.get_text_config(), "num_attention_heads", None)
 
 
@@ -93,10 +90,10 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """Choose how training steps are planned, priced by the run's cost or else the file's.
+        """Choose how training steps are planned, priced by `cost`, or else by what the configuration names.
 
-        `heads` are the model's query heads, where they are known; `weights` those of its parameters that are on a
-        slot's rank and sharded over slots, of `weight_bytes` each.
+        `heads` is how many query heads the model has, where that is known; `weights` is how many of its parameters a
+        slot's rank has before they are sharded over slots, of `weight_bytes` each.
         """
         options = _section_options(config.context, config, cost or read_cost(config), heads)
         options = replace(options, mode=config.context.mode)
@@ -132,7 +129,7 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """Choose the planner and degree of a plan section, with these options; 0 for a degree "auto"."""
+        """Choose the planner and degree of a plan section, with these options; a degree "auto" becomes 0."""
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
@@ -149,9 +146,9 @@ class PlanChoice:
         return self.prefix + "planner"
 
     def widest_degree(self, home: Layout) -> int:
-        """Return the highest degree that a group may have.
+        """Return the highest degree that a group may have: of fixed and padded plans their only one, 0 if it is "auto".
 
-        Of fixed and padded plans their degree, 0 if it is "auto".
+        A planner of one's own has no limit but the home's slots.
         """
         if self.has_one_degree:
             return self.degree
@@ -175,13 +172,13 @@ class PlanChoice:
         return (types,) if isinstance(types, str) else tuple(types)
 
     def allows(self, degree: int, home: Layout) -> bool:
-        """Return whether a2a, where a layer uses it, can deal the query heads to groups of this degree."""
+        """Return whether a2a, where a layer uses it, can deal the query heads evenly to groups of this degree."""
         return heads_allow(degree, self.options.heads, self.comm_types, home.tp)
 
     def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
-        """Return the same documents at another fixed degree, under a cap that holds the longest of them.
+        """Return this choice at a fixed degree, with a cap raised, if need be, to hold a document of `longest` tokens.
 
-        Of hierarchical sizes, the a2a level keeps what divides the degree.
+        Sizes of hierarchical levels become those of `level_sizes`, whose product is the degree.
         """
         options, cap = self.options, self.options.max_tokens_per_slot
         sizes = options.hierarchical_context_parallel_sizes
@@ -214,14 +211,14 @@ class PlanChoice:
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
-                options = fit_to_degree(options, widest)
+                options = fit_to_degree(options, widest)  # the levels of a2a+p2p
             make = partial(plan_padded if self.planner == "padded" else plan_fixed, lengths, home, widest)
-        if options.cost.passes != "forward":
+        if options.cost.passes != "forward":  # a training step
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
     def apply_correction(self, correction: Correction) -> "PlanChoice":
-        """Return the same documents, priced by a cost that is corrected."""
+        """Return the same choice, priced by a cost that is corrected."""
         return replace(self, options=replace(self.options, cost=correction.correct_cost(self.options.cost)))
 
     def home_options(self, home: Layout) -> PlanOptions:
@@ -239,7 +236,10 @@ class PlanChoice:
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
 
     def _slot_cost(self, home: Layout) -> Cost:
-        """Return the cost of a slot, whose tensor-parallel ranks share it; in free mode with the closing of a step."""
+        """Return the cost of a slot, whose tensor-parallel ranks share the work.
+
+        A step in free mode also gathers the weights once and sums gradients at its end, where the weights are known.
+        """
         cost = self.options.cost.shared_by(home.tp)
         if self.options.mode == "lockstep" or not self.weights:
             return cost

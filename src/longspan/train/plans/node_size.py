@@ -9,7 +9,7 @@ from longspan.errors import ConfigError, plural
 
 
 def set_node_size(config: RunConfig, world: World) -> RunConfig:
-    """Put the world's slots of a host in place of "auto".
+    """Set how many slots a host of this world has, in place of "auto".
 
     >>> set_node_size(config, world).context.node_size == world.node_size  # doctest: +SKIP
     True

@@ -42,11 +42,12 @@ def set_epoch_steps(config: RunConfig, order: StepOrder | PackOrder, log: LogLin
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """Advise how to make more steps of the same documents; a step takes at least one document."""
+    # Tokens that all epochs read, and those of a step with which they would take FEW_STEPS steps.
     tokens, tokens_per_step = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
     longest_document = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     tokens_of_step = max(tokens // FEW_STEPS, longest_document)
     line = f"few updates: {plural(config.train.steps, 'step')} of up to {tokens_per_step:,} tokens may change little; "
-    if tokens // tokens_of_step <= config.train.steps:
+    if tokens // tokens_of_step <= config.train.steps:  # the longest document leaves no room for smaller steps
         return line + "more epochs (train.epochs), or more documents, make more"
     return (
         line
@@ -55,7 +56,7 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
 
 
 def count_held_out(setting: int | str, documents: int) -> int:
-    """Count how many documents are held out: the setting, or one in ten (at least one, of several), at most 32.
+    """Count how many documents are held out: the setting, or one in ten, from 1 to 32 but never a run's only one.
 
     >>> [count_held_out("auto", documents) for documents in (1, 7, 153, 5000)]
     [0, 1, 15, 32]
@@ -81,7 +82,10 @@ def order_lengths(
     mixture: Mixture | None = None,
     uncut: UncutSpans | None = None,
 ) -> StepOrder | PackOrder:
-    """Make the order of documents of these lengths, as `StepOrder` and `PackOrder` take the rest."""
+    """Make the order of documents of these lengths, in packs if data.pack_to is set.
+
+    `targets`, `mixture` and `uncut` are arguments of `StepOrder` and `PackOrder`.
+    """
     data, tokens = config.data, config.train.tokens_per_step
     order = StepOrder(
         lengths,
@@ -117,7 +121,7 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """Write how many documents are trained on, how often the run's steps read them, and how many are held out."""
     steps, tokens = config.train.steps, order.stream.tokens
     line = f"{plural(order.stream.documents, 'document')} to train on, of {plural(tokens, 'token')}"
-    if not config.train.epochs:  # their number of steps has a line of its own
+    if not config.train.epochs:  # else `set_epoch_steps` has logged how often documents are read
         times = config.train.tokens_per_step * steps / tokens
         line += f", which {plural(steps, 'step')} read about {times:.3g} times"
     line += f"; {len(order.evaluation)} held out (data.eval_documents)"

@@ -57,7 +57,7 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
     slots, and for a plan that is not sound, exceeds the limit of rows or shares heads that its groups cannot share.
     """
     request, planner = Request.of(lengths, home, options), _import_planner(name, key)
-    if not request.lengths:
+    if not request.lengths:  # a planner needs not know a step without documents
         return request.plan((), name)
     try:
         plan = planner(request.lengths, home, options=options)
@@ -114,7 +114,10 @@ def check_cost(name: str, file: str) -> None:
 
 
 def _import_cost(name: str) -> Any:
-    """Import the cost of this name, or the function that makes one. Raises ConfigError for anything else."""
+    """Import the cost of this name, or the function that makes one from a model's configuration.
+
+    Raises ConfigError for anything else.
+    """
     if "." not in name or name.endswith(".json"):
         raise ConfigError(
             f"{COST_KEY} is {name!r}; give a longspan.Cost or a function that returns one by its dotted name, as in "
@@ -134,7 +137,7 @@ def _import_cost(name: str) -> Any:
 def own_cost(name: str, model_config: Any) -> Cost:
     """Return the cost with a dotted name, for a model.
 
-    Raises ConfigError for what is no cost, and one that prices no group.
+    Raises ConfigError for what is no cost, and for a cost whose prices are not finite numbers from 0.
 
     >>> own_cost("my_costs.measured", model.config)  # doctest: +SKIP
     """
@@ -153,9 +156,12 @@ def own_cost(name: str, model_config: Any) -> Cost:
 
 
 def _try_cost(cost: Cost, name: str) -> None:
-    """Raise ConfigError unless seconds and bytes of groups are arrays of finite numbers of at least 0."""
+    """Raise ConfigError unless a cost's methods give finite numbers of at least 0, in arrays of the arguments' shape.
+
+    They are tried on three numbers of tokens (3, 1), their squares, and three degrees (3,).
+    """
     tokens, degree = np.array([[1.0], [4096.0], [65536.0]]), np.array([1.0, 2.0, 8.0])
-    inside = degree < 8
+    inside = degree < 8  # whether a group lies inside one host
     calls = {
         "group_seconds": (tokens, tokens * tokens, degree, inside),
         "group_bytes": (tokens, degree),

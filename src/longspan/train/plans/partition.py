@@ -44,56 +44,63 @@ def choose_partition(
 ) -> tuple[RunConfig, str]:
     """Choose as `choose_partition_on_ranks` does, for steps of documents of these lengths, on one rank.
 
-    Under a cost without states, which was measured as a whole, nothing tells one partition from the other.
+    A cost without `states`, which was measured for whole layers, does not say what recurrent states take: partitions
+    cost the same then, and the usual one is taken.
     """
     if config.context.partition != AUTO or cost.states is None:
         return set_usual_partition(config), ""
     choice = PlanChoice.training(config, cost=cost, heads=heads)
-    way = _choose_way(choice, lengths, home)
-    context, options = config.context, way.options
+    fastest = _choose_fastest_partition(choice, lengths, home)
+    context, options = config.context, fastest.options
     if context.cp_comm_type == AUTO:
         context = replace(context, cp_comm_type=options.cp_comm_type)
     config = replace(config, context=replace(context, partition=options.partition))
-    return _set_evaluation_partitions(config, home, heads), way.reason
+    return _set_evaluation_partitions(config, home, heads), fastest.reason
 
 
 def set_usual_partition(config: RunConfig) -> RunConfig:
-    """Set contiguous rows in place of "auto", whose attention each group shares as suits it."""
+    """Set contiguous rows in place of "auto", in training and evaluations; communication types stay as they are."""
     if config.context.partition == AUTO:
         config = replace(config, context=replace(config.context, partition="contiguous"))
     return _set_evaluation_partitions(config, None, None)
 
 
-def _choose_way(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
+def _choose_fastest_partition(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
     """Choose the partition and type under which these steps are predicted to be fastest."""
     widest = choice.widest_degree(home)
 
     def predict_seconds(options: PlanOptions) -> float:
         """Return the predicted seconds of all these steps under a partition and type."""
-        way = replace(choice, options=options)
-        if not way.allows(widest, home):  # documents of any length must fit
+        candidate = replace(choice, options=options)
+        if not candidate.allows(widest, home):  # a later document may be long enough to need the widest group
             raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
-        return sum(way.plan(documents, home).predicted_seconds for documents in lengths)
+        return sum(candidate.plan(documents, home).predicted_seconds for documents in lengths)
 
     return which_partition(predict_seconds, choice.options)
 
 
 def _set_evaluation_partitions(config: RunConfig, home: Layout | None, heads: int | None) -> RunConfig:
-    """Set training's partition in place of "auto" for evaluations, and its type if they can have it."""
+    """Set training's partition in place of "auto" for evaluations, and its type if they can have it.
+
+    Without a home no evaluation takes training's type.
+    """
 
     def set_partition(entry: EvalConfig) -> EvalConfig:
         """Set training's partition in the section of an evaluation, and its type if the degree allows it."""
         if entry.partition != AUTO:
             return entry
         entry = replace(entry, partition=config.context.partition)
-        alike = _shares_alike(config, entry, home, heads)
-        return replace(entry, cp_comm_type=config.context.cp_comm_type) if alike else entry
+        same_type = _allows_training_type(config, entry, home, heads)
+        return replace(entry, cp_comm_type=config.context.cp_comm_type) if same_type else entry
 
     return set_evaluations(config, map(set_partition, config.evaluations))
 
 
-def _shares_alike(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:
-    """Return whether an evaluation of type "auto" can have training's type at its degree."""
+def _allows_training_type(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:
+    """Return whether an evaluation of type "auto" can have training's type at its degree.
+
+    It cannot before its degree is chosen, or with groups of several degrees.
+    """
     choice = PlanChoice.evaluation(config, entry, heads=heads)
     if home is None or choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
         return False

@@ -23,11 +23,9 @@ KEY = "run.machine"
 
 
 def read_cost(config: RunConfig) -> Cost:
-    """Return the cost that `run.machine` names, or the default.
+    """Return the cost that `run.machine` names, or the default; on a machine that of a Qwen3-8B, as no model is known.
 
-    On a machine it is that of a Qwen3-8B, until the model is known.
-
-    Raises ConfigError for a file that holds none.
+    Raises ConfigError for a file that holds no cost.
     """
     priced = read_run_machine(config)
     return priced.cost(QWEN3_8B) if isinstance(priced, Machine) else priced or Cost()
@@ -56,10 +54,10 @@ def find_run_cost(
 
     >>> cost = find_run_cost(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
 
-    What is recomputed counts in a cost of its model, and what FSDP2 gathers and sums over so many `slots` (0: nothing)
-    in lockstep; both as a plan of `memory` chose where one is given. `target_share` of the rows predict a token. The
-    cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no time is shown. A model that
-    its configuration does not price is planned for as a Qwen3-8B, with a line in the log.
+    The cost of a model on a machine includes recomputation, and in lockstep what FSDP2 gathers and sums over so many
+    `slots` (0: nothing), both as a plan of `memory` chose if one is given. `target_share` of the rows predict a token.
+    The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no time is shown. A model
+    whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log.
     """
     if config.context.cost_model:
         return own_cost(config.context.cost_model, model_config)
@@ -78,7 +76,7 @@ def find_run_cost(
 def run_cost_settings(
     config: RunConfig, *, slots: int, gpu: bool = True, target_share: float = 1.0, memory: MemoryPlan | None = None
 ) -> CostSettings:
-    """Return what of a run over so many slots changes its model's time; arguments as of `find_run_cost`.
+    """Return the settings of a run over so many slots that change its model's time; arguments as of `find_run_cost`.
 
     >>> run_cost_settings(RunConfig(), slots=4).shards
     4
@@ -97,7 +95,7 @@ def run_cost_settings(
         depths=config.mtp.depths,
         bytes_per_number=DTYPE_BYTES[computed] if config.run.machine else 2,
         shards=slots // parallel.dp_replicate if config.context.mode == "lockstep" else 0,
-        weight_ranks=parallel.tp,  # whose share of a slot's cost is taken when plans are made
+        weight_ranks=parallel.tp,  # ranks that share a slot's weights; plans divide a slot's cost by them later
         dp_replicate=parallel.dp_replicate,
         gathered_once=not parallel.reshard_after_forward,
         target_share=target_share,

@@ -30,11 +30,11 @@ def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> 
     digest = sha256(json.dumps(machine.to_json(), sort_keys=True).encode()).hexdigest()
     hint = f"{KEY} names a file that differs between hosts; copy one file to all of them"
     world.control.agree(digest, what="machines", hint=hint)
-    if isinstance(machine, Cost):
+    if isinstance(machine, Cost):  # an older file
         log(f"{KEY} {machine.source} {FORMER_FILE}")
         return
     ranks = len(world.home.ranks)
-    ranks_of_host = min(ranks, world.node_size * world.home.tp)
+    ranks_of_host = min(ranks, world.node_size * world.home.tp)  # node_size counts slots, each of tp ranks
     name = device_name(world.device)
     line = check_measured_machine(
         machine, KEY, device=name, ranks_of_host=ranks_of_host, hosts=-(-ranks // ranks_of_host)

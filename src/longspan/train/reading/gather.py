@@ -50,8 +50,8 @@ def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocument
     >>> documents = share_documents(corpus.select([3, 7, 1]), world)
 
     The documents keep their numbers. Shares have about as many tokens each; `documents` and their lengths are the same
-    on every rank. For documents that take long to read, as those that are encoded then: without it each rank that has
-    some rows of a document would encode all of it. Raises DataError on every rank where one cannot read its share.
+    on every rank. It is for documents that take long to read, such as texts that are tokenized then: otherwise a rank
+    with some rows of a document would read all of it. Raises DataError on every rank where one cannot read its share.
     """
     shares = deal_documents([len(document) for document in documents], len(world.home.ranks))
     share = shares[world.home.ranks.index(world.rank)]
@@ -78,7 +78,7 @@ def deal_documents(lengths: Sequence[int], ranks: int) -> tuple[tuple[int, ...],
 
 
 def _read_local_documents(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
-    """Read this rank's documents, by number; where a rank cannot, all raise DataError."""
+    """Read this rank's documents, which `documents` yields with their numbers; all raise DataError where one cannot."""
 
     def read_local() -> "_Local":
         """Read the documents that this rank brings."""
@@ -103,6 +103,7 @@ class _Local:
     """The documents that this rank brings, read."""
 
     def __init__(self) -> None:
+        """Begin without documents: their facts and columns, and whether a label is another than its token."""
         self._facts, self._read = list[tuple[int, ...]](), list[dict[str, Integers]]()
         self._names, self._labelled = NamesOfValues(), False
 
@@ -145,7 +146,12 @@ class _Local:
         self._read.append(columns | bits)
 
     def describe_share(self) -> _Share:
-        """Describe to the other ranks what this one brings."""
+        """Describe to the other ranks what this one brings.
+
+        The digest, by which copies are refused, is left out unless two documents differ: ranks may well have drawn one
+        document each, and the same.
+        """
+        # Each document's digest is of the names of its columns, then of the columns.
         digests = [hashlib.blake2b(repr(sorted(read)).encode(), digest_size=16) for read in self._read]
         for digest, read in zip(digests, self._read, strict=True):
             for name in sorted(read):
@@ -157,7 +163,7 @@ class _Local:
         return _Share(facts, tuple(sorted(name[1:] for name in names)), self._labelled, digest)
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return all rows, (n, columns); weights are 1 in documents that give none."""
+        """Return all rows (n, columns); of the columns only weights may be missing in a document: they are 1 there."""
         weight_bits = np.float64(1).view(np.int64)
         rows = [
             np.stack([read.get(name, np.broadcast_to(weight_bits, len(read[IDS]))) for name in columns], axis=1)
@@ -168,7 +174,7 @@ class _Local:
 
 def _iterate_documents(local: Any) -> Iterable[Any]:
     """Yield the documents of a rank. Raises DataError for what is none, and for documents with items."""
-    for name in ("items", "positions"):
+    for name in ("items", "positions"):  # a callable `items` is a mapping's method, and refused below
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
             raise DataError(
                 f"the documents ({type(local).__name__}) have {name}, and rows of encoders do not move with those of "
@@ -179,6 +185,7 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
             f"gather_documents got {short_text(local)}; give a list of documents, which is empty on a rank without "
             "any; of a batch of tensors longspan.train.documents_of(batch).documents are some"
         )
+    # By number where that is possible: a data set of torch need not end an iteration.
     by_number = hasattr(local, "__len__") and hasattr(local, "__getitem__")
     return (local[number] for number in range(len(local))) if by_number else local
 
@@ -238,7 +245,7 @@ def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
 
 
 def _refuse_copies(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
-    """Raise DataError, on every rank, where two ranks bring the same documents, of which two at least are different."""
+    """Raise DataError, on every rank, where two ranks bring the same documents, by digests of shares that have one."""
     first_with = dict[bytes, int]()
     for rank, share in zip(ranks, shares, strict=True):
         if share.digest and (first := first_with.setdefault(share.digest, rank)) != rank:

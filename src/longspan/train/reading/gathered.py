@@ -61,7 +61,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
     world: World
     local: tuple[int, ...]
     names: tuple[str, ...]
-    _ends: Integers  # of each rank's rows
+    _ends: Integers  # where each rank's rows end, among the rows of all documents (ranks,)
     _facts: Facts
     _brought: Rows
     _here: Rows
@@ -107,11 +107,10 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return replace(self, _here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
     def _rank_runs(self, plan: Plan, depths: int) -> list[Integers]:
-        """Return the rows that each rank needs under a plan, in runs.
+        """Return the runs of rows (n, 2) that each rank of the home needs under a plan.
 
-        Of other slots they are here only where they need rows of this rank.
-
-        So each rank plans only its own messages. They match: both ends of a message have its rows in ascending order.
+        Runs of other slots are left out unless this rank brought a document of their group: it works out only the
+        messages that it sends or receives. Both ranks of a message have its rows in ascending order, so they match.
         """
         if plan.lengths != self.lengths:
             raise PlanError(
@@ -119,7 +118,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
                 f"of {excerpt(self.lengths)} were gathered; plan from their lengths: plan_dynamic(documents.lengths, …)"
             )
         home, local = self.world.home, set(self.local)
-        by_slot = [[_one_run(0, 0)] for _ in range(home.slots)]
+        by_slot = [[_one_run(0, 0)] for _ in range(home.slots)]  # empty arrays, for slots that need nothing
         for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
             sends = not local.isdisjoint(group.documents)
             for member, slot in enumerate(group.slots):
@@ -132,7 +131,10 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return [merged_runs[home.coordinates(rank).slot] for rank in home.ranks]
 
     def _rows_to_read(self, start: Integers, stop: Integers, document: Integers, *, ahead: int) -> Integers:
-        """Return the runs that are read for these positions of documents, and their last labels: (runs, 2)."""
+        """Return the runs of rows (runs, 2) from `start` to `stop` of documents, each with `ahead` rows after it.
+
+        A run ends with its document; the rows after it are the labels of its last ones.
+        """
         length = self._facts.lengths[document]
         real = start < length  # a document laid out longer than it is ends in padding
         start, stop = (self._facts.starts[document] + x for x in (start, np.minimum(stop + ahead, length)))
@@ -187,11 +189,14 @@ class GatheredDocument:
 
     @property
     def pieces(self) -> range:
-        """The documents in it, if it is a pack."""
+        """The numbers of the documents in a pack, from 0; empty for a document that is no pack."""
         return range(self._facts["pieces"])
 
     def labels(self, positions: Any = None) -> Integers:
-        """Return the token id to predict at each position (n,), −100 for none."""
+        """Return the token id to predict at each position (n,), −100 for none.
+
+        There is a column of labels only where some label of the step is another than its token.
+        """
         positions = np.arange(len(self)) if positions is None else positions
         return self._documents.read_column(LABELS if LABELS in self._documents.names else IDS, self._number, positions)
 
@@ -200,6 +205,7 @@ class GatheredDocument:
         names = [name for name in self._documents.names if name not in (IDS, LABELS)]
         names = [name for name in names if name != number_column(WEIGHTS) or self._facts["weighted"]]
         read_column = self._documents.read_column
+        # Names without the dot of `number_column`; numbers travel as the bits of float64.
         return {name[1:]: read_column(name, self._number, positions).view(np.float64) for name in names}
 
 
@@ -207,17 +213,17 @@ class GatheredDocument:
 
 
 def number_column(name: str) -> str:
-    """Return the name of a column of numbers; ids and labels have none of this form."""
+    """Return the name of a column of numbers: with a dot, so that numbers may be called "ids" or "labels" too."""
     return f".{name}"
 
 
 def _one_run(start: int, stop: int) -> Integers:
-    """Return one run of rows (1, 2), none if it is empty: (0, 2)."""
+    """Return one run of rows as an array (1, 2), or (0, 2) if the run is empty."""
     return np.array([[start, stop]], dtype=np.int64)[: int(stop > start)]
 
 
 def _merge_runs(runs: Integers) -> Integers:
-    """Merge runs of rows that may overlap to ascending runs that do not; (n, 2), the first row and the end of each."""
+    """Merge runs of rows (n, 2), the first row and the end of each, that may overlap to ascending ones that do not."""
     if not len(runs):
         return runs
     runs = runs[np.argsort(runs[:, 0], kind="stable")]

@@ -27,7 +27,7 @@ from longspan.train.reading.step_inputs import StepInputs
 
 T = TypeVar("T")
 
-_RUN = 4096  # labels that are read at a time
+_RUN = 4096  # labels that are read at a time, until one is a target
 _HINT = (
     "A plan must be made from the same lengths and settings on every rank, loss=, divisor= and mtp= be given on all "
     "ranks or on none, and temperature= be the same"
@@ -43,17 +43,14 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
     """
     inputs, plan = move_rows(inputs, depths), inputs.plan
     digest = plan.digest() if temperature == 1 else sha256(f"{plan.digest()} {temperature!r}".encode()).hexdigest()
-    # A rank that cannot read its plan has none to compare.
+    # One message tells that plans are the same and that every rank could read its rows.
     return read_and_agree(
         lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
     )
 
 
 def move_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
-    """Move rows of documents to this rank, if they move; returns what a step runs over.
-
-    All ranks enter it.
-    """
+    """Return what a step runs over, with rows of gathered documents brought to this rank; entered by all ranks."""
     return replace(inputs, documents=inputs.documents.move_rows(inputs.plan, inputs.world, depths))
 
 
@@ -73,7 +70,10 @@ def read_and_agree(read: Callable[[], T], digest: str, world: World, **names: st
 
 
 def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], depths: int = 0) -> list[LocalBatch]:
-    """Read some micro-batches of a plan with this rank's rows, read without the other ranks."""
+    """Read this rank's rows of some micro-batches of a plan, without the other ranks.
+
+    Ranks of a pipeline's middle stages read no tokens, only positions and which rows see each other.
+    """
     model, plan, world, documents = inputs.language_model, inputs.plan, inputs.world, inputs.documents.documents
     reads = not isinstance(model, PipelineModel) or model.reads_tokens
     batches, vocabulary, names = list[LocalBatch](), vocabulary_size(model), NamesOfValues()
@@ -107,6 +107,7 @@ def reading_error(error: Exception, world: World) -> DataError:
 
 
 def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
+    """Bind a micro-batch with padding: to the multiple of rows that the plan needs, and to one row at least."""
     return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
 
 
@@ -120,7 +121,7 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
 
 
 def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None) -> SequenceShard:
-    """Bind the rows that see each other to a shard, for a model whose rules have a prefix or items in spans.
+    """Return the shard with the rows that see each other both ways: a prefix's or an item's, by the model's rules.
 
     Raises DataError for a prefix that the model's window would cut, and for packs, whose pieces have a prefix each.
     """
@@ -134,7 +135,7 @@ def _document_prefixes(
     shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield the number and the prefix of each document whose rows this rank may hold."""
-    groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]
+    groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]  # −1: padding
     for group in groups:
         for number, length in zip(group.documents, group.lengths, strict=True):
             document = documents[number]
@@ -155,7 +156,7 @@ def _document_prefixes(
 def count_prefix_rows(document: Any, number: int, length: int, items: ItemTable | None = None) -> int:
     """Return how many rows of a document stand before its first target; all of them if it has no target.
 
-    The first token is no target, but one of a document without labels may follow it.
+    Position 0 is never a target. Position 1 is one in a document without labels, unless an item's placeholder is there.
     """
     if (known_rows := getattr(document, "rows_before_targets", None)) is not None:  # of documents whose rows move
         return known_rows
@@ -177,9 +178,9 @@ def count_prefix_rows(document: Any, number: int, length: int, items: ItemTable 
 def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
     """Return the positions (n, T) of a shard's local rows; None if no document has positions of its own.
 
-    `positions_of(d)` gives those of document d (n, tokens of d), or None if they are plain: then all parts of them are
-    the place in the document, as in padding. It is called once a micro-batch, for the whole document: where an image
-    stands decides the positions after it. Raises DataError for positions of another shape.
+    `positions_of(d)` gives the positions (n, tokens) of document d, or None if they are plain: then each of the n parts
+    counts the document's tokens, as in padding. It is called once a micro-batch, for the whole document, because where
+    an image stands decides the positions after it. Raises DataError for positions of another shape.
     """
     lengths = {d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)}
     document_of_row, rows = documents_and_positions(shard)
@@ -196,7 +197,7 @@ def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> I
         if parts_of_one is not None:
             places = np.flatnonzero(
                 (document_of_row == document) & (rows < lengths[document])
-            )  # padded ones end before
+            )  # local rows, without those that pad the document
             positions[:, places] = parts_of_one[:, rows[places]]
     return positions
 

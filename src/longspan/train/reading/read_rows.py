@@ -83,7 +83,7 @@ def read_rows(
     """
     reader = _Reader(documents, shard.local_rows, vocabulary, items, names or NamesOfValues(), depths)
     for shard_part in shard.parts:
-        if shard_part.index < 0:
+        if shard_part.index < 0:  # padding
             continue
         for local, start, stop, offset in shard_part.segments():
             length = shard_part.group.lengths[local]
@@ -106,6 +106,7 @@ def documents_and_positions(shard: SequenceShard) -> tuple[Integers, Integers]:
         segments = shard_part.segments()
         sizes = segments.stop - segments.start
         documents.append(np.asarray(shard_part.group.documents, dtype=np.int64)[np.repeat(segments.document, sizes)])
+        # Row `offset` of the part is position `start` of the segment's document.
         positions.append(np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes))
     return np.concatenate(documents), np.concatenate(positions)
 
@@ -122,6 +123,7 @@ class _Reader:
         names: NamesOfValues,
         depths: int,
     ) -> None:
+        """Begin with arrays for `rows` local rows: one set for the model, and one for each of the `depths`."""
         self._documents, self._vocabulary, self._items = documents, vocabulary, items
         self._names = names
         self._at_depth = [_Arrays(rows) for _ in range(depths + 1)]
@@ -132,8 +134,12 @@ class _Reader:
         return first._replace(deeper=tuple(deeper))
 
     def read(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
-        """Read positions from start to stop of a document into the rows from `row` on."""
+        """Read positions from start to stop of a document of `length` tokens into the local rows from `row` on.
+
+        Tokens after them are read too, one for the last label and one more for each depth, as far as there are any.
+        """
         end = min(stop + len(self._at_depth), length)  # a row predicts nothing where its document ends before
+        # True at the placeholders of items, which are neither inputs nor targets.
         hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
         positions, value = np.arange(start, end), self._documents[document]
         tokens = self._read_tokens(value, document, positions, hidden)
@@ -170,7 +176,7 @@ class _Reader:
             check_integers(document, labels, positions, "its labels are token ids, or −100")
         if hidden is not None:
             labels = np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))
-        if labels is not tokens:
+        if labels is not tokens:  # tokens have been checked
             self._check_vocabulary(document, np.where(labels == NO_TARGET, 0, labels), positions, "the label")
         return labels
 
@@ -187,7 +193,7 @@ class _Reader:
         return values
 
     def _check_vocabulary(self, document: int, ids: Integers, positions: Integers, noun: str) -> None:
-        """Raise DataError for ids that are none of the vocabulary."""
+        """Raise DataError for ids outside the vocabulary; where its size is not known, for negative ones."""
         size = self._vocabulary
         outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
         if outside.any():
@@ -202,6 +208,7 @@ class _Arrays:
     """The rows of one depth, while they are read."""
 
     def __init__(self, rows: int) -> None:
+        """Begin with padding: id 0, no label, no values."""
         self.ids = np.zeros(rows, dtype=np.int64)
         self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
         self.values = dict[str, npt.NDArray[np.float64]]()
@@ -209,13 +216,16 @@ class _Arrays:
     def fill_rows(
         self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]
     ) -> None:
-        """Put what was read into the rows from `row` on; as many labels and values as there are."""
+        """Put what was read into the rows from `row` on; there may be fewer labels and values than ids.
+
+        Rows to which no document gives a value have the weight 1, and 0 under other names.
+        """
         self.ids[row : row + len(ids)] = ids
         predicted = slice(row, row + len(labels))
         self.labels[predicted] = labels
         for name, numbers in values.items():
-            ones = float(name == WEIGHTS)
-            self.values.setdefault(name, np.full(len(self.ids), ones))[predicted] = numbers
+            default = float(name == WEIGHTS)
+            self.values.setdefault(name, np.full(len(self.ids), default))[predicted] = numbers
 
 
 def check_integers(document: int, values: npt.NDArray[Any], positions: Integers, rule: str) -> None:

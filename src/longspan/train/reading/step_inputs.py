@@ -53,7 +53,7 @@ class StepDocuments:
         self.documents: Any = documents
         self.lengths: tuple[int, ...] = tuple(lengths)
         items = getattr(documents, "items", None)
-        items = None if callable(items) else items  # a mapping's
+        items = None if callable(items) else items  # a dict of documents has a method of this name
         self.items: ItemTable | None = None
         if isinstance(model, MultimodalModel):
             self.items = find_item_table(documents, lengths)
@@ -69,6 +69,7 @@ class StepDocuments:
             )
 
     def __getitem__(self, document: int) -> Any:
+        """Return a document as the caller gave it."""
         return self.documents[document]
 
     @cached_property
@@ -92,7 +93,7 @@ class StepDocuments:
         )
 
     def move_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
-        """Return the same documents; of those whose rows move, with the rows of this rank. Entered by all ranks.
+        """Return the same documents, and where rows move between ranks, with those of this rank; entered by all ranks.
 
         Raises DataError for documents of another world.
         """
@@ -107,7 +108,7 @@ class StepDocuments:
         return moved
 
     def _count_targets(self, document: int, length: int) -> int:
-        """Count the targets of one document, which is checked."""
+        """Check that one document is a sequence of the planned length, and count its targets."""
         try:
             value = self.documents[document]
         except (IndexError, KeyError) as error:
@@ -141,9 +142,9 @@ class StepInputs:
 
 
 def count_pack_targets(documents: Any, plan: Plan) -> Plan:
-    """Count the targets of packs that have labels, which no planner reads, into the plan; others stay as they are.
+    """Return the plan with the number of targets of its packs that have labels, which no planner reads.
 
-    Labels on placeholders of items are none.
+    A label on a placeholder of an item is no target. Plans of other documents stay as they are.
     """
     if isinstance(documents, MovingDocuments):
         return replace(plan, targets=documents.targets)

@@ -20,8 +20,8 @@ _PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
 
 
 def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names of numbers, each once. Raises LossError for one that there is not."""
-    unique = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
+    """Return names of numbers, each once. Raises LossError for an unknown one, and for a text in place of a list."""
+    unique = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))  # a text is refused as it is
     unknown_names = [name for name in unique if isinstance(names, str) or name not in DISTRIBUTION_VALUES]
     if unknown_names:
         raise LossError(
@@ -70,7 +70,7 @@ def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
 
 
 def _distribution_number(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """Return a number (t,) of rows' distributions."""
+    """Compute the number of a name (t,) for the distributions of rows, from logits (t, V) and target ids (t,)."""
     if name == "top1":
         return (logits.argmax(-1) == ids).to(dtype)
     if name == "mean_logits":
@@ -86,6 +86,7 @@ class Distributions:
     """The distributions of some rows while their logits (t, V) exist; a number is computed when it is first read."""
 
     def __init__(self, logits: Tensor, ids: Tensor) -> None:
+        """Take logits (t, V) and target ids (t,); no number is computed yet."""
         self._rows: tuple[Tensor, Tensor] | None = (logits, ids)
         self._values = dict[str, Tensor]()
 
@@ -105,5 +106,5 @@ class Distributions:
         return self._values[name]
 
     def release_logits(self) -> None:
-        """Let go of the logits."""
+        """Let go of the logits, whose memory the next chunk takes; numbers that were read stay."""
         self._rows = None

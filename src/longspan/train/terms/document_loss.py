@@ -46,7 +46,7 @@ class DocumentLoss:
     def check_sets(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
         """Return the sets, checked against a plan.
 
-        Raises LossError for documents that it has not, and for empty sets.
+        Raises LossError for documents that the plan has not, for empty sets, and for a document twice in a set.
         """
         count = len(plan.lengths)
         if not callable(self.function):
@@ -93,9 +93,9 @@ def _read_set(index: int, documents: Any) -> tuple[int, ...]:
 
 
 def set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
-    """Sum the losses of some sets, and differentiate the sum by that of each of all documents (D,).
+    """Sum the losses of some sets; return the sum and its derivative by the number in `sums` of each document (D,).
 
-    Raises LossError where the function gives no scalar.
+    Derivatives are 0 for documents of no set. Raises LossError where the function gives no scalar.
     """
     total, coefficients = 0.0, np.zeros(len(sums))
     for documents in sets:
@@ -128,18 +128,25 @@ class SameOnRanks:
     """Sums of losses and coefficients: of sets whose sums every rank has, and of those that only a last stage has."""
 
     def __init__(self) -> None:
+        """Begin without sums; `_sizes` are those of absolute values, to which TOLERANCE is relative."""
         self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
         self._sizes = np.zeros((2, 2))
 
     def add(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
-        """Take the loss of some sets, and the coefficients of all documents (D,)."""
-        weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0  # unlike for every document
+        """Add the loss of some sets, and the coefficients of all documents (D,); `inside` sets are in one micro-batch.
+
+        Coefficients are added with a weight for each document, so that swapped ones do not give the same sum.
+        """
+        weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0
         sums, kind = np.array([loss, coefficients @ weights]), int(inside)
         self._sums[kind] = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind]) + sums
         self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
 
     def differ(self, world: World) -> bool:
-        """Return whether a rank that has sums has others than the rest; what is not finite is not compared."""
+        """Return whether a rank that has sums has others than the rest; what is not finite is not compared.
+
+        One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
+        """
         finite = np.isfinite(self._sums)
         low = np.where(finite, -self._sums, -np.inf)
         values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
@@ -177,6 +184,7 @@ class DocumentPasses:
         self._sets_inside: dict[int, list[tuple[int, ...]]] = {}  # sets by the micro-batch that holds them
         self._sets_across: list[tuple[int, ...]] = []
         for documents in sets:
+            # −1: a plan left the document out, for which the step raises when it counts targets.
             indices = {self._index.get(document, -1) for document in documents}
             if len(indices) == 1 and plan.mode == "lockstep":
                 self._sets_inside.setdefault(indices.pop(), []).append(documents)
@@ -224,12 +232,14 @@ class DocumentPasses:
             sums[ids] = self._world.control.sum_over_slots(local[ids].tolist(), "log-probabilities of documents")
             loss, inside = self._take_sets(sets, sums)
             coefficients = coefficients + inside
+        # Every slot has the loss of the sets, and losses are summed over slots.
         total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
         if not torch.is_grad_enabled():
             return total
         slopes = to_device(coefficients[targets.documents] * targets.weights, hidden.device)
 
         def slopes_only(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the loss 0, as `total` has it, and the derivatives by log-probabilities."""
             return log_probs.new_zeros((), dtype=torch.float64), slopes[part]
 
         return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)
@@ -239,6 +249,7 @@ class DocumentPasses:
         return self._check.differ(self._world)
 
     def _batch_sets(self, batch: LocalBatch) -> list[tuple[int, ...]]:
+        """Return the sets that a micro-batch holds; any of its documents has its index."""
         groups = batch.shard.micro_batch.groups
         return self._sets_inside.get(self._index[groups[0].documents[0]], []) if groups else []
 
@@ -255,6 +266,7 @@ class DocumentPasses:
 
 
 def _head_is_adapted(model: nn.Module) -> bool:
+    """Return whether the head that makes logits on this rank has an adapter."""
     stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
     heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
     return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)

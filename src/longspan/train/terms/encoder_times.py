@@ -14,7 +14,7 @@ import torch
 
 from longspan.comm import World
 
-Part = Literal["phases", "towers"]
+Part = Literal["phases", "towers"]  # all before and after the language model's passes; in it the encoders alone
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ class EncoderTimes:
 class PartClock:
     """Adds up what parts of a step take on this rank; parts may lie inside each other.
 
-    >>> with clock.timing("towers"):
+    >>> with clock.time_part("towers"):
     ...     rows = encoder(images)
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Begin without times: the host's seconds by part, and on a GPU pairs of events, which then count instead."""
         self._gpu = device.type == "cuda"
         self._spans: dict[Part, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
         self._seconds: dict[Part, float] = defaultdict(float)
@@ -77,9 +78,9 @@ class PartClock:
 
 
 def gather_times(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
-    """Share the times of all ranks, which enter together: mean seconds, the busiest rank's, and its ratio to the mean.
+    """Gather the times of all ranks, which enter together: mean seconds, the busiest rank's, and its ratio to the mean.
 
-    `predicted` are seconds and balance by the plan.
+    `clocks` are this rank's, whose times are added; `predicted` are seconds and balance by the plan.
     """
     phases, towers = (sum(clock.seconds(timed_part) for clock in clocks) for timed_part in ("phases", "towers"))
     ranks = len(world.home.ranks)

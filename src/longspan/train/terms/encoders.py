@@ -40,6 +40,7 @@ class EncodersTerm(Term):
     """
 
     def __init__(self, model: MultimodalModel, inputs: StepInputs, items: ItemTable, depths: int = 0) -> None:
+        """Take what waves are planned from; `read` plans them, also for the `depths` of multi-token prediction."""
         self._model, self._inputs, self._items, self._depths = model, inputs, items, depths
         self._micro_batches: Sequence[MicroBatch] = ()
         self._encoding: Encoding | None = None
@@ -87,7 +88,7 @@ class Encoding:
         backward: bool,
         depths: int = 0,
     ) -> None:
-        """Plan which slot encodes which item of these micro-batches, and who needs its rows, for every modality."""
+        """Plan which slot encodes which item of these micro-batches, and which ranks need its rows, by modality."""
         world = model.world
         items = _batch_items(table, micro_batches)
         multiple = call_rules(model.language_model).row_multiple
@@ -95,9 +96,9 @@ class Encoding:
             micro_batches=tuple(micro_batches),
             home=world.home,
             row_multiple=plan.row_multiple,
-            split_over_tp=multiple > 1,
+            split_over_tp=multiple > 1,  # under sequence parallelism the tp ranks of a slot have different rows
             depths=depths,
-            depths_at=_last_stage(model.language_model),
+            depths_at=_last_stage(model.language_model),  # whose ranks run the depths
         )
         planning = {modality: _encoder_planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items, needed_by, planning)
@@ -150,6 +151,7 @@ class Encoding:
         )
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
+        """Return a context in which an error of a collective says what the ranks were doing."""
         return self._world.watch.naming(part, self._world.home.ranks)
 
     def _raise_errors_together(self, errors: Sequence[ModelError | None]) -> None:
@@ -160,12 +162,12 @@ class Encoding:
 
 
 def _last_stage(language_model: nn.Module) -> int:
-    """Return the place in a pipeline of the rank that holds its last stage."""
+    """Return the pipeline coordinate of the ranks that hold the last stage; 0 without a pipeline."""
     return language_model.pipeline_settings.loss_place if isinstance(language_model, PipelineModel) else 0
 
 
 def _batch_items(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:
-    """Return the items of the documents of these micro-batches, under their numbers among all."""
+    """Return the table of the items in documents of these micro-batches, under their numbers in the whole table."""
     documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
     index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
     if len(index) == len(table):
@@ -226,7 +228,7 @@ def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backw
 
 
 def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
-    """Plan waves in a thread, whose current device and stream are others: indices go there on the step's stream."""
+    """Plan waves in a thread, which copies indices to the device on `stream`, on which the step will use them."""
     if stream is not None:
         torch.cuda.set_stream(stream)
     encoding = make()
@@ -236,6 +238,9 @@ def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encodin
 
 
 def _encoding_key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
-    """Return the key of what an encoding depends on; which encoders are frozen may change until its step."""
+    """Return the key of what an encoding depends on.
+
+    It says which encoders are frozen, as the caller may freeze one between planning ahead and the step.
+    """
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen

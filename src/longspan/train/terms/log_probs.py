@@ -40,7 +40,7 @@ class TokenLogProbs:
         return self._document_values(self.values, document)
 
     def value(self, name: str, document: int) -> Floats:
-        """Return another number of each token (length,), in its place as by `of`.
+        """Return another number of each token of a document (length,), 0 where `of` gives 0.
 
         Raises LossError for a name that `also=` of token_log_probs did not have.
         """
@@ -52,18 +52,20 @@ class TokenLogProbs:
         return self._document_values(self.also[name], document)
 
     def _document_values(self, values: Floats, document: int) -> Floats:
+        """Return the part (length,) of numbers of all tokens that is a document's."""
         start = self._starts[document]
         return values[start : start + self.lengths[document]]
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
+        """Where each document's numbers begin in `values`, and where the last one's end (D + 1,)."""
         return np.cumsum((0, *self.lengths))
 
 
 def collect_log_probs(passes: Passes, batches: Sequence[LocalBatch], chunk_rows: int) -> TokenLogProbs:
-    """Collect log-probabilities from forward passes over some micro-batches of a step; they are 0 elsewhere.
+    """Collect log-probabilities by forward passes over some micro-batches of a step; entered by all ranks.
 
-    All ranks enter it.
+    Tokens of other micro-batches get 0.
     """
     collected = CollectedLogProbs(passes.plan.lengths, chunk_rows)
     run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0, terms=()), batches)
@@ -77,12 +79,13 @@ class CollectedLogProbs:
     """
 
     def __init__(self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = ()) -> None:
+        """Begin without numbers, for documents of these lengths; `_parts` has those of each micro-batch (1 + k, n)."""
         self._lengths, self._chunk_rows, self._also = tuple(lengths), chunk_rows, also
         self._starts = np.cumsum((0, *lengths))
         self._parts: list[tuple[BatchTargets, Tensor]] = []
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """Collect the numbers of a micro-batch's rows (T, D); there is no loss."""
+        """Collect the numbers of a micro-batch's rows (T, D); returns 0, as there is no loss."""
         targets = BatchTargets(batch, hidden.device)
         self._parts.append(
             (targets, chunked_values(hidden, targets.targets, self._target_values, head, self._chunk_rows))
@@ -95,7 +98,7 @@ class CollectedLogProbs:
         return torch.cat([log_probs, distribution_values(logits, ids, self._also)]) if self._also else log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """Sum over all ranks, each of which has its own rows."""
+        """Put the numbers of all ranks' rows together, on every rank: each has 0 for tokens of the others."""
         values, sums = np.zeros((1 + len(self._also), self._starts[-1])), np.zeros(len(self._lengths))
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
             for targets, on_device in self._parts:

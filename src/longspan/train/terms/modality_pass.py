@@ -39,7 +39,7 @@ class RandomState(NamedTuple):
 
 @contextmanager
 def restore_random_state(state: RandomState, device: torch.device) -> Iterator[None]:
-    """Set the random generators to a state, for a second forward pass; afterwards they are as before."""
+    """Set the random generators of the host and the GPU to a state while open; afterwards they are as before."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.set_rng_state(state.host)
         if state.gpu is not None:
@@ -55,8 +55,8 @@ class _LocalWave:
     ) -> None:
         """Prepare one wave of items on this slot: its bridge to the rows that need them, and the items that run here.
 
-        A slot without items of this wave still runs its smallest one, as all ranks of an encoder must enter; `works` is
-        False, and nothing of the output is used.
+        A slot without items of this wave still runs the wave's smallest one, as all ranks of an encoder must enter its
+        collectives; `works` is False, and nothing of the output is used.
         """
         self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
         slot = encoder.world.slot
@@ -86,15 +86,16 @@ class ModalityPass:
     def __init__(
         self, encoder: Encoder, world: World, plan: ModalityPlan, items: ItemTable, *, width: int, backward: bool
     ) -> None:
+        """Prepare the waves of a plan of these items; `width` is the size of the language model's hidden states."""
         self.encoder: Encoder = encoder
         self.world: World = world
         self.plan: ModalityPlan = plan
         self.items: ItemTable = items
         self.width: int = width
-        self.trains: bool = backward and not encoder.frozen
-        self.training: bool = backward
+        self.trains: bool = backward and not encoder.frozen  # whether gradients come back to the encoder
+        self.training: bool = backward  # the mode of its modules
         self.clock: PartClock = PartClock(world.device)
-        same_on_tp = world.home.tp > 1 and not plan.split_over_tp  # each use of a row, on all of a slot's ranks
+        same_on_tp = world.home.tp > 1 and not plan.split_over_tp  # a slot's tp ranks use, and so differentiate, alike
         gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if same_on_tp else "partial"
         self.waves: list[_LocalWave] = [
             _LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves
@@ -113,6 +114,7 @@ class ModalityPass:
             wave.inputs = [self._read_item(documents, item) for item in wave.items]
 
     def _read_item(self, documents: Any, item: int) -> Any:
+        """Read an item's input from the caller's documents, and name the item in an error of theirs."""
         with _add_note(lambda: f"reading {self.items.item_text(item)}"):
             return documents.read(self.items.numbers[item])
 
@@ -125,12 +127,13 @@ class ModalityPass:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Open the encoder in its modes for the step.
+        """Return a context in which the encoder's modules are in their modes for the step.
 
-        At the end its gradients are summed over its slots, and nothing stays gathered.
+        At its end the encoder's gradients are summed over its slots, and no parameter stays gathered.
         """
         module = self.encoder.module
         with preserve_modes(module), ExitStack() as stack:
+            # A frozen encoder, and parts of one that is in training mode, keep their modes in a training step.
             if not self.training or (self.trains and not module.training):
                 module.train(self.training)
             if self.trains:
@@ -151,20 +154,23 @@ class ModalityPass:
         """Run the encoder over all waves; returns the error of a wave that made other rows than its items take."""
         error: ModelError | None = None
         for wave in self.waves:  # all of them, whatever one made: other ranks may wait in the collectives of an encoder
-            if self.encoder.recompute and self.trains:
+            if self.encoder.recompute and self.trains:  # backward runs the wave again, with the same dropout
                 wave.random_state = RandomState.of(self.world.device)
             with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
                 output = self._call_encoder(wave)
             error = error or self._rows_error(wave, output)
+            # Of a wave that only enters the collectives no row is used, but its graph is, for those of backward.
             wave.output = None if error else output if wave.works else output[:0]
         return error
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
+        """Run the encoder on a wave's inputs, timed; returns its rows (n, width)."""
         doing = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
         with doing, self.clock.time_part("towers"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _item_names(self, wave: _LocalWave) -> str:
+        """Name the first three items of a wave, for an error."""
         return ", ".join(map(self.items.item_text, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
@@ -188,7 +194,7 @@ class ModalityPass:
         return None
 
     def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
-        """Exchange the rows of every wave, and give the shard of each of these micro-batches its own.
+        """Exchange the rows of every wave, and give each shard of these micro-batches the rows at its placeholders.
 
         A micro-batch takes its rows from those of the waves, in order, as one leaf of the graph, whose gradient goes
         back to the encoders later. Rows of the embedding are spliced in at each depth of prediction (`ahead` 0 is the
@@ -223,15 +229,15 @@ class ModalityPass:
             shard.derived.add_items(leaf, spliced, added)
 
     def _rows_by_layer(self, rows: Tensor) -> Sequence[Tensor]:
-        """Return what enters at the embedding, and what is added after each of the first layers."""
+        """Split rows (n, width · (1 + k)) into those of the embedding and those added after each of k first layers."""
         with torch.set_grad_enabled(self.trains):
             return rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
 
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
         """Collect the rows of one micro-batch from those that arrived in each wave, as a leaf of autograd.
 
-        A wave's rows of it begin at `starts`, which is moved past them; the wave keeps the leaf and their places in it
-        (None: all of it), to read their gradients from.
+        In what arrived of wave i, the micro-batch's rows begin at `starts[i]`, which is moved past them. The wave keeps
+        the leaf and the indices of its rows in it (None: all of the leaf is this wave's), to read their gradients from.
         """
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
@@ -255,7 +261,7 @@ class ModalityPass:
             return
         with sum_replicas_at_last(self.encoder.module) as sum_replicas:
             for wave in reversed(self.waves):
-                if wave is self.waves[0]:
+                if wave is self.waves[0]:  # the last to run
                     sum_replicas()
                 output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None

@@ -50,13 +50,14 @@ class MtpLoss:
     weight: float = 0.3
 
     def __post_init__(self) -> None:
+        """Refuse a weight that is no number from 0; a bool is none either."""
         weight: Any = self.weight
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
             raise LossError(f"the weight of an MtpLoss is {short_text(weight)}; give a number from 0: 0.3, say")
 
 
 def mtp_loss(config: RunConfig) -> MtpLoss | None:
-    """Return the `mtp=` of a run's steps, by its [mtp]; None without depths."""
+    """Return the argument `mtp` of a run's steps, by [mtp] of its configuration; None without depths."""
     return MtpLoss(config.mtp.loss_weight) if config.mtp.depths else None
 
 
@@ -68,6 +69,7 @@ class DepthsTerm(Term):
     """
 
     def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
+        """Begin the sums of each depth's losses at 0; `read` counts the targets of each depth."""
         self.depths: int = _agree_on_depths(mtp, inputs.language_model, inputs.world)
         self._mtp, self._model, self._world = mtp, inputs.language_model, inputs.world
         self._cross_entropy = CrossEntropy(chunk_rows)
@@ -77,7 +79,7 @@ class DepthsTerm(Term):
     def read(self, batches: Sequence[LocalBatch]) -> None:
         """Count the targets of each depth on all slots."""
         last = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
-        counted_batches = batches if last else ()
+        counted_batches = batches if last else ()  # of a pipeline, stages in the middle read no labels
         local = [
             sum(int((batch.deeper[d].labels != NO_TARGET).sum()) for batch in counted_batches)
             for d in range(self.depths)
@@ -119,10 +121,10 @@ class DepthsTerm(Term):
 
 
 def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
-    """Agree on how many depths a step of a model runs; entered by all ranks."""
+    """Return how many depths a step of a model runs, after all ranks have agreed on that and on the weight."""
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
-    name = type(model).__name__.removeprefix("FSDP")
+    name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name
     depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
     if not depths:
         raise ModelError(
@@ -158,7 +160,7 @@ def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bo
 def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     """Find the folder that the depths' weights are read from; None if they are drawn.
 
-    Raises ModelError for one that has fewer depths than mtp.depths; model.path, unless it is named, may have none.
+    With mtp.weights "auto" it is model.path if that has any. Raises ModelError for a folder with fewer than mtp.depths.
     """
     weights_path = config.mtp.weights
     folder = config.model.path if weights_path == AUTO else "" if weights_path == RANDOM else weights_path

@@ -27,17 +27,18 @@ class SlotPaceTerm(Term):
     """Times the loss of a step's rows on this slot; on a GPU by events, read once the step has waited for it anyway."""
 
     def __init__(self, world: World) -> None:
+        """Begin with nothing timed: rows, their seconds on a CPU, and pairs of events around each measure on a GPU."""
         self._world = world
         self._rows = 0
         self._seconds = 0.0
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def extend_passes(self, passes: Passes) -> Passes:
-        """Return the passes, whose measure is timed."""
+        """Return the passes with a measure that times theirs."""
         return replace(passes, measure=partial(self._time_measure, passes.measure))
 
     def _time_measure(self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
-        """Time the measure of a micro-batch, if it makes enough logits to show the slot's speed."""
+        """Call the measure for a micro-batch, timed if it makes enough logits to show the slot's speed."""
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
             return measure(batch, hidden, head, *deeper)
@@ -55,7 +56,7 @@ class SlotPaceTerm(Term):
         return loss
 
     def sums(self) -> list[float]:
-        """Return the seconds and rows of this slot."""
+        """Return the seconds and rows that were timed on this slot, after all of them have run on the device."""
         for _, end in self._spans:
             end.synchronize()
         seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
@@ -63,7 +64,10 @@ class SlotPaceTerm(Term):
         return [seconds, float(self._rows)]
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return this slot's seconds a row, over those of the other slots; None if either was not timed."""
+        """Return this slot's seconds a row, over those of the other slots; None if either was not timed.
+
+        Of a slot's tensor-parallel ranks only the first is in the sums.
+        """
         seconds, rows = sums[0] - self._seconds, sums[1] - self._rows  # of the others
         if self._world.coordinates.tp or not self._rows or rows <= 0 or seconds <= 0:
             return {"slot_ratio": None}

@@ -31,7 +31,7 @@ class LossTerm(Term):
     """
 
     def __init__(self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int) -> None:
-        """Read the loss, and agree with all ranks that it, its divisor and its sets are the same.
+        """Read the loss, and agree with all ranks that its kind, its divisor and its sets are the same.
 
         A rank on which reading fails first lets the others know, so that all raise.
         """
@@ -91,13 +91,14 @@ _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of 
 
 
 def _text_digest(text: str) -> str:
+    """Return a hexadecimal digest of a text, for ranks to compare."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_loss(
     loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int
 ) -> tuple[CrossEntropy | TokenLoss | DocumentPasses, float, str]:
-    """Read the measure and the divisor of a step, and in words what must be the same on every rank."""
+    """Return the measure and the divisor of a step, and a text of all that must be the same on every rank."""
     if loss is not None and not isinstance(loss, DocumentLoss) and not callable(loss):
         raise LossError(f"loss is {short_text(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
     if isinstance(loss, DocumentLoss):

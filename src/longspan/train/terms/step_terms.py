@@ -27,7 +27,7 @@ class AdapterTerm(Term):
     """An adapter that is trained: refused where it is left out, for then nothing would be trained."""
 
     def check_inputs(self, inputs: StepInputs) -> None:
-        """Raise ModelError inside `without_adapter`."""
+        """Raise ModelError in a `without_adapter` context, where the adapter is left out of the model."""
         refuse_adapter_left_out(inputs.model)
 
 
@@ -38,11 +38,11 @@ class RoutersTerm(Term):
         self._statistics = statistics
 
     def extend_passes(self, passes: Passes) -> Passes:
-        """Return the passes, whose calls of the model collect what routers do."""
+        """Return the passes with this collection of statistics, which every call of the model adds to."""
         return replace(passes, routing=self._statistics)
 
     def sums(self) -> list[float] | Tensor:
-        """Return this rank's loads, probabilities and z."""
+        """Return this rank's sums: loads and probabilities of experts, and the z losses."""
         return self._statistics.sums()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
@@ -77,9 +77,10 @@ def step_terms(
         terms.append(AdapterTerm())
     if loss is not None or divisor is not None:
         terms.append(LossTerm(loss, divisor, inputs.plan, inputs.world, chunk_rows))
-    for term in terms:
+    for term in terms:  # the others check when they are made
         term.check_inputs(inputs)
     depths = DepthsTerm(mtp, inputs, chunk_rows) if mtp is not None else None
+    # Coefficients for a model without routers are refused there.
     if hasattr(getattr(model, "config", None), "router_aux_loss_coef") or router not in (None, _CONFIGURED):
         statistics = router_statistics(model, inputs.world, inputs.plan.tokens, router)
         terms += [] if statistics is None else [RoutersTerm(statistics)]

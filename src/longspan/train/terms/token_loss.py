@@ -79,6 +79,7 @@ class LossRows:
         return self._distribution_value("log_sum_sq_probs")
 
     def _distribution_value(self, name: str) -> Tensor:
+        """Return a number (n,) of the rows' distributions. Raises LossError for LossRows that a caller made without."""
         if self.distributions is None:
             raise LossError(f"at.{name} is not known, for these LossRows were made without logits; pass distributions=")
         return self.distributions.value(name)
@@ -88,6 +89,7 @@ class BatchTargets:
     """The targets of one micro-batch on this rank, on the host and on the device."""
 
     def __init__(self, batch: LocalBatch, device: torch.device) -> None:
+        """Take the rows of a batch that predict a token: their documents, positions and weights (n,) on the host."""
         rows = target_rows(batch)
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
@@ -97,7 +99,7 @@ class BatchTargets:
         self._device = device
 
     def rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossRows:
-        """Return some of these targets as the caller's function gets them."""
+        """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
         return LossRows(
             to_device(self.documents[part], self._device),
@@ -119,6 +121,7 @@ class TokenLoss:
     """
 
     def __init__(self, function: LossFunction, chunk_rows: int) -> None:
+        """Take the function, which gets `chunk_rows` targets at a time (0: by a budget of bytes)."""
         self.error: Exception | None = None
         self._function, self._chunk_rows = function, chunk_rows
 
@@ -130,7 +133,10 @@ class TokenLoss:
     def _losses_and_slopes(
         self, targets: BatchTargets, log_probs: Tensor, part: slice, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of some targets, and the derivative of each by its log-probability."""
+        """Return the sum of the losses of some targets, and the derivative of each by its log-probability.
+
+        After an error in an earlier chunk both are 0, as for one in this chunk: the step raises at its end.
+        """
         zeros = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
         if self.error is not None:
             return zeros
