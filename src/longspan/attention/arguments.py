@@ -29,7 +29,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Arguments(NamedTuple):
-    """The arguments of `attend` without its tensors and its seed; lists are tuples."""
+    """The arguments of `attend` without its tensors and its seed; lists are tuples; `sizes` are (a2a, p2p)."""
 
     causal: bool = True
     window: int | None = None
@@ -199,14 +199,14 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
 
 
 def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttendCall) -> CommChoice:
-    """Return how one group communicates: by the call's type or else its own, that of the layer in a list."""
+    """Return how one group communicates: by the call's type, else the group's; from a list of types, the layer's."""
     group, where = shard.micro_batch.groups[index], f" of group {index}"
     if arguments.cp_comm_type is None:
         kind = _layer_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
         _check_type(kind, where)
-    else:
+    else:  # checked by the caller
         kind = _layer_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
-    if group.degree == 1:
+    if group.degree == 1:  # nobody to communicate with
         return CommChoice("p2p")
     if kind == "auto":
         return _resolve_automatic_type(shard, index, call)

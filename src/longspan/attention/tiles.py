@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     def rows(self, start: int, stop: int) -> "Tile":
         """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
 
-        A row is aligned to the key `shift` places on, so the last row of a tile is to its last key. The part's keys
+        Row i is aligned to key i + `shift`, so that the last row is aligned to the last key. The part's keys
         begin `left` before its first row's and end `right` after its last row's. Its last row is then aligned to
         another last key, `moved` keys away, and both limits, which count from there, move with it.
         """
@@ -139,6 +139,7 @@ class Tiling:
 
 
 def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
+    """Return the rows of all runs [start, stop) in order; a slice where each run begins where the one before ends."""
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     return expand_runs(starts, stops)
@@ -248,7 +249,8 @@ class DenseCall(NamedTuple):
 def dense_calls(tile: Tile) -> Iterator[DenseCall]:
     """Yield the calls of a tile without a window.
 
-    A causal tile with more keys than rows is a square on the last keys, and a full one.
+    A causal tile with more keys than rows is a square on the last keys, and a full one. A single row is aligned to the
+    last key, so that it sees all keys without a mask.
     """
     assert tile.left is None and (tile.right in (None, 0) or tile.queries == 1), "a window takes a mask"
     rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)

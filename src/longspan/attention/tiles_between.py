@@ -102,6 +102,7 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
     opens = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))
     index = np.arange(len(order))
     turn, mask = np.empty_like(index), np.empty_like(index)
+    # `turn`: the number of a tile among those of its document and mask; `mask`: the number of its mask
     turn[order] = index - np.maximum.accumulate(np.where(opens, index, 0))
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
@@ -234,10 +235,10 @@ def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
 
 
 def split_left_limits(tiles: TileArrays) -> TileArrays:
-    """Split each tile with a limit only on the left into the keys that all its rows see, and the others.
+    """Split each tile with a limit only on the left into the keys that all its rows see, and those before them.
 
-    Of the others the last row sees one key. How far the limit is from the last key then is the same in all documents,
-    so that they share a mask.
+    The tile's last row sees none of the earlier keys, and the row before it sees one. So the second part leaves the
+    last row out and has the limit 0, in every document: all share one mask.
     """
     cut = (tiles.left > 0) & (tiles.right < 0)
     limited = tiles.where(cut)
