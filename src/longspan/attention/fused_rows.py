@@ -93,8 +93,8 @@ def _launch_copies(moves: Sequence[_Move], index: Tensor | None, rows: int, memb
 def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
     """Add into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, …), into in float32.
 
-    Elements of a row are in order, indices distinct, and every pair has as many source rows. A launch takes two pairs; a last
-    one alone is passed twice, and HAS_B leaves the second out.
+    Elements of a row are in order, indices distinct, and every pair has as many source rows. A launch takes two
+    pairs; a last one alone is passed twice, and HAS_B leaves the second out.
     """
     rows = moves[0][0].shape[0]
     if not rows:

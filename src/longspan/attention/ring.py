@@ -126,8 +126,8 @@ def _heads_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCa
 class RingGradients:
     """Backward around a ring, a block at a time, so that rings of several slices of heads can take turns.
 
-    `k` and `v` are this member's, of one slice of key/value heads. Call `compute_next_block` for each other member, then
-    `finish` with what `own_gradients` gives for the own block, which may be computed at any time.
+    `k` and `v` are this member's, of one slice of key/value heads. Call `compute_next_block` for each other member,
+    then `finish` with what `own_gradients` gives for the own block, which may be computed at any time.
     """
 
     def __init__(self, k: Tensor, v: Tensor, members: Members) -> None:

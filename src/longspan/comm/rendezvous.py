@@ -179,7 +179,10 @@ def _register_rank(here: Store, place: Place) -> bool:
 
 
 def _leave_unopened_world(here: Store, place: Place) -> bool:
-    """Leave a world that is not open; returns False if rank 0 has opened it meanwhile."""
+    """Leave a world that is not open; returns False if rank 0 has opened it meanwhile.
+
+    Where rank 0 decided first, the key that says that it opened the world may follow up to a second later.
+    """
     if here.add(_DECIDED, 1) != 1 and any(_is_open(here, place.size) for _ in _iterate_pauses(1, 1.0)):
         return False
     here.add(f"joined/{place.rank}", -1)
@@ -194,7 +197,10 @@ def _is_open(here: Store, size: int) -> bool:
 
 
 def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
-    """Yield after each pause between questions to a store that `size` ranks ask; a last time after the time-out."""
+    """Yield after each pause between questions to a store that `size` ranks ask; a last time after the time-out.
+
+    Pauses grow with the time waited, to 0.2 s, and are long enough that all ranks ask at most 5,000 times a second.
+    """
     began = time.monotonic()
     while True:
         yield
@@ -262,7 +268,8 @@ def new_connection(store: Store) -> Store:
 def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:
     """Destroy what a world made: these groups, or with `default` everything.
 
-    After an error nobody waits for it: a group with a collective in flight ends only when that does.
+    Without `patient`, as after an error, it waits a second at most, and the rest goes on in a thread: a group with a
+    collective in flight ends only when that does.
     """
 
     def destroy() -> None:
@@ -283,7 +290,7 @@ def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bo
 
 
 def wait_until_destroyed(timeout: float) -> None:
-    """Wait until groups of worlds that were left with an error are gone; a new world would be taken for them.
+    """Wait until groups of worlds that were left with an error are gone: torch would take a new world's for theirs.
 
     Raises CommError where one is still there after `timeout` seconds.
     """

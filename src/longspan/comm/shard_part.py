@@ -138,6 +138,7 @@ def _rows_by_document(part: ShardPart) -> tuple[Integers, Integers]:
 
 
 def _concatenate_pairs(pairs: Sequence[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+    """Concatenate the first arrays of all pairs, and the second ones; empty int64 arrays where there is no pair."""
     none = np.zeros(0, dtype=np.int64)
     return np.concatenate([none, *(one for one, _ in pairs)]), np.concatenate([none, *(other for _, other in pairs)])
 

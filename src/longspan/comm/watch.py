@@ -109,7 +109,7 @@ class Watch:
         self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
         # The last collective that was waited for, and how to ask whether the device is past it.
         self.last: tuple[Operation, Callable[[], bool]] | None = None
-        self._passed = torch.cuda.Event() if gpu else None
+        self._passed = torch.cuda.Event() if gpu else None  # recorded by `mark`
 
     def during(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
         """A context in which this rank is in the collective `what` with `ranks`."""
@@ -156,6 +156,7 @@ class Watch:
         """Return the error to raise for a collective that failed here, with a failure report.
 
         The rank that collected the report has all of it, in at most 20 lines; the others have its causes, in one line.
+        A report that nobody collected (reporter −1) each rank has whole.
         It is a RankLostError unless a rank left with an error of its own, which would come again.
         """
         self.failed = operation

@@ -54,7 +54,7 @@ class CommunicatorChoice:
         return chosen_groups
 
     def _may_gain(self, slots: tuple[int, ...]) -> bool:
-        """Whether they lack a communicator and have room for one, which slots never gain again."""
+        """Whether these slots lack a communicator and each has room for one more; none is ever given up."""
         return slots not in self._chosen and all(self._load[slot] < self.max_groups for slot in slots)
 
 

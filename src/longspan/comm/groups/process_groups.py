@@ -67,7 +67,7 @@ class ProcessGroups:
         self.made: list[GroupRecord] = []
         self._backend, self._timeout = backend, timeout
         self._used: list[Shareable] = []
-        self._timed: list[Shareable] = []  # those whose time-out is the world's
+        self._with_world_timeout: list[Shareable] = []  # those whose time-out is the world's
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._parents: dict[ParentName, ProcessGroup] = {}
 
@@ -94,7 +94,7 @@ class ProcessGroups:
         shareable.users += 1
         self._used.append(shareable)
         if not keeps_timeout:
-            self._timed.append(shareable)
+            self._with_world_timeout.append(shareable)
         return shareable.group
 
     def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
@@ -116,10 +116,10 @@ class ProcessGroups:
     def set_timeout(self, seconds: float) -> None:
         """Set how long collectives of these communicators may last that start from now on.
 
-        Those that were made with a time-out of their own keep it.
-        gloo's messages from rank to rank are not among them: whoever waits for one says for how long (2.11 to 2.13).
+        Those that were made with a time-out of their own keep it. gloo's messages from rank to rank are not among them:
+        whoever waits for one says for how long (torch 2.11 to 2.13).
         """
-        for shareable in self._timed:
+        for shareable in self._with_world_timeout:
             if shareable.group is not None:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), shareable.group)
 
@@ -156,7 +156,7 @@ class ProcessGroups:
         for shareables in self._shareable.values():
             shareables[:] = [candidate for candidate in shareables if candidate.users]
         self._used.clear()
-        self._timed.clear()
+        self._with_world_timeout.clear()
         self._parents.clear()
         self._by_ranks.clear()
         return unused

@@ -60,7 +60,7 @@ class RingBlocks:
             handle = self._channel.shift(packed, next_matrix, self._label)
             yield owner, block
             handle.wait()
-            if buffer is not own_matrix:
+            if buffer is not own_matrix:  # that one has only its own rows, fewer than another block may need
                 self._spare.append(buffer)
             buffer, packed, block = arriving, next_matrix, split_columns(next_matrix, self._row_shapes)
 
@@ -138,6 +138,7 @@ class GradientRing:
         return total
 
     def _buffer(self, owner: int) -> Tensor:
+        """Return the rows of the owner's block in the buffer of this step; the two take turns."""
         return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
 
 
