@@ -208,6 +208,7 @@ def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
 
 
 def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
+    """Return the call with these sinks, which the shard's cache must not keep: each layer has others."""
     return call if sinks is None else replace(call, sinks=sinks)
 
 

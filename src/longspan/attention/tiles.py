@@ -238,8 +238,8 @@ class DenseCall(NamedTuple):
     attn_mask: Tensor | None = None
     first: bool = True  # whether no call before had these rows
 
-    def keep(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Write the result of the call into the totals, or merge it where its rows were there before."""
+    def write_result(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Write the call's out and lse into its rows of the totals; merge them where another call had these rows."""
         if self.first:
             total_out[self.rows], total_lse[self.rows] = out, lse
         else:

@@ -181,7 +181,7 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
         base,
         end,
         np.array(-1),
-        np.array([0, -1]),
+        np.array([0, -1]),  # of the two tiles of a pair, the first ends on the causal diagonal
     )
     tiles = TileArrays(*(np.broadcast_to(column, first_position.shape).reshape(-1) for column in columns))
     return tiles.where(tiles.q_start < tiles.q_stop)

@@ -169,31 +169,31 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
     return prefix
 
 
-def _register_rank(here: Store, place: Place) -> bool:
+def _register_rank(world_store: Store, place: Place) -> bool:
     """Enter a world in the store; returns whether this is the first process of its rank there."""
-    if here.add(f"joined/{place.rank}", 1) != 1:
+    if world_store.add(f"joined/{place.rank}", 1) != 1:
         return False
-    here.set(f"rank/{place.rank}", place.node)
-    here.add("joined", 1)
+    world_store.set(f"rank/{place.rank}", place.node)
+    world_store.add("joined", 1)
     return True
 
 
-def _leave_unopened_world(here: Store, place: Place) -> bool:
+def _leave_unopened_world(world_store: Store, place: Place) -> bool:
     """Leave a world that is not open; returns False if rank 0 has opened it meanwhile.
 
     Where rank 0 decided first, the key that says that it opened the world may follow up to a second later.
     """
-    if here.add(_DECIDED, 1) != 1 and any(_is_open(here, place.size) for _ in _iterate_pauses(1, 1.0)):
+    if world_store.add(_DECIDED, 1) != 1 and any(_is_open(world_store, place.size) for _ in _iterate_pauses(1, 1.0)):
         return False
-    here.add(f"joined/{place.rank}", -1)
-    here.set(f"rank/{place.rank}", "left")
-    here.add("joined", -1)
+    world_store.add(f"joined/{place.rank}", -1)
+    world_store.set(f"rank/{place.rank}", "left")
+    world_store.add("joined", -1)
     return True
 
 
-def _is_open(here: Store, size: int) -> bool:
+def _is_open(world_store: Store, size: int) -> bool:
     """Whether rank 0 has opened a world, for so many ranks."""
-    return here.check([_OPENED]) and int(here.get(_OPENED)) == size
+    return world_store.check([_OPENED]) and int(world_store.get(_OPENED)) == size
 
 
 def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
@@ -210,11 +210,11 @@ def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
         time.sleep(min(timeout - waited, max(0.003, size / 5000, min(waited / 8, 0.2))))
 
 
-def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
+def _absence_error(world_store: Store, place: Place, timeout: float) -> CommError:
     """Return the error of a process whose world was not complete in time: which ranks are absent, and which left."""
     peers = [rank for rank in range(place.size) if rank != place.rank]
-    absent = [rank for rank in peers if not here.check([f"rank/{rank}"])]
-    departed = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]
+    absent = [rank for rank in peers if not world_store.check([f"rank/{rank}"])]
+    departed = [rank for rank in peers if rank not in absent and world_store.get(f"rank/{rank}") == b"left"]
     causes = [f"rank(s) {excerpt(absent)} did not come"] if absent else []
     causes += [f"rank(s) {excerpt(departed)} came and left again"] if departed else []
     return _incomplete_world_error(place, timeout, " and ".join(causes) or "the last came too late")

@@ -58,9 +58,9 @@ class Derived(Immutable):
     """What belongs to a shard for as long as it lives, but is no part of its value. Each attribute has one writer.
 
     `packed_order` and `real_rows` are computed on first use, by the shard. The others are of items, written by
-    `train/terms` with `add_items`: `spliced` are rows that take the places of token embeddings, by how many tokens
-    further on than the local rows the embedded tokens are; `added` by decoder layer those that are added to what the
-    layer returns; `leaves` are what collects the gradients of both.
+    `train/terms` with `add_items`: `spliced` are rows that replace token embeddings, by how many tokens ahead of its
+    row a token is embedded (0 but for multi-token prediction); `added` are rows that are added to a decoder layer's
+    output, by layer; `leaves` are the tensors that collect the gradients of both.
 
     A module that derives something else from a shard keeps it in a `WeakKeyDictionary` of its own, by shard.
     """

@@ -34,7 +34,7 @@ class TimeLimits:
     >>> with limits.around_step(plan.predicted_seconds):
     ...     run_step(model, plan, documents, world)
 
-    Not `is_automatic`, the world's own time-out holds: where it was given as a number, or where plans are priced for
+    Unless `is_automatic`, the world's own time-out holds: for a time-out that is a number, and for plans priced for
     other devices than those that run them. With `has_loggers` a step's end has the longest limit.
     """
 

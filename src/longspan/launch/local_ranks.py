@@ -88,7 +88,7 @@ class LocalRank:
             self.death = describe_death(self.process.exitcode)
         self.waiting = False
 
-    def send(self, task: Task) -> None:
+    def send_task(self, task: Task) -> None:
         """Send a task to a rank that takes them through its pipe."""
         self.waiting: bool = True
         self.answer = None
@@ -167,7 +167,7 @@ class LocalRanks:
         self.store: Any = start_store_server()
         self.ranks, self.failed, self.failure = self._all[:n], [], None
         for rank in self.ranks:
-            rank.send(self._task(rank.index, n, payload))
+            rank.send_task(self._task(rank.index, n, payload))
 
     def _task(self, index: int, n: int, payload: bytes) -> Task:
         """Return a rank's task: the call in this process's environment, with torchrun's variables for n ranks."""

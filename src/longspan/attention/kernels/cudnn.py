@@ -46,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
             part_out, part_lse = reference.forward(*tensors, _single_launch(dense, launch), call)
         else:
             part_out, part_lse = _call_forward(*tensors, dense.causal, call.scale)
-        dense.keep(out, lse, part_out, part_lse)
+        dense.write_result(out, lse, part_out, part_lse)
     return out, lse
 
 

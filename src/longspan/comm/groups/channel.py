@@ -97,7 +97,7 @@ class Channel:
         self._groups = groups
         self._parent: ParentName = parent
         group = groups.parent(parent)
-        self._peers = tuple(dist.get_group_rank(group, rank) for rank in ranks)
+        self._peers = tuple(dist.get_group_rank(group, rank) for rank in ranks)  # the members' ranks in that group
 
     @property
     def degree(self) -> int:

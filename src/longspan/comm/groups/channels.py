@@ -45,7 +45,7 @@ class CommunicatorChoice:
         may_gain = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
         self._seen.update(may_gain)
         chosen_groups: list[tuple[int, ...]] = []
-        for slots in dict.fromkeys(may_gain):
+        for slots in dict.fromkeys(may_gain):  # one that was chosen may have taken the room of the next
             if self._may_gain(slots) and (one_degree or self._seen[slots] > 1):
                 chosen_groups.append(slots)
                 self._chosen.add(slots)

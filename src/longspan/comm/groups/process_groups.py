@@ -71,7 +71,7 @@ class ProcessGroups:
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._parents: dict[ParentName, ProcessGroup] = {}
 
-    def share(self, shareable: ByRanks) -> None:
+    def share_groups(self, shareable: ByRanks) -> None:
         """Share communicators with the open worlds that have the same `shareable`; before any is made."""
         self._shareable = shareable
 
@@ -81,8 +81,9 @@ class ProcessGroups:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
 
         If another open world has a communicator of these ranks for the same purpose, and this world does not use it
-        yet, it is shared; it is not among `made` then. Only members use the result: torch never gets None. `timeout` is
-        that of the group's collectives in seconds (None: the world's).
+        yet, it is shared; it is not among `made` then. All axes of meshes are one purpose, and so are all kinds that
+        carry a layer's messages. Only members use the result: torch never gets None. `timeout` is that of the group's
+        collectives in seconds (None: the world's).
         """
         backend, keeps_timeout, timeout = backend or self._backend, timeout is not None, timeout or self._timeout
         purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline", "saves") else "meshes"

@@ -113,8 +113,8 @@ class GradientRing:
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
         self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
-        self._step = 0
-        self._handle: Handle | None = None
+        self._step = 0  # sums that were sent on
+        self._handle: Handle | None = None  # of the sum on its way here; None before the first
 
     def add(self, owner: int, addends: Sequence[Addend]) -> None:
         """Add this member's gradient of another's block, as any number of addends, and send the sum on."""

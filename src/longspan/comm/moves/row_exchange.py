@@ -128,7 +128,10 @@ def forget_moves() -> None:
 
 
 def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
-    """Return the moves of an exchange there and, where gradients flow back, those back; remembered by layout."""
+    """Return the moves of an exchange there and, where gradients flow back, those back; planned once.
+
+    The last REMEMBERED that a channel used are kept: a used one is taken out and put in again as the newest.
+    """
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
     with _moves_lock:
         moves = _moves_by_channel.setdefault(channel, OrderedDict()).pop(key, None)
@@ -152,7 +155,7 @@ def _plan_device_moves(source: Blocks, target: Blocks, channel: Channel, groups:
 
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
-    """Every member's counts (E,), in member order, on every member's host: a gather, and one wait for the device."""
+    """Return all members' counts (E,), in member order, on every member's host: a gather, and one wait for the device."""
     parts = channel.all_gather(counts[None].contiguous(), [1] * channel.degree, "token counts of experts").wait()
     return torch.cat(parts).tolist()
 
