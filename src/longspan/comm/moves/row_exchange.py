@@ -155,7 +155,7 @@ def _plan_device_moves(source: Blocks, target: Blocks, channel: Channel, groups:
 
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
-    """Return all members' counts (E,), in member order, on every member's host: a gather, and one wait for the device."""
+    """Return all members' counts (E,), in member order, on each member's host: a gather, and one wait for the device."""
     parts = channel.all_gather(counts[None].contiguous(), [1] * channel.degree, "token counts of experts").wait()
     return torch.cat(parts).tolist()
 
