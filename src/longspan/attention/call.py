@@ -48,7 +48,7 @@ class Dropout:
     first_head: int = 0  # of the tensors at hand, among all query heads
 
     def from_head(self, head: int) -> "Dropout":
-        """Return the same dropout for tensors that begin at this head of the ones at hand."""
+        """Return the same dropout for a slice of the heads at hand that begins at this one."""
         return replace(self, first_head=self.first_head + head)
 
     def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:

@@ -178,7 +178,7 @@ class Members:
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """Make the launches of this member's rows against the rows of a tensor, all of which have these `positions`."""
+        """Make the launches of this member's rows against `keys`, rows of a tensor; `positions` are of all its rows."""
         ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
         # The launches keep this function and `Members` keeps them: it refers to no `Members`, or a cycle would be left.
@@ -265,7 +265,7 @@ class HeadSlice(NamedTuple):
 
 
 def cut_heads(heads: int, kv_heads: int, at_once: int) -> list[HeadSlice]:
-    """Cut heads into slices of so many key/value heads; the last may have fewer.
+    """Cut heads into slices of `at_once` key/value heads; the last may have fewer.
 
     >>> [(part.kv.start, part.q.start) for part in cut_heads(8, 4, 3)]
     [(0, 0), (3, 6)]

@@ -190,7 +190,7 @@ class Launch:
         return queries, keys
 
     def blocks(self, rows: int, *, of_keys: bool) -> Tensor:
-        """Cut the tiles into blocks of so many rows, or of keys, the costliest first: tile and first row in it (n, 2).
+        """Cut the tiles into blocks of `rows` rows, or keys, the costliest first: tile and first row in it (n, 2).
 
         A kernel whose programs take one block each keeps all multiprocessors busy to the end this way. int32.
         """
@@ -230,7 +230,9 @@ def _index_on_device(rows: slice | np.ndarray, device: torch.device) -> slice | 
 
 
 class DenseCall(NamedTuple):
-    """Query rows against key rows: all of them, causal with as many keys as rows, or under a mask to add to scores."""
+    """Query rows against key rows, as kernels without tiles take them: unmasked, causal with as many keys as rows, or
+    under a mask to add to scores.
+    """
 
     rows: slice
     keys: slice

@@ -194,7 +194,7 @@ def holds_encoders(path: Path) -> bool:
 
 
 def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return weights and moments by name; those of an optimizer that has not taken a step are left out.
+    """Return weights and moments by name; an optimizer that has not taken a step has no moments to return.
 
     Of a model with an adapter only the adapter's are returned, here and in `tensors_to_fill`: its base is not trained.
     """

@@ -76,7 +76,7 @@ class ExportedDepths:
 
 
 class SavedAdapter(NamedTuple):
-    """The adapter of a run, its whole tensors by name, and what the output of each adapted linear is scaled by.
+    """The adapter of a run, its whole tensors by name, and by which factor each adapted linear scales what it adds.
 
     The tensors of `modules`, a tower or a projector that was trained with it, are among them.
     """

@@ -178,7 +178,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
     places: dict[Any, Any] = {}
 
     def place(name: str, location: list[Any], least: int) -> _StorageInfo:
-        """Return where a chunk of at least so many bytes lies."""
+        """Return in which file a chunk lies and where. Raises CheckpointError if it cannot hold `least` bytes there."""
         number, first, length = map(_read_count, location)
         file, size = files[number]
         if length < least or first + length > size:

@@ -64,7 +64,7 @@ class RunningSave:
 
         `best` is asked at the end which step more is kept. What goes wrong is in `failure`.
         """
-        talk = _DistWrapper(group, True, 0)
+        talk = _DistWrapper(group, True, 0)  # torch's collectives of objects; rank 0 of the group coordinates
         try:
             self._write_on_all_ranks(talk, group, plans)
             if talk.is_coordinator:

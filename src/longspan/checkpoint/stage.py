@@ -169,5 +169,5 @@ def _bytes_with_alignment(x: Tensor) -> int:
 
 
 def _signature(x: Tensor) -> tuple[Any, ...]:
-    """Return by what memory that was laid out for one tensor fits another."""
+    """Return what a tensor must share with another to be copied into that one's memory."""
     return x.shape, x.dtype, x.stride()

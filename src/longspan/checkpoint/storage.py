@@ -249,7 +249,7 @@ class _StoreFile(io.RawIOBase):
         self.refused: Exception | None = None
 
     def writable(self) -> bool:
-        """It is only written."""
+        """Return True: the file is only written."""
         return True
 
     def tell(self) -> int:

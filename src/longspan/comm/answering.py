@@ -15,7 +15,7 @@ from longspan.comm.failure_reports import ANSWER_SECONDS, FailureReports
 from longspan.comm.watch import Operation, Watch, one_line
 from longspan.launch.orphans import launcher_is_gone
 
-SILENT_SECONDS = 60.0  # a store that has not answered for this long is given up
+SILENT_SECONDS = 60.0  # without an answer, after which this rank asks the store no more
 LATE_SECONDS = 5.0  # after its limit, a collective on the host has ended with an error
 LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
 

@@ -42,7 +42,7 @@ class Place:
 
 
 def allow_open_files(size: int) -> None:
-    """Raise this process's limit of open files to what a world of so many ranks opens, as far as the system lets it.
+    """Raise this process's limit of open files to what a world of `size` ranks opens, as far as the system lets it.
 
     Warns where that is not enough: connections fail then, one by one, when a group is made.
     """
@@ -192,7 +192,7 @@ def _leave_unopened_world(world_store: Store, place: Place) -> bool:
 
 
 def _is_open(world_store: Store, size: int) -> bool:
-    """Whether rank 0 has opened a world, for so many ranks."""
+    """Whether rank 0 has opened a world for `size` ranks."""
     return world_store.check([_OPENED]) and int(world_store.get(_OPENED)) == size
 
 

@@ -46,9 +46,9 @@ class TimeLimits:
 
     @contextmanager
     def around_step(self, predicted: float, *, is_usual: bool = True) -> Iterator[None]:
-        """Bound how long ranks wait within one step that is predicted to take so many seconds.
+        """Bound how long ranks wait within one step that is predicted to take `predicted` seconds.
 
-        A step that is profiled is no usual one.
+        The time of one that is not `is_usual`, as of a profiled step, does not count for later limits.
         """
         self._steps_begun += 1
         is_known = self._steps_begun > FIRST_STEPS
@@ -65,7 +65,7 @@ class TimeLimits:
 
     @contextmanager
     def around_evaluation(self, key: Hashable, predicted: float) -> Iterator[None]:
-        """Bound how long ranks wait within an evaluation that is predicted to take so many seconds.
+        """Bound how long ranks wait within an evaluation that is predicted to take `predicted` seconds.
 
         `key` is that of evaluations which run the same kernels; the first of them has the longest limit.
         """

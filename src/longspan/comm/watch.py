@@ -100,7 +100,7 @@ class Watch:
         self.reports: FailureReports | None = reports
         self.step = 0
         self.current: Operation | None = None
-        self.failed: Operation | None = None  # of which a report is made, or was
+        self.failed: Operation | None = None  # the last that failed here, and got or gets a report
         self.finished = "nothing yet"
         self.folder: Path | None = None  # where what torch recorded is written when a collective fails
         self.notes: tuple[str, ...] = ()  # lines for a report, the same on every rank

@@ -56,7 +56,7 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
 
 @contextmanager
 def _temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that are started inside."""
+    """Set variables of this process for those that are started inside; on leaving they are as before."""
     old_values = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:

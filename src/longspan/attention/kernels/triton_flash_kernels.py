@@ -20,7 +20,7 @@ def _cap_scores(scores, softcap):
 
 @triton.jit
 def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Return whether a row that is aligned to the key `aligned` sees `key` of so many `keys`."""
+    """Return whether a row that is aligned to the key `aligned` sees `key`; keys from `keys` on do not exist."""
     seen = key < keys
     if HAS_LEFT:
         seen = seen & (key >= aligned - left)

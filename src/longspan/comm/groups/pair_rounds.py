@@ -68,8 +68,9 @@ class PairRounds:
     def broadcast_object(self, value: T | None, source: int, what: str) -> T | None:
         """Return the value of the rank `source` on every rank, over the connections of the rounds.
 
-        A source that is the second of its place gives it to the first. Then, from the largest distance down, each place
-        that has it gives it to the one that differs in a bit; other second members come last.
+        A source that is the second member of its place first gives the value to the first one. Then, from the highest
+        bit down, each place that has the value gives it to the place that differs in that bit. Other second members get
+        it last, from the first of their place.
         """
         self._begin_call(what)
         (root, from_second), exchange = self._place_of(self._ranks.index(source)), self._exchange_objects

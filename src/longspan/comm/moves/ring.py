@@ -20,7 +20,7 @@ Block = tuple[Tensor, ...]
 
 
 class RingBlocks:
-    """Iterate over (owner, block) for every member of a channel, one's own block first.
+    """Iterate over (owner, block) for every member of a channel, this member's own block first.
 
     `tensors` are this member's part of the block, each (counts[index], …) and of one dtype; a yielded block has
     `counts[owner]` rows. While the caller works on one block the next is in flight, in one of two rotating buffers, so

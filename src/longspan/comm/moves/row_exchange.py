@@ -95,7 +95,7 @@ class RowExchange:
 
     @property
     def received_rows(self) -> tuple[int, int]:
-        """How many rows arrive here from other members, forward and backward."""
+        """How many rows arrive here from other members, forward and backward (0 where nothing flows back)."""
         return sum(self._moves_there.receives), sum(self._moves_back.receives) if self._moves_back is not None else 0
 
     def back(self, gradient: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _plan_device_moves(source: Blocks, target: Blocks, channel: Channel, groups:
 
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
-    """Return all members' counts (E,), in member order, on each member's host: a gather, and one wait for the device."""
+    """Return all members' counts (E,), in member order, on each member's host: one gather, and one device wait."""
     parts = channel.all_gather(counts[None].contiguous(), [1] * channel.degree, "token counts of experts").wait()
     return torch.cat(parts).tolist()
 

@@ -30,7 +30,7 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 @outside_graphs
 def tp_copy(x: Tensor, world_key: int) -> Tensor:
-    """Return the tensor, for a computation of which each rank does a part; backward sums the ranks' gradients."""
+    """Return x, which all ranks hold and each uses for its part of a computation; backward sums their gradients."""
     if not torch.is_grad_enabled():
         return x
     return _apply_collective(
