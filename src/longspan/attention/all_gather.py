@@ -20,15 +20,15 @@ from longspan.plan.cost.attention_price import GATHER_SLICE_BYTES, GATHER_SLICES
 
 _Pair = tuple[Tensor, Tensor]
 
-SLICES, SLICE_BYTES = GATHER_SLICES, GATHER_SLICE_BYTES  # as they are priced
+SLICES, SLICE_BYTES = GATHER_SLICES, GATHER_SLICE_BYTES  # those that the cost model prices
 
 
 def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
-    """Return the bytes that one key/value head of a group of this many rows takes in backward, when it takes the most.
+    """Return the most bytes that backward holds for one key/value head of a group of `rows` rows.
 
-    Keys and values are there twice, as they arrive and in document order. Their gradients are there three times in the
-    accumulation dtype: in document order, and member by member those that leave and those that arrive of the head
-    before.
+    Keys and values are held twice: as they arrived, and in document order. Gradients in the accumulation dtype are held
+    three times: those of this head in document order, and those of the head before, still on their way, as they were
+    packed to be sent and as they arrive.
     """
     width = rows * (k.shape[2] + v.shape[2])
     return width * (2 * k.element_size() + 3 * accumulation_dtype(k.dtype).itemsize)
@@ -51,7 +51,7 @@ def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) 
 def all_gather_forward(
     q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall
 ) -> tuple[Tensor, list[Saved]]:
-    """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), all of one group's local rows."""
+    """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), this member's rows of one group: out (T, N, Hv)."""
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
     parts: list[_Pair] = []
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather forward"):
@@ -59,7 +59,7 @@ def all_gather_forward(
         total = Partial(q_part.shape[0], q_part.shape[1], v.shape[2], like=q)
         add_block(total, q_part, all_k, all_v, members.launches(None), slice_call)
         parts.append(total.result_with_sinks(slice_call.sinks))
-        del all_k, all_v
+        del all_k, all_v  # freed before the next slice is laid in order
     out, lse = (concat_heads(x) for x in zip(*parts, strict=True))
     return out, [Saved(q, k, v, out, lse)]
 
@@ -69,6 +69,7 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
     (saved,) = saved_slices
     q, k, v, out, lse = saved
     slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
+    # the finer cut: it keeps within the gather budget and within the memory for float32 sums
     slices = max(slices, backward_groups(max(members.counts), q, k.shape[1]), key=len)
     dq_parts, sums = list[Tensor](), _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
@@ -86,7 +87,7 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
 def _gather_slices(
     members: Members, tensors: _Pair, slices: Sequence[HeadSlice], label: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
-    """Yield each slice of heads with their keys and values, of all rows of the group in document order.
+    """Yield each slice of heads with its keys and values (S, heads, size) of all the group's rows in document order.
 
     While the caller computes with a slice the next one travels.
     """
@@ -107,18 +108,18 @@ def _gather_slices(
 
 
 class _GradientSums:
-    """Sums each slice's gradients over the members, to each its own rows, while the next slice is computed."""
+    """Sums each slice's gradients over the members, to each those of its rows, while the next slice is computed."""
 
     def __init__(self, members: Members) -> None:
         self._members, self._channel = members, members.channel
-        self._started: Handle | None = None  # the slice on its way
-        self._row_shapes: list[torch.Size] = []  # of k and v of that slice, without rows
+        self._started: Handle | None = None  # the message of the slice sent last
+        self._row_shapes: list[torch.Size] = []  # (heads, size) of k and v in that slice
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
     def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
         """Start sending gradients of all rows, k and v (S, heads, H), to their members.
 
-        Those of the slice before are collected first.
+        Those of the slice before are collected first, so that one message at a time takes memory.
         """
         self._collect_slice()
         self._row_shapes = [x.shape[1:] for x in (k, v)]
@@ -129,13 +130,13 @@ class _GradientSums:
         self._started = self._channel.all_to_all_rows(packed, self._members.counts, [rows] * degree, label)
 
     def own_sums(self) -> _Pair:
-        """Return the summed gradients of the own rows, of all heads."""
+        """Return dk and dv of this member's rows and all heads, summed over the members."""
         self._collect_slice()
         dk, dv = (concat_heads(parts) for parts in zip(*self._finished_slices, strict=True))
         return dk, dv
 
     def _sum_by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
-        """Sum k and v, (S, columns) in the accumulation dtype, the rows of one member after another's."""
+        """Sum the addends of dk and dv, side by side: (S, columns) in the accumulation dtype, member after member."""
         places, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
         for i, into in enumerate(total.split(widths, 1)):
@@ -143,10 +144,10 @@ class _GradientSums:
         return total
 
     def _collect_slice(self) -> None:
-        """Wait for the gradients of the slice that was sent last, and add up what all members sent for the own rows."""
+        """Wait for the gradients of the slice that was sent last, and sum what all members sent for the own rows."""
         if self._started is None:
             return
-        arrived = self._started.wait()  # of every member, the gradients of the own rows
+        arrived = self._started.wait()  # of every member, the gradients of the own rows; unflatten refuses none
         total = arrived.unflatten(0, (self._members.degree, -1)).sum(0) if len(arrived) else arrived
         dk, dv = split_columns(total, self._row_shapes)
         self._finished_slices.append((dk, dv))

@@ -51,9 +51,9 @@ SLICES, SLICE_BYTES = EXCHANGE_SLICES, EXCHANGE_SLICE_BYTES  # as they are price
 
 
 def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall) -> tuple[Tensor, list[Saved]]:
-    """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), all of one group's local rows.
+    """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), this rank's rows of one group: out (T, N, Hv).
 
-    What backward needs is returned slice after slice.
+    What backward needs is returned slice after slice. Without neighbours to exchange heads with it is a plain ring.
     """
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
@@ -72,7 +72,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
 def _take_turns(rings: Sequence[Iterator[None]]) -> None:
     """Advance every ring by a block, one ring after another, until all are at their end.
 
-    Every member does so in this order, and so posts its messages in it.
+    All members do so in this order, so that they post their messages in the same one.
     """
     for _ in zip(*rings, strict=True):
         pass
@@ -87,8 +87,8 @@ def _forward_turns(
 ) -> Iterator[None]:
     """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
 
-    `messages` are the tensors of every slice, and the handles of those that still arrive. The outputs on their way back
-    and what is saved are appended to `results`.
+    Yields between turns. `messages` are the tensors of every slice, and the handles of those that still arrive. The
+    handles of outputs on their way back, and what backward needs, are appended to `results`.
     """
     (sent, arriving), (leaving, saved), members = messages, results, swap.members
     q, own_k, own_v = swap.receive_heads(arriving.pop(0), sent[run.start])
@@ -123,7 +123,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
         return ring_backward(dout, saved, members, call)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
     swap = HeadSwap(members, split, len(saved))
-    # Sums over all queries of a head are as exact in the input's dtype; those of one copy of it are not.
+    # A complete dk or dv may travel in the input's dtype; the parts that copies of a head give are still to be summed.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     work = _Backward(dout, saved, swap, call, kv_dtype)
     query_numbers = max(members.part.counts) * members.inner * split.member_heads * saved[0].q.shape[2]
@@ -164,8 +164,8 @@ class _Backward:
             self._sent = [(*tensors, dout, output_or_deltas) for tensors in swap.tensors_to_send(q, k, v)]
         self._arriving = [swap.send_heads(tensors, i, _BACKWARD) for i, tensors in enumerate(self._sent)]
         self._pair: tuple[Tensor, ...] = ()  # keys and values that arrived with the first of the slices that share them
-        self._sinks: dict[int, Tensor | None] = {}
-        self._of_keys: list[Addend] = []
+        self._sinks: dict[int, Tensor | None] = {}  # by slice, the gradient of its heads' sinks
+        self._of_keys: list[Addend] = []  # dk and dv of each slice so far that shares the current keys and values
 
     def compute_slice(self, slice_index: int) -> None:
         """Compute the gradients of a slice, from its ring or its only block, and send them.
@@ -185,18 +185,19 @@ class _Backward:
             self._send_gradients(slice_index, gradient_slice, gradients[gradient_slice])
 
     def ring_turns(self, run: range) -> Iterator[None]:
-        """Run the ring of slices that share keys and values; yields after each turn, so that rings of others go on too.
+        """Run the ring of slices that share keys and values; yields after each turn, so that other rings advance too.
 
         There is a turn for each block of another member, one for the own block, and one for the sums. Work on the own
         block waits for nobody, so it fills gaps: that of the first half of all slices is done before the first block
         arrives, that of the others while the last gradients travel.
         """
+        # of local tensors, keys and values arrive with the first queries; exchanged ones are at hand
         queries, own_pairs = [self._receive_queries(run.start)] if self._is_local else list[Queries](), list[_Pair]()
         first_saved = queries[0].saved if queries else self._swap.slice_saved(self._saved, run.start)
         ring = RingGradients(first_saved.k, first_saved.v, self._swap.members)
         early = [index for index in run if 2 * index < self._swap.slices]
         for slice_index in run:
-            if slice_index >= run.start + len(queries):
+            if slice_index >= run.start + len(queries):  # not received yet
                 queries.append(self._receive_queries(slice_index))
             own_pairs += [ring.own_gradients(queries[-1])] if slice_index in early else []
         for _ in range(1, self._swap.members.degree):
@@ -215,9 +216,9 @@ class _Backward:
         return self._swap.place_heads(torch.cat(sinks)) if sinks else None
 
     def _receive_queries(self, slice_index: int) -> Queries:
-        """Receive the query heads of a slice, with their dout and with what was saved.
+        """Receive dout for the query heads of a slice, and join it with what forward saved of them.
 
-        Only the own rows of that are here where all heads were saved.
+        Where that is of the own rows, with all heads, the neighbours' q, k, v and out (or deltas) arrive beside dout.
         """
         swap = self._swap
         arrived = swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
@@ -235,22 +236,22 @@ class _Backward:
             dq, self._sinks[slice_index] = slice_queries.finish()
             self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
 
-    def _send_gradients(self, slice_index: int, some: slice, gradients: Sequence[Tensor]) -> None:
-        self.leaving.append((slice_index, some, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients")))
+    def _send_gradients(self, slice_index: int, gradient_slice: slice, gradients: Sequence[Tensor]) -> None:
+        self.leaving.append((slice_index, gradient_slice, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients")))
 
 
 def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
     """Choose in how many slices heads are exchanged: one for each SLICE_BYTES of queries, SLICES at most.
 
-    It counts the most rows of a member, so that all members choose alike. The rows of a narrow window come in one
-    exchange.
+    The rows of the largest member count, so that all members choose the same. A narrow window takes one slice: its rows
+    are fetched in one exchange.
     """
     useful_slices = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
     return split.slice_count(min(useful_slices, SLICES)) if useful_slices > 1 and not members.has_narrow_window else 1
 
 
 def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Make empty tensors for the gradients of q, k and v: (T, dealt heads, size), those of k and v in `dtype`."""
+    """Make empty tensors (T, heads, size) for dq, dk and dv; dk and dv in `dtype`, with every copy of a head."""
     kv_heads = split.kv_heads * split.kv_copies
     return (
         dout.new_empty((len(dout), split.heads, saved.q.shape[2])),

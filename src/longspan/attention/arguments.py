@@ -29,7 +29,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Arguments(NamedTuple):
-    """The arguments of `attend` without its tensors and its seed; lists are tuples."""
+    """The arguments of `attend` without its tensors and its seed; lists are tuples; `sizes` are (a2a, p2p)."""
 
     causal: bool = True
     window: int | None = None
@@ -186,27 +186,27 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
     Raises AttentionError, naming the group, for a type that is unknown, levels that do not make the degree, or heads
     that members cannot exchange.
     """
-    kinds, sizes = arguments.cp_comm_type, arguments.sizes
-    if not isinstance(kinds, str | tuple | None):
-        raise AttentionError(f"cp_comm_type is {kinds!r}; use one of {', '.join(COMM_TYPES)}, or one per layer")
+    types, sizes = arguments.cp_comm_type, arguments.sizes
+    if not isinstance(types, str | tuple | None):
+        raise AttentionError(f"cp_comm_type is {types!r}; use one of {', '.join(COMM_TYPES)}, or one per layer")
     if sizes is not None:
         if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_count, sizes)):
             raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
         arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
-    if kinds is not None:
-        _check_type(_layer_type(kinds, arguments.layer, "cp_comm_type"), "")
+    if types is not None:
+        _check_type(_layer_type(types, arguments.layer, "cp_comm_type"), "")
     return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
 
 
 def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttendCall) -> CommChoice:
-    """Return how one group communicates: by the call's type or else its own, that of the layer in a list."""
+    """Return how one group communicates: by the call's type, else the group's; from a list of types, the layer's."""
     group, where = shard.micro_batch.groups[index], f" of group {index}"
     if arguments.cp_comm_type is None:
         kind = _layer_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
         _check_type(kind, where)
-    else:
+    else:  # checked by the caller
         kind = _layer_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
-    if group.degree == 1:
+    if group.degree == 1:  # nobody to communicate with
         return CommChoice("p2p")
     if kind == "auto":
         return _resolve_automatic_type(shard, index, call)
@@ -237,19 +237,20 @@ def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) 
     return CommChoice(*automatic[key])
 
 
-def _layer_type(kinds: str | Sequence[str], layer: int | None, name: str) -> str:
+def _layer_type(types: str | Sequence[str], layer: int | None, name: str) -> str:
     """Return the communication type of a layer, from one type for all layers or a list with one for each."""
-    if isinstance(kinds, str):
-        return kinds
-    if not isinstance(layer, Integral) or not 0 <= layer < len(kinds):
+    if isinstance(types, str):
+        return types
+    if not isinstance(layer, Integral) or not 0 <= layer < len(types):
         raise AttentionError(
-            f"{name} has {len(kinds)} entries, one per layer; got layer={layer!r}: "
-            f"pass the global layer index, 0 to {len(kinds) - 1}"
+            f"{name} has {len(types)} entries, one per layer; got layer={layer!r}: "
+            f"pass the global layer index, 0 to {len(types) - 1}"
         )
-    return kinds[layer]
+    return types[layer]
 
 
 def _check_type(kind: str, where: str) -> None:
+    """Raise AttentionError for an unknown communication type; `where` says of what it is, in the message."""
     if kind not in COMM_TYPES:
         raise AttentionError(f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(COMM_TYPES)}")
 

@@ -2,8 +2,8 @@
 
 One autograd function per call goes through the parts of a shard (one per group that this slot is in) in plan order, and
 in backward in reverse, which is the one order in which every rank enters its collectives. Backward gets q,
-k, v, out and the log-sum-exp of the local rows, or, where heads were exchanged for rows, as many numbers of those
-(inside a recording, whose layers are recomputed, the local ones: `saved_outputs.py`).
+k, v, out and the log-sum-exp of the local rows, or, where heads were exchanged for rows, the exchanged ones, which are
+as many numbers (inside a recording, whose layers are recomputed, the local ones: `saved_outputs.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -127,7 +127,10 @@ def _hashable_argument(argument: Any) -> Any:
 def _find_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttendCall:
-    """Return the packed call, from the shard's cache if there: all layers make the same call, and checks take time."""
+    """Return the packed call, from the shard's cache if there: all layers make the same call, and checks take time.
+
+    The layer's index is a part of the key only where it decides the communication type.
+    """
     tensors = (q, k, v, sinks)
     if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
         return pack_call(q, k, v, sinks, shard, arguments)  # raises
@@ -135,7 +138,7 @@ def _find_call(
     by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
     arguments = arguments if by_layer else arguments._replace(layer=None)
     shapes = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
-    key = (*shapes, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())  # True is no window
+    key = (*shapes, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())  # True == 1
     try:
         call = cache.calls.get(key)
     except TypeError:  # an argument that is not hashable, which no check accepts
@@ -146,6 +149,7 @@ def _find_call(
 
 
 def _layer_seed(seed: int | None, shard: SequenceShard, layer: int | None) -> int:
+    """Return the seed of dropout: mixed from the caller's seed alone, else from the shard's and the layer's index."""
     return mix_seed(*shard.seed, -1 if layer is None else layer) if seed is None else mix_seed(seed)
 
 
@@ -199,11 +203,12 @@ class _Attend(torch.autograd.Function):
 
 
 def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors (T, N, H) whose numbers of a head lie side by side."""
+    """Return tensors (T, N, H), copied where the numbers of a head are not contiguous, as kernels want them."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
+    """Return the call with these sinks, which the shard's cache must not keep: each layer has others."""
     return call if sinks is None else replace(call, sinks=sinks)
 
 
@@ -234,7 +239,10 @@ def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
 def _join_rows_of_parts(
     parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """Join the rows of all parts, tensor by tensor: (rows, *shape) in the dtype of `like`, contiguous."""
+    """Join the rows of all parts, tensor by tensor: (rows, *shape) in the dtype of `like`, contiguous.
+
+    A slot without a part gets tensors of no rows.
+    """
     if len(parts) == 1:
         return cast_rows(parts[0], like.dtype)
     no_rows = [like.new_empty((0, *shape)) for shape in shapes]
@@ -242,7 +250,7 @@ def _join_rows_of_parts(
 
 
 def _sum_sinks(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:
-    """Sum the gradients of the sinks over the parts in the accumulation dtype; return it in the sinks' dtype."""
+    """Sum the gradients of the sinks over the parts in the accumulation dtype; return the sum in the sinks' dtype."""
     total = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
     for part_gradient in parts:
         assert part_gradient is not None

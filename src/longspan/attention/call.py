@@ -48,7 +48,7 @@ class Dropout:
     first_head: int = 0  # of the tensors at hand, among all query heads
 
     def from_head(self, head: int) -> "Dropout":
-        """Return the same dropout for tensors that begin at this head of the ones at hand."""
+        """Return the same dropout for a slice of the heads at hand that begins at this one."""
         return replace(self, first_head=self.first_head + head)
 
     def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:
@@ -188,12 +188,12 @@ class AttendCall:
     @property
     def features(self) -> frozenset[str]:
         """Return which of "window", "softcap" and "dropout" the call has; some kernels lack them."""
-        window = self.mask.window or self.spans or None  # a span is a limit on the left of keys to the right
+        window = self.mask.window or self.spans or None  # later keys of a span are masked as by a window
         asked_for = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
         return frozenset(name for name, value in asked_for.items() if value is not None)
 
     def for_heads(self, start: int, stop: int) -> "AttendCall":
-        """Return the same call for query heads start to stop of the tensors at hand."""
+        """Return the same call for query heads start to stop of the tensors at hand: sinks and dropout go by head."""
         if self.sinks is None and self.dropout is None:
             return self
         sinks = None if self.sinks is None else self.sinks[start:stop]
@@ -203,8 +203,8 @@ class AttendCall:
 class AttentionCache:
     """What attention derives from a shard, for all layers (`cache_of`).
 
-    `calls` by what they are made of, `members` by the group's index, the neighbours that act as one and the mask, and
-    the type that "auto" stands for by the group's index and the call's sizes.
+    `calls` by their tensors' shapes and arguments; `members` by the group's index, the number of neighbours that act as
+    one member, and the mask; `automatic`, the type that "auto" stands for, by the group's index and the call.
     """
 
     def __init__(self, listed_by_layer: bool) -> None:
@@ -247,7 +247,7 @@ def add_block(total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[L
 def block_gradients(
     dq: RowSum, dout: Tensor, saved: Saved, launches: tuple[Launch, ...], call: AttendCall
 ) -> list[Addend]:
-    """Add a block's part of the query's gradient to `dq`; return those of its keys and values, in parts.
+    """Add a block's part of the queries' gradient to `dq`; return the gradients of its keys and values by launch.
 
     The k and v of `saved` are the block's.
     """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _PAIRS = 16  # (row, head) pairs that one program merges, or whose sums it takes
-_COPIES = 3  # of one launch
+_COPIES = 3  # at most, in one launch
 _ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides, and another for those it does not
 _REMEMBERED = 4096  # launches with their numbers; those of one micro-batch are some dozens
 _compiled: dict[Hashable, Any] = {}
@@ -93,7 +93,8 @@ def _launch_copies(moves: Sequence[_Move], index: Tensor | None, rows: int, memb
 def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
     """Add into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, …), into in float32.
 
-    Elements of a row are in order, indices distinct, and every pair has as many source rows.
+    Elements of a row are in order, indices distinct, and every pair has as many source rows. A launch takes two
+    pairs; a last one alone is passed twice, and HAS_B leaves the second out.
     """
     rows = moves[0][0].shape[0]
     if not rows:
@@ -107,13 +108,14 @@ def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> No
 
 
 def _addition_arguments(source: Tensor, into: Tensor) -> tuple[Any, ...]:
+    """Return one addition's tensors, row strides and width, as the kernel `add_rows` takes them."""
     return (source, source.stride(0), into, into.stride(0), into.shape[1:].numel())
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Sum into total[r] the x[index[r]] of addends (x, index), for total (R, W) in float32; index −1 adds nothing.
 
-    A launch adds two addends; the first of all overwrites the total.
+    A launch adds two addends; the first of all overwrites the total. An odd last one is passed twice, added once.
     """
     if not total.shape[0]:
         return
@@ -163,7 +165,7 @@ def _launch_kernel(
             key.append(x)
         else:
             key += (x.dtype, x.get_device())
-            addresses |= x.data_ptr()
+            addresses |= x.data_ptr()  # 16 divides their union if it divides each
     launch_key = (*key, *values)
     compiled_kernel = None if addresses % _ALIGNED else _compiled.get(launch_key)
     if compiled_kernel is not None:

@@ -42,7 +42,10 @@ class HeadSplit:
 
     @cached_property
     def member_kv_heads(self) -> int:
-        """Key/value heads that a member receives."""
+        """Key/value heads that a member receives.
+
+        A run is as long as divides both the queries of a key/value head and those of a member.
+        """
         return self.member_heads // gcd(self.heads // self.kv_heads, self.member_heads)
 
     @cached_property
@@ -57,18 +60,19 @@ class HeadSplit:
     def slice_count(self, at_most: int) -> int:
         """Return into how many equal slices the query heads of every member can be cut: the most up to `at_most`.
 
-        >>> HeadSplit(heads=32, kv_heads=8, degree=4).slices(2), HeadSplit(heads=32, kv_heads=8, degree=8).slices(2)
-        (2, 2)
+        >>> [HeadSplit(heads=32, kv_heads=8, degree=degree).slice_count(2) for degree in (4, 8)]
+        [2, 2]
 
         A slice is one or more whole runs, or a part of one: its key/value head is then that of other slices as well.
         """
         return next(n for n in range(min(at_most, self.member_heads), 0, -1) if self._cuts_evenly(n))
 
     def slices_per_kv_head(self, slices: int) -> int:
-        """Return how many of so many slices use the same key/value head."""
+        """Return how many of `slices` slices use the same key/value head: several only where slices cut a run."""
         return max(1, slices // self.member_kv_heads)
 
     def _cuts_evenly(self, slices: int) -> bool:
+        """Return whether so many slices are each whole runs, or an equal part of one run."""
         return self.member_kv_heads % slices == 0 or (
             slices % self.member_kv_heads == 0 and self.member_heads % slices == 0
         )
@@ -86,7 +90,7 @@ class HeadSwap:
 
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
         self.split, self.slices, self._degree = split, slices, split.degree
-        self._shared = split.slices_per_kv_head(slices)
+        self._shared = split.slices_per_kv_head(slices)  # slices in a row that use the same key/value head
         self.heads_of_slice = split.member_heads // slices
         self.members, self._channel, self._counts = members, members.inner_channel, members.inner_counts
         self._me = self._channel.index
@@ -112,14 +116,15 @@ class HeadSwap:
         return [tensors if self.opens_run(slice_index) else tensors[:1] for slice_index in range(self.slices)]
 
     def slice_saved(self, saved: Sequence[Saved], slice_index: int) -> Saved:
-        """Return the saved tensors of a slice, with its keys and values."""
+        """Return the saved tensors of a slice, with the keys and values, which the first slice that uses them saves."""
         first = saved[slice_index - slice_index % self._shared]
         return saved[slice_index]._replace(k=first.k, v=first.v)
 
     def message_gradients(self, slice_index: int) -> list[slice]:
-        """Return which of dq, dk and dv leave together once a slice is computed.
+        """Return which of dq, dk and dv leave together once a slice is computed, a message each.
 
-        They are of one dtype where no head has copies.
+        dk and dv leave with the last slice that shares them. A message has one dtype, and where heads have copies, dk
+        and dv are in the accumulation dtype.
         """
         if not self.closes_run(slice_index):
             return [slice(0, 1)]
@@ -131,7 +136,7 @@ class HeadSwap:
         return call.for_heads(start, start + self.heads_of_slice)
 
     def place_heads(self, x: Tensor) -> Tensor:
-        """Put values of the query heads computed here in their places among all heads: (N,), zero elsewhere."""
+        """Put values of the query heads computed here at their indices among all heads: (N,), zero elsewhere."""
         all_heads = x.new_zeros(self.split.heads)
         all_heads[self.split.q_heads(self._me)] = x
         return all_heads
@@ -146,7 +151,7 @@ class HeadSwap:
         return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
 
     def _slice_views(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
-        """Return where this slice of every member's heads lies in tensors (T, N, size)."""
+        """View this slice of every member's heads in tensors (T, N, size): (T, members, columns)."""
         return [
             head_views(x, self._degree, cuts, slice_index * cuts // self.slices)
             for x, cuts in zip(tensors, map(self._slice_count, tensors), strict=True)

@@ -111,9 +111,9 @@ class Members:
 
     @cached_property
     def arrival_orders(self) -> tuple[Tensor, Tensor] | None:
-        """Return how the rows that arrive from inside members are put in document order; None where they arrive in it.
+        """Return how rows from the neighbours are put in document order, and back; None where they arrive in it.
 
-        The first of two (R,) is which arriving row each row in document order is; the second is the inverse.
+        With two indices (R,), `arrived[first]` is in document order, and `in_order[second]` as rows arrive.
         """
         document, start, stop = self._list_runs(self.member)
         order, sizes = np.lexsort((start, document)), stop - start
@@ -141,10 +141,9 @@ class Members:
 
     @cached_property
     def keys_by_member(self) -> list[Tensor]:
-        """Return for each launch on all rows which of its keys each row of the group is: (S,), rows member after
-        member.
+        """Return for each launch on all rows an index (S,): which of its keys each row of the group is, −1 for none.
 
-        It is −1 for a row that the launch does not have.
+        The rows are listed member after member.
         """
         by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
         places = (_find_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
@@ -159,11 +158,15 @@ class Members:
         return self._launches[owner]
 
     def _launches_on_block(self, owner: int) -> tuple[Launch, ...]:
+        """Make the launches on a member's block; rows that pad documents out are no keys, but have positions in it."""
         segments = self.segments(owner)
         return self._make_launches(self.real_segments(owner), lambda: segments.positions)
 
     def _launches_on_all(self) -> tuple[Launch, ...]:
-        """Make the launches on whole documents, which lie among the group's rows in document order, without padding."""
+        """Make the launches on whole documents without padding, among the group's rows in document order.
+
+        Every document's positions count from 0.
+        """
         laid_out, starts = self._document_extents()
         lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
         keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
@@ -175,7 +178,7 @@ class Members:
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """Make the launches of this member's rows against the rows of a tensor, all of which have these `positions`."""
+        """Make the launches of this member's rows against `keys`, rows of a tensor; `positions` are of all its rows."""
         ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
         # The launches keep this function and `Members` keeps them: it refers to no `Members`, or a cycle would be left.
@@ -196,7 +199,7 @@ class Members:
 
     @cached_property
     def has_narrow_window(self) -> bool:
-        """Whether members send each other the rows that are seen, instead of a ring."""
+        """Whether members send each other just the rows that are seen, instead of blocks around a ring."""
         return is_narrow(self.part.group.lengths, self.degree, self.mask.window, self.mask.chunk)
 
     @cached_property
@@ -240,7 +243,8 @@ class Members:
         """Find which rows of `owner` are among `keys`: their indices in the owner's tensor, ascending, and those in
         `keys`.
 
-        Rows are compared by their number among the group's rows in document order.
+        Rows are compared by their number among the group's rows in document order. A row before all runs gets run −1,
+        for which the stop of 0 is appended: it is in none.
         """
         _, document_starts = self._document_extents()
         segments = self.segments(owner)
@@ -261,7 +265,7 @@ class HeadSlice(NamedTuple):
 
 
 def cut_heads(heads: int, kv_heads: int, at_once: int) -> list[HeadSlice]:
-    """Cut heads into slices of so many key/value heads; the last may have fewer.
+    """Cut heads into slices of `at_once` key/value heads; the last may have fewer.
 
     >>> [(part.kv.start, part.q.start) for part in cut_heads(8, 4, 3)]
     [(0, 0), (3, 6)]
@@ -272,16 +276,16 @@ def cut_heads(heads: int, kv_heads: int, at_once: int) -> list[HeadSlice]:
 
 
 def backward_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]:
-    """Return the groups of heads that backward computes one after another, so that float32 sums are of one group.
+    """Return the groups of heads that backward computes one after another, to hold one group's float32 sums at a time.
 
-    `rows` are the most of a member, so that all members have the same groups; q (T, N, H) are the queries of one.
+    `rows` is the largest member's number, so that all members cut alike; q (T, N, H) are one member's queries.
     """
     count = count_head_groups(rows * q.shape[1] * q.shape[2] * 4, kv_heads)
     return cut_heads(q.shape[1], kv_heads, -(-kv_heads // count))
 
 
 def _find_places(rows: slice | Integers, count: int) -> Integers:
-    """Find which of `rows` each of `count` rows is, −1 for none of them."""
+    """Return the index in `rows` of each of `count` rows, −1 for one that is not among them."""
     places = np.full(count, -1, dtype=np.int64)
     places[rows] = np.arange(len(places[rows]))
     return places

@@ -30,7 +30,7 @@ from longspan.attention.rows import Partial, RowSum, accumulation_dtype, add_add
 from longspan.attention.tiles import Launch
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 
-HALVES_BYTES = 48 << 20  # of a block's gradients: a message that is worth one more launch to hide (H200)
+HALVES_BYTES = 48 << 20  # of a block's gradients: a larger message is worth one more launch to hide it (H200)
 
 
 KeyBlock = tuple[tuple[Launch, ...], Tensor, Tensor]
@@ -94,7 +94,7 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
         )
         gradients = _heads_backward(dout[:, q], group_saved, members, call.for_heads(q.start, q.stop))
         dq[:, q] = gradients.q
-        group_gradients.append(gradients._replace(q=dq))
+        group_gradients.append(gradients._replace(q=dq))  # keeps no group's dq in float32
     dk, dv = (concat_heads([getattr(gradients, name) for gradients in group_gradients]) for name in "kv")
     dsinks = [gradients.sinks for gradients in group_gradients if gradients.sinks is not None]
     return Gradients(dq, dk, dv, torch.cat(dsinks) if dsinks else None)
@@ -103,7 +103,7 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
 def _heads_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
     """Return the gradients of this member's rows, of all heads at hand.
 
-    The own block waits for no one: it hides the first and the last message.
+    The own block waits for no one: computing it hides the first and the last message.
     """
     if members.has_narrow_window:
         return _window_backward(dout, saved, members, call)
@@ -126,8 +126,8 @@ def _heads_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCa
 class RingGradients:
     """Backward around a ring, a block at a time, so that rings of several slices of heads can take turns.
 
-    `k` and `v` are this member's, of one slice of key/value heads. Call `add_block` once for each block of another
-    member, then `finish` with what `own_gradients` gives for the own block: it may be computed at any time.
+    `k` and `v` are this member's, of one slice of key/value heads. Call `compute_next_block` for each other member,
+    then `finish` with what `own_gradients` gives for the own block, which may be computed at any time.
     """
 
     def __init__(self, k: Tensor, v: Tensor, members: Members) -> None:
@@ -147,7 +147,7 @@ class RingGradients:
         self._sums.add(owner, addends)
 
     def own_gradients(self, queries: Queries) -> tuple[Tensor, Tensor]:
-        """Return dk and dv that the own block gets from the queries; what they get from it is added to their sum."""
+        """Return dk and dv that the own block gets from the queries; add dq that they get from it to their sum."""
         return _own_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
     def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,7 @@ def merge_rows(
 
 @triton.jit
 def _move_columns(source, into, width, WIDTH: tl.constexpr):
+    """Copy a row of `width` columns, in the dtype of `into`."""
     column = tl.arange(0, WIDTH)
     x = tl.load(source + column, mask=column < width)
     tl.store(into + column, x.to(into.dtype.element_ty), mask=column < width)

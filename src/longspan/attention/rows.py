@@ -47,7 +47,7 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
     step = torch.sigmoid(lse - rows_lse)
     rows_out = rows_out.lerp_(out.to(rows_out.dtype), step.unsqueeze(-1))
     rows_lse = torch.logaddexp(rows_lse, lse)
-    if isinstance(rows, slice):
+    if isinstance(rows, slice):  # rows_out is a view, which lerp_ has written
         total_lse[rows] = rows_lse
     else:
         total_out.index_copy_(0, rows, rows_out)
@@ -64,7 +64,7 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
 
 
 def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
-    """Add into[rows] += source, for pairs (source, into) of (rows, …); all have as many source rows, each its own."""
+    """Add into[rows] += source, for pairs (source, into) of (rows, …), with distinct rows, the same for all pairs."""
     index = rows if isinstance(rows, Tensor) else None
     moves = [(source, into if index is not None else take_rows(into, rows)) for source, into in moves]
     if all(into.dtype == torch.float32 and runs_fused(into) for _, into in moves):
@@ -196,7 +196,7 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
-    """View numbers of rows and heads (T, N) bit by bit as heads of another dtype (T, N, size), to travel with others.
+    """View numbers of rows and heads (T, N) bit by bit as heads (T, N, size) of `dtype`, to travel with such heads.
 
     Zeros are appended until a slice of the heads fills a multiple of 16 bytes, as kernels want the rows of what travels
     with it.
@@ -242,7 +242,7 @@ class Partial:
     def result(self) -> tuple[Tensor, Tensor]:
         """Return out (T, N, Hv) and lse (T, N), in the accumulation dtype.
 
-        out is in the kernel's where that gave all of it.
+        Where one launch gave all rows of out and nothing was merged, out keeps the kernel's dtype.
         """
         if self._total is None:
             dtype = accumulation_dtype(self._like.dtype)
@@ -271,7 +271,7 @@ class RowSum:
         self._total: Tensor | None = None
 
     def add(self, rows: RowIndex, x: Tensor) -> None:
-        """Add x (rows, …) to distinct rows."""
+        """Add x (rows, …) to distinct rows; a first x of all rows becomes the sum, without a copy."""
         if self._total is None and covers(rows, self._shape[0]):
             self._total = x
             return
@@ -285,6 +285,7 @@ class RowSum:
             add_rows([(x, self._full_sum()[:, heads])], slice(0, self._shape[0]))
 
     def _full_sum(self) -> Tensor:
+        """Return the sum in the accumulation dtype, to be added to in place."""
         (self._total,) = cast_rows((self.result(),), accumulation_dtype(self._like.dtype))
         return self._total
 

@@ -36,6 +36,8 @@ class _InputView(NamedTuple):
 
 
 class _Parked(NamedTuple):
+    """A tensor that was parked, and how to get it back."""
+
     fetch: Callable[[], Tensor]
 
 
@@ -86,7 +88,10 @@ class Recording:
         )
 
     def _keep_output(self, x: Any, inputs: Sequence[Tensor]) -> Any:
-        """Keep what attention returned: a tensor as it is, or, in the memory of an input, as a view of that."""
+        """Keep what attention returned: a tensor is parked, or, in the memory of an input, noted as a view of that.
+
+        Empty tensors are parked: they have no memory by which an input is recognised.
+        """
         if not isinstance(x, Tensor):
             return x
         for i, source in enumerate(inputs):
@@ -101,7 +106,7 @@ active_recording: ContextVar[Recording | None] = ContextVar("recording", default
 
 
 class _Reentrant(AbstractContextManager[None]):
-    """A context that may be entered again: a graph that is kept is recomputed in every backward pass."""
+    """A context that may be entered again: with `retain_graph` each backward pass recomputes the layer."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make_context = make

@@ -111,7 +111,8 @@ def _kernel_row(kernel: Kernel) -> tuple[str, ...]:
 def feature_rows() -> list[tuple[str, ...]]:
     """Return the table of features: which types have each (all do), and which kernels.
 
-    Features that no kernel names are done outside of kernels, and so work with all of them.
+    Features that no kernel names are done outside of kernels, and so work with all of them. A kernel computes spans as
+    windows.
     """
     types = [row[0] for row in TYPE_ROWS[1:]]
     rows = [("feature", "how", *types, "kernels")]
@@ -134,6 +135,7 @@ def fill_tables(page: str) -> str:
 
 
 def _page_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a header and rows as a table in Markdown."""
     header, *body = rows
     lines = [header, ["---"] * len(header), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

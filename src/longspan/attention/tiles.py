@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     def rows(self, start: int, stop: int) -> "Tile":
         """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
 
-        A row is aligned to the key `shift` places on, so the last row of a tile is to its last key. The part's keys
+        Row i is aligned to key i + `shift`, so that the last row is aligned to the last key. The part's keys
         begin `left` before its first row's and end `right` after its last row's. Its last row is then aligned to
         another last key, `moved` keys away, and both limits, which count from there, move with it.
         """
@@ -139,6 +139,7 @@ class Tiling:
 
 
 def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
+    """Return the rows of all runs [start, stop) in order; a slice where each run begins where the one before ends."""
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     return expand_runs(starts, stops)
@@ -189,7 +190,7 @@ class Launch:
         return queries, keys
 
     def blocks(self, rows: int, *, of_keys: bool) -> Tensor:
-        """Cut the tiles into blocks of so many rows, or of keys, the costliest first: tile and first row in it (n, 2).
+        """Cut the tiles into blocks of `rows` rows, or keys, the costliest first: tile and first row in it (n, 2).
 
         A kernel whose programs take one block each keeps all multiprocessors busy to the end this way. int32.
         """
@@ -229,7 +230,9 @@ def _index_on_device(rows: slice | np.ndarray, device: torch.device) -> slice | 
 
 
 class DenseCall(NamedTuple):
-    """Query rows against key rows: all of them, causal with as many keys as rows, or under a mask to add to scores."""
+    """Query rows against key rows, as kernels without tiles take them: unmasked, causal with as many keys as rows, or
+    under a mask to add to scores.
+    """
 
     rows: slice
     keys: slice
@@ -237,8 +240,8 @@ class DenseCall(NamedTuple):
     attn_mask: Tensor | None = None
     first: bool = True  # whether no call before had these rows
 
-    def keep(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Write the result of the call into the totals, or merge it where its rows were there before."""
+    def write_result(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Write the call's out and lse into its rows of the totals; merge them where another call had these rows."""
         if self.first:
             total_out[self.rows], total_lse[self.rows] = out, lse
         else:
@@ -248,7 +251,8 @@ class DenseCall(NamedTuple):
 def dense_calls(tile: Tile) -> Iterator[DenseCall]:
     """Yield the calls of a tile without a window.
 
-    A causal tile with more keys than rows is a square on the last keys, and a full one.
+    A causal tile with more keys than rows is a square on the last keys, and a full one. A single row is aligned to the
+    last key, so that it sees all keys without a mask.
     """
     assert tile.left is None and (tile.right in (None, 0) or tile.queries == 1), "a window takes a mask"
     rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)

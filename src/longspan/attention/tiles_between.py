@@ -75,7 +75,7 @@ def tiles_between(
 
 
 def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
-    """Cut the rows at chunks, each of which is then a document."""
+    """Cut the runs of q and k at the ends of chunks, and number chunks as documents."""
     longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
     return _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
 
@@ -102,6 +102,7 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
     opens = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))
     index = np.arange(len(order))
     turn, mask = np.empty_like(index), np.empty_like(index)
+    # `turn`: the number of a tile among those of its document and mask; `mask`: the number of its mask
     turn[order] = index - np.maximum.accumulate(np.where(opens, index, 0))
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
@@ -180,7 +181,7 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
         base,
         end,
         np.array(-1),
-        np.array([0, -1]),
+        np.array([0, -1]),  # of the two tiles of a pair, the first ends on the causal diagonal
     )
     tiles = TileArrays(*(np.broadcast_to(column, first_position.shape).reshape(-1) for column in columns))
     return tiles.where(tiles.q_start < tiles.q_stop)
@@ -234,10 +235,10 @@ def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
 
 
 def split_left_limits(tiles: TileArrays) -> TileArrays:
-    """Split each tile with a limit only on the left into the keys that all its rows see, and the others.
+    """Split each tile with a limit only on the left into the keys that all its rows see, and those before them.
 
-    Of the others the last row sees one key. How far the limit is from the last key then is the same in all documents,
-    so that they share a mask.
+    The tile's last row sees none of the earlier keys, and the row before it sees one. So the second part leaves the
+    last row out and has the limit 0, in every document: all share one mask.
     """
     cut = (tiles.left > 0) & (tiles.right < 0)
     limited = tiles.where(cut)

@@ -121,7 +121,7 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     root = as_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
     newest, damage = newest_good_checkpoint(
-        paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _silent
+        paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _log_nothing
     )
     if note:
         run_on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
@@ -194,7 +194,7 @@ def holds_encoders(path: Path) -> bool:
 
 
 def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return weights and moments by name; those of an optimizer that has not taken a step are left out.
+    """Return weights and moments by name; an optimizer that has not taken a step has no moments to return.
 
     Of a model with an adapter only the adapter's are returned, here and in `tensors_to_fill`: its base is not trained.
     """
@@ -222,7 +222,7 @@ def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, 
 class StoredMoments(NamedTuple):
     """The parameters that have moments in a checkpoint, and the settings of each parameter of its optimizer.
 
-    `moments` are all beginnings of their names, up to a dot: the parameters' names are among them.
+    `moments` are all beginnings of their names, up to a dot, as nothing marks where the parameter's name ends.
     """
 
     moments: frozenset[str]
@@ -296,15 +296,15 @@ def _write_tensors(folder: Path, tensors: dict[str, Any], world: World) -> list[
 
 
 def _names_under(prefix: str, names: Iterable[str]) -> set[str]:
+    """Return the names that begin with the prefix, without it."""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
     """Raise CheckpointError unless a checkpoint has the weights of the model, no fewer and no more.
 
-    torch refuses weights that the checkpoint lacks, and passes over those that the model lacks.
-
-    `weights` are those of all ranks.
+    torch refuses weights that the checkpoint lacks, and passes over those that the model lacks. `weights` are those of
+    all ranks.
     """
     if weights and not saved:
         raise CheckpointError(
@@ -325,5 +325,5 @@ def _hyperparameters(tensors: Mapping[str, Any]) -> list[str]:
     return [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
 
 
-def _silent(_: str) -> None:
+def _log_nothing(_: str) -> None:
     pass

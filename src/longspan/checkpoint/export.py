@@ -61,7 +61,7 @@ from longspan.model.weights.write import (
 )
 
 _REPLACED = "|".join([OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, FILES)])
-_LOGGED_EVERY = 5 * 10**9  # bytes
+_LOGGED_EVERY = 5 * 10**9  # bytes from one line of progress to the next
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
     )
     if unknown := sorted(stored.keys() - weights.keys()):
         raise ModelError(f"it has {len(unknown)} weights that the model has not: {', '.join(unknown[:4])}")
-    place = {unit: i for i, unit in enumerate(dict.fromkeys(map(weight_unit, weights)))}
-    for _, group in groupby(sorted(stored, key=lambda name: (place[weight_unit(name)], name)), weight_unit):
+    unit_order = {unit: i for i, unit in enumerate(dict.fromkeys(map(weight_unit, weights)))}
+    for _, group in groupby(sorted(stored, key=lambda name: (unit_order[weight_unit(name)], name)), weight_unit):
         names = {stored_names[name]: name for name in group}
         tensors = _read_group(
             checkpoint, metadata, {stored_name_of_group: stored[name] for stored_name_of_group, name in names.items()}
@@ -219,7 +219,7 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
 
 
 def _tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors under "model." in a checkpoint: those of an adapter are few."""
+    """Return all tensors under "model." in the checkpoint of an adapter, which are few enough to read at once."""
     metadata = read_metadata(checkpoint)
     return _read_group(checkpoint, metadata, _weights_in(metadata))
 

@@ -57,7 +57,7 @@ class ExportedDepths:
             log(f"{title}: left out")
             return own_names
         blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
-        blocks = blocks[: len(blocks) // depths]
+        blocks = blocks[: len(blocks) // depths]  # of the first depth; all have the same
         published = publication_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
         rename = published if names == "published" else None
         if rename is None:
@@ -76,7 +76,7 @@ class ExportedDepths:
 
 
 class SavedAdapter(NamedTuple):
-    """The adapter of a run, its whole tensors by name, and what the output of each adapted linear is scaled by.
+    """The adapter of a run, its whole tensors by name, and by which factor each adapted linear scales what it adds.
 
     The tensors of `modules`, a tower or a projector that was trained with it, are among them.
     """
@@ -148,7 +148,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
 
 
 def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole weights of a model, those that are yet to come one at a time."""
+    """Yield the whole weights of a model; those that it has not read yet are read one at a time."""
     weights = pop_deferred_weights(model)
     if weights is None:
         yield from model.state_dict().items()

@@ -80,7 +80,7 @@ def publish_checkpoint(
 
 
 def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
-    """Remove unfinished checkpoints, and those older than the newest `keep` good ones (0: no good one).
+    """Remove unfinished checkpoints, and those older than the newest `keep` good ones (0: none of these).
 
     A checkpoint whose sizes are wrong, or that `note_damage` marked, is no good one. That of step `best` stays.
     """
@@ -94,7 +94,7 @@ def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
 
 def remove_unfinished_saves(root: Path, log: LogLine = lambda _: None) -> None:
     """Remove what interrupted saves left, and log each; no other process may be saving there meanwhile."""
-    for path in _steps(root):
+    for path in _list_checkpoints(root):
         if is_unfinished(path):
             log(f"removing {path}: its save was interrupted")
             remove_folder(path)
@@ -102,7 +102,7 @@ def remove_unfinished_saves(root: Path, log: LogLine = lambda _: None) -> None:
 
 def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path]:
     """Return the checkpoints under `root` that were saved to the end, the newest first; the others are logged."""
-    paths = _steps(root)
+    paths = _list_checkpoints(root)
     unfinished = [path for path in paths if is_unfinished(path)]
     for path in unfinished:
         log(f"skipping {path}: its save was interrupted")
@@ -205,7 +205,7 @@ def check_format(path: Path) -> None:
         )
 
 
-def _steps(root: Path) -> list[Path]:
+def _list_checkpoints(root: Path) -> list[Path]:
     """The checkpoints under `root`, unfinished ones too, the newest first."""
     paths = [path for path in root.iterdir() if step_of(path) >= 0] if root.is_dir() else []
     return sorted(paths, key=lambda path: (step_of(path), path.name), reverse=True)
@@ -253,6 +253,7 @@ def _read_checkpoint_json(file: Path, path: Path) -> dict[str, Any]:
 
 
 def _digest(path: Path) -> Digest:
+    """Return the size of a file in bytes and its SHA-256."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 

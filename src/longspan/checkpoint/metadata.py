@@ -91,7 +91,7 @@ def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table
 
     The table is that which `_as_metadata` reads. A value is at offset None of its name, a chunk at its own offset.
     """
-    place_of = {(index.fqn, _sizes(getattr(index, "offset", None))): place for index, place in places.items()}
+    place_of = {(index.fqn, _as_tuple(getattr(index, "offset", None))): place for index, place in places.items()}
     files = {name: number for number, name in enumerate(sorted({place.relative_path for place in places.values()}))}
     if any(getattr(place, "transform_descriptors", None) for place in places.values()):
         raise CheckpointError(f"has files that another program compressed or encrypted, which are not read; {_AGAIN}")
@@ -108,14 +108,16 @@ def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table
             values[name] = location(name, None)
             continue
         chunks = [
-            [list(chunk.offsets), list(chunk.sizes), *location(name, _sizes(chunk.offsets))] for chunk in entry.chunks
+            [list(chunk.offsets), list(chunk.sizes), *location(name, _as_tuple(chunk.offsets))]
+            for chunk in entry.chunks
         ]
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
     return {"format": FORMAT, "files": list(files), "tensors": tensors, "values": values}
 
 
-def _sizes(offset: Any) -> tuple[int, ...] | None:
+def _as_tuple(offset: Any) -> tuple[int, ...] | None:
+    """Return a chunk's offsets in its tensor as a part of a key; None for a value, which has none."""
     return None if offset is None else tuple(offset)
 
 
@@ -176,7 +178,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
     places: dict[Any, Any] = {}
 
     def place(name: str, location: list[Any], least: int) -> _StorageInfo:
-        """Return where a chunk of at least so many bytes lies."""
+        """Return in which file a chunk lies and where. Raises CheckpointError if it cannot hold `least` bytes there."""
         number, first, length = map(_read_count, location)
         file, size = files[number]
         if length < least or first + length > size:
@@ -235,6 +237,7 @@ def _file_name(name: Any) -> str:
 
 
 def _file_size(path: Path, name: str) -> int:
+    """Return the bytes of a file of the folder. Raises CheckpointError if it is missing."""
     if not (path / name).is_file():
         raise CheckpointError(f"names {name}, which is missing; {_AGAIN}")
     return (path / name).stat().st_size

@@ -39,8 +39,8 @@ class RunningSave:
         self.path, self.state, self.keep, self.staging, self.started = path, state, keep, staging, started
         self.phase = "copying to the host"
         self.failure: BaseException | None = None
-        self.shown = self.seconds = 0.0
-        self.bytes = 0
+        self.shown = self.seconds = 0.0  # seconds that training stood for it, and until it ended
+        self.bytes = 0  # of all ranks' files
         self.given_up = False  # nobody waits for it any more, and it is not published
         self.noted = False  # its figures are in the metrics, or about to be
         self.staged, self.ended = threading.Event(), threading.Event()
@@ -64,7 +64,7 @@ class RunningSave:
 
         `best` is asked at the end which step more is kept. What goes wrong is in `failure`.
         """
-        talk = _DistWrapper(group, True, 0)
+        talk = _DistWrapper(group, True, 0)  # torch's collectives of objects; rank 0 of the group coordinates
         try:
             self._write_on_all_ranks(talk, group, plans)
             if talk.is_coordinator:
@@ -104,7 +104,7 @@ class RunningSave:
         talk.all_reduce("copy", copy, lambda _: create_partial(self.folder))
         self.phase = "planning"
         digests = talk.all_gather("names", partial(names_digest, tensors))
-        first = digests.index(digests[talk.rank]) == talk.rank
+        first = digests.index(digests[talk.rank]) == talk.rank  # of the ranks with the same names
         dcp.save(
             tensors,
             storage_writer=writer,
@@ -117,7 +117,8 @@ class RunningSave:
 def connect_ranks(group: ProcessGroup) -> None:
     """Let a group connect the ranks that a save connects, as long as their store is there.
 
-    Ranks whose launcher was killed save once more, and gloo finds its peers through the store of the launcher.
+    Ranks whose launcher was killed save once more, and gloo finds its peers through the store of the launcher. So each
+    kind of message of a save is sent once, with empty values.
     """
     talk = _DistWrapper(group, True, 0)
     talk.all_gather("connecting", str)

@@ -66,7 +66,7 @@ def save_cost(
     """
     rates = rates or SaveRates()
     total = parameters * bytes_of_parameter
-    of_rank, chunks = total / ranks, 3 * tensors * ranks
+    of_rank, chunks = total / ranks, 3 * tensors * ranks  # three for each tensor: the weight and two moments
     return SaveCost(
         bytes=total,
         rank_bytes=of_rank,

@@ -80,7 +80,7 @@ class CachedPlanner(DefaultSavePlanner):
 
 
 def names_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
-    """The same on ranks whose tensors and values have the same names, of which one lists the values."""
+    """Return a hash of all names, by which ranks find those with the same ones: one of these lists the values."""
     names = [f"{group}.{name}" for group, values in tensors.items() for name in values]
     return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
 
@@ -103,6 +103,7 @@ def _plan_key(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value's `repr` tells all of it: a number, a text, None, or a tuple of such."""
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 

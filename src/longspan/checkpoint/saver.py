@@ -36,7 +36,7 @@ from longspan.layout.layout import excerpt
 
 SPARE = 1.1  # times the bytes of all copies of a host that must be free there
 _LOGGED = 0.1  # seconds of waiting from which a line says so
-_POLL = 0.2
+_POLL = 0.2  # seconds between two looks at a save that is waited for
 _ENDS = 1.0  # seconds in which the threads of a save that failed end, once one of them has
 
 
@@ -90,7 +90,7 @@ class CheckpointSaver:
         self.best: int = 0
         self.timeout: float = float(timeout)
         self.figures: SaveFigures | None = None  # of the last save that was published
-        self._world, self._log = world, log if is_first_rank(world) else _silent
+        self._world, self._log = world, log if is_first_rank(world) else _log_nothing
         self._background = background
         self._running: RunningSave | None = None
         self._stage, self._plans = Stage(world.device), PlanCache()
@@ -301,13 +301,14 @@ class CheckpointSaver:
         return thread
 
     def _is_over(self, save: RunningSave) -> bool:
+        """Return whether a save still runs after its time limit."""
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
     def _pair_with_ranks(self, reports: list[Any]) -> list[tuple[int, Any]]:
         return list(zip(self._world.home.ranks, reports, strict=True))
 
     def _phases_text(self, reports: list[Any]) -> str:
-        """Return which ranks are in which phase of a save, the phase of the fewest first."""
+        """Return which ranks are in which phase of a save: those that still write, then the phase of the fewest."""
         ranks_in: dict[str, list[int]] = {}
         for rank, (phase, _, _) in self._pair_with_ranks(reports):
             ranks_in.setdefault(phase, []).append(rank)
@@ -325,5 +326,5 @@ def _bytes_in(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir())
 
 
-def _silent(_: str) -> None:
+def _log_nothing(_: str) -> None:
     pass

@@ -93,6 +93,7 @@ class Stage:
         small ones are copied now, others by `finish`.
         """
         self.reserve(tensors)
+        # addresses of what only an update writes; buffers, which forward may write, are not among them
         steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
         staged: dict[str, dict[str, Any]] = {}
         to_copy, sources = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
@@ -121,6 +122,7 @@ class Stage:
         self._arena.close()
 
     def _target(self, name: str, source: Tensor) -> Tensor:
+        """Return the memory that a local tensor is copied into; one without elements has none in the arena."""
         if not source.nbytes:
             return torch.empty_like(source, device="cpu")
         return self._places[name][1]
@@ -167,4 +169,5 @@ def _bytes_with_alignment(x: Tensor) -> int:
 
 
 def _signature(x: Tensor) -> tuple[Any, ...]:
+    """Return what a tensor must share with another to be copied into that one's memory."""
     return x.shape, x.dtype, x.stride()

@@ -96,6 +96,7 @@ class DataReader(FileSystemReader):
             raise CheckpointError(not_data(self._folder / self._file, error)) from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        """Cut a tensor's bytes out of a file, as torch's reader does, and note the file's name for an error."""
         self._file = sinfo.relative_path
         return super()._slice_file(file, sinfo)
 
@@ -248,7 +249,7 @@ class _StoreFile(io.RawIOBase):
         self.refused: Exception | None = None
 
     def writable(self) -> bool:
-        """It is only written."""
+        """Return True: the file is only written."""
         return True
 
     def tell(self) -> int:

@@ -92,7 +92,7 @@ class StorePath:
         return self._store.isdir(self._path)
 
     def stat(self) -> Any:
-        """Only `st_size`."""
+        """The size of a file in bytes, as `st_size`; nothing else of what a disk's file has."""
         return SimpleNamespace(st_size=int(self._store.size(self._path)))
 
     def iterdir(self) -> "Iterator[StorePath]":

@@ -27,8 +27,8 @@ def set_timeout(world: World, seconds: float) -> None:
 
     >>> set_timeout(world, 60)
 
-    Ranks may set it by themselves. It counts for worlds that share communicators with this one too; a world that is
-    opened later begins with its own `timeout`.
+    Each rank may set it on its own. It counts for every open world of the same `timeout` too, as these share
+    communicators; a world that is opened later begins with its own `timeout`.
     """
     for open_world in open_worlds():
         if open_world.timeout == world.timeout:
@@ -63,7 +63,7 @@ def leave_together(world: World) -> Iterator[None]:
     end, failures = Event(), list[BaseException]()
 
     def beat() -> None:
-        """Tell the other ranks, again and again, that this one still works."""
+        """Tell the other ranks again and again whether this one still works, until none does."""
         try:
             while world.control.any_rank(not end.wait(min(_BEAT, world.watch.timeout / 4))):
                 pass
@@ -98,13 +98,13 @@ def result_or_first_error(
             result = work()
         except Exception as failure:
             error = error_of(failure)
-            error.__cause__ = failure if error is not failure else failure.__cause__
+            error.__cause__ = failure if error is not failure else failure.__cause__  # no error causes itself
     raise_first_error(world, error)
     return result  # pyright: ignore[reportReturnType]
 
 
 def raise_first_error(world: World, error: LongspanError | None) -> None:
-    """Raise the error of the first rank that has one, on every rank, from this rank's own; entered by all.
+    """Raise the error of the first rank that has one, on every rank, with this rank's own as cause; entered by all.
 
     An error of another rank than the home's first gets the rank's number, unless its text has it.
     """

@@ -15,7 +15,7 @@ from longspan.comm.failure_reports import ANSWER_SECONDS, FailureReports
 from longspan.comm.watch import Operation, Watch, one_line
 from longspan.launch.orphans import launcher_is_gone
 
-SILENT_SECONDS = 60.0  # a store that has not answered for this long is given up
+SILENT_SECONDS = 60.0  # without an answer, after which this rank asks the store no more
 LATE_SECONDS = 5.0  # after its limit, a collective on the host has ended with an error
 LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
 
@@ -25,7 +25,7 @@ class AnsweringThread:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._late: Operation | None = None  # that had not ended in time when it was looked at last
+        self._late: Operation | None = None  # late at the last look at it
         self._left_since: float | None = None  # when this rank first saw that another has left with an error
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer_until_stopped, name="longspan failure reports", daemon=True)
@@ -52,7 +52,7 @@ class AnsweringThread:
             if reports is None or launcher_is_gone():
                 continue
             try:
-                if silent_since < math.inf:
+                if silent_since < math.inf:  # the last question failed
                     reports.connect_again()
                 if reports.has_news():
                     self._end_waiting_for_lost_rank(reports)
@@ -68,7 +68,7 @@ class AnsweringThread:
 
     def _report_silent_store(self, error: RuntimeError) -> None:
         """Write to standard error that the store does not answer, and what this rank no longer learns."""
-        _say(
+        _write_line(
             f"rank {self.watch.rank} answers for no more failure reports and does not learn of ranks that leave with "
             f"an error: the store has not answered for {SILENT_SECONDS:g} s; a collective still ends after "
             f"{self.watch.timeout:g} s, so check the process that serves the store ({one_line(error)})"
@@ -83,7 +83,7 @@ class AnsweringThread:
         if last_collective is None or time.monotonic() - last_collective[0].started < last_collective[0].limit:
             return
         operation, has_passed = last_collective
-        if has_passed():
+        if has_passed():  # forgotten, unless the main thread has noted another meanwhile
             watch.last = None if watch.last is last_collective else watch.last
             return
         self._end_process(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
@@ -92,7 +92,8 @@ class AnsweringThread:
         """Say which collective the main thread is stuck in, and end this process.
 
         gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
-        tries for five times the limit that their group was made with (torch 2.13).
+        tries for five times the limit that their group was made with (torch 2.13). Work has no limit, and one that
+        failed is being reported. The process ends at the second look that finds the same collective late.
         """
         operation, late = self.watch.current, self._late
         if operation is not None and (operation.is_work or operation is self.watch.failed):
@@ -124,10 +125,11 @@ class AnsweringThread:
     def _end_process(self, operation: Operation, why: str) -> None:
         """Say which collective failed and why, post it for the other ranks, and abort this process."""
         failure = self.watch.failure(operation, RuntimeError(why))
-        _say(str(failure))
+        _write_line(str(failure))
         self.watch.leave(failure)
         os.kill(os.getpid(), signal.SIGABRT)
 
 
-def _say(text: str) -> None:
+def _write_line(text: str) -> None:
+    """Write a line of longspan's to standard error, at once."""
     print(f"longspan: {text}", file=sys.stderr, flush=True)

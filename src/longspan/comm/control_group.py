@@ -25,6 +25,8 @@ _LARGE = 1 << 16  # bytes from which an array goes around gloo's ring
 class ControlGroup:
     """The gloo group of all ranks of a home, `world.control`. Every method is entered by all ranks.
 
+    `plane` are the ranks, one for each slot, of this rank's pipeline stage and tensor-parallel index.
+
     >>> world.control.gather_objects(losses)
     """
 
@@ -76,7 +78,7 @@ class ControlGroup:
     def _compare_digests(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
         """Compare a digest over all ranks: return whether all hold it, and which of the flags are set on any.
 
-        One value goes through all rounds.
+        One message of maxima does it: of the digest's four words, of their complements, and of the flags.
         """
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
@@ -104,7 +106,7 @@ class ControlGroup:
 
     def first_object(self, value: T | None, what: str) -> tuple[int, T] | None:
         """The first rank, in the home's order, with a value that is not None, and its value; None if there is none."""
-        return self.reduce_object(None if value is None else (self._watch.rank, value), _first, what)
+        return self.reduce_object(None if value is None else (self._watch.rank, value), _take_first, what)
 
     def broadcast_object(self, value: T, source: int | None = None, what: str = "broadcast of host values") -> T:
         """Return the value of the `source` rank (default: the home's first) on every rank. For small host data."""
@@ -168,5 +170,6 @@ class ControlGroup:
             return self._rounds.reduce(x, combine, what)
 
 
-def _first(first: tuple[int, T], _: tuple[int, T]) -> tuple[int, T]:
+def _take_first(first: tuple[int, T], _: tuple[int, T]) -> tuple[int, T]:
+    """Return the value of the earlier ranks: the way in which `first_object` combines two."""
     return first

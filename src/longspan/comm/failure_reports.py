@@ -55,10 +55,10 @@ class FailureReports:
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
         self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
         self._store = PrefixStore(prefix, root)
-        self._processes = processes_of_torchrun()
+        self._processes = processes_of_torchrun()  # process ids of ranks on this host
         self.nodes: Nodes | None = None  # where the ranks run, once the world is open
         self._answered, self._answered_at = 0, -math.inf  # the last report that this rank answered for, and when
-        self._answering = threading.Lock()
+        self._answering = threading.Lock()  # the main thread answers too, where its own collective fails
 
     def connect_again(self) -> None:
         """Use a new connection, where the present one has failed."""
@@ -68,7 +68,7 @@ class FailureReports:
     def post_departure(self, error: str, *, echo: bool) -> None:
         """Post that this rank leaves with an error; an echo is one that reports another rank's failure."""
         with suppress(RuntimeError):  # the store is gone: the others will notice by themselves
-            self._append("left", {"rank": self._rank, "error": error, "echo": echo})
+            self._append_entry("left", {"rank": self._rank, "error": error, "echo": echo})
 
     def has_news(self) -> bool:
         """Whether a rank has left with an error or requested a report, so far; one request to the store."""
@@ -87,7 +87,7 @@ class FailureReports:
         """Post what this rank is doing, once for each report."""
         with self._answering:
             if number > self._answered:
-                self._append(f"{number}/answers", {"rank": self._rank, **activity._asdict()})
+                self._append_entry(f"{number}/answers", {"rank": self._rank, **activity._asdict()})
                 self._answered, self._answered_at = number, time.monotonic()
 
     def report(self, activity: Activity, since: float) -> FailureReport:
@@ -144,7 +144,8 @@ class FailureReports:
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
         """Return how missing ranks died, as far as it is known here.
 
-        A launcher has posted it, or torchrun started them next to this rank.
+        A launcher has posted it, or torchrun started them next to this rank. At most 64 are looked up in the store,
+        with a request each.
         """
         processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
         deaths = {
@@ -154,18 +155,20 @@ class FailureReports:
         return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
     def _entries(self, key: str) -> list[dict[str, Any]]:
+        """Return what ranks appended to a key so far, in the order of arrival."""
         if not self._store.check([key]):
             return []
         return [json.loads(line) for line in self._store.get(key).decode().splitlines()]
 
-    def _append(self, key: str, entry: dict[str, Any]) -> None:
+    def _append_entry(self, key: str, entry: dict[str, Any]) -> None:
+        """Append an entry to a key, a line of JSON, and set the one key that `has_news` asks for."""
         self._store.append(key, json.dumps(entry) + "\n")  # pyright: ignore[reportAttributeAccessIssue]
         self._store.set("news", "")
 
     def _wait_for_key(self, key: str, seconds: float) -> str | None:
-        """Wait for a key of the store with short questions; return its value, None after these seconds.
+        """Ask for a key of the store again and again; return its value, None after these seconds.
 
-        A blocking read would stop the answering thread too.
+        A blocking read would hold the connection, which the answering thread shares.
         """
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
@@ -210,4 +213,5 @@ def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[
 
 
 def _rank_end_text(activity: Activity) -> str:
+    """Return the end of a rank's line, with what torch recorded last there; "" for nothing."""
     return f"; torch recorded last: {activity.recorded}" if activity.recorded else ""

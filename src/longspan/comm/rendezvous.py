@@ -42,7 +42,7 @@ class Place:
 
 
 def allow_open_files(size: int) -> None:
-    """Raise this process's limit of open files to what a world of so many ranks opens, as far as the system lets it.
+    """Raise this process's limit of open files to what a world of `size` ranks opens, as far as the system lets it.
 
     Warns where that is not enough: connections fail then, one by one, when a group is made.
     """
@@ -169,32 +169,38 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
     return prefix
 
 
-def _register_rank(here: Store, place: Place) -> bool:
+def _register_rank(world_store: Store, place: Place) -> bool:
     """Enter a world in the store; returns whether this is the first process of its rank there."""
-    if here.add(f"joined/{place.rank}", 1) != 1:
+    if world_store.add(f"joined/{place.rank}", 1) != 1:
         return False
-    here.set(f"rank/{place.rank}", place.node)
-    here.add("joined", 1)
+    world_store.set(f"rank/{place.rank}", place.node)
+    world_store.add("joined", 1)
     return True
 
 
-def _leave_unopened_world(here: Store, place: Place) -> bool:
-    """Leave a world that is not open; returns False if rank 0 has opened it meanwhile."""
-    if here.add(_DECIDED, 1) != 1 and any(_is_open(here, place.size) for _ in _iterate_pauses(1, 1.0)):
+def _leave_unopened_world(world_store: Store, place: Place) -> bool:
+    """Leave a world that is not open; returns False if rank 0 has opened it meanwhile.
+
+    Where rank 0 decided first, the key that says that it opened the world may follow up to a second later.
+    """
+    if world_store.add(_DECIDED, 1) != 1 and any(_is_open(world_store, place.size) for _ in _iterate_pauses(1, 1.0)):
         return False
-    here.add(f"joined/{place.rank}", -1)
-    here.set(f"rank/{place.rank}", "left")
-    here.add("joined", -1)
+    world_store.add(f"joined/{place.rank}", -1)
+    world_store.set(f"rank/{place.rank}", "left")
+    world_store.add("joined", -1)
     return True
 
 
-def _is_open(here: Store, size: int) -> bool:
-    """Whether rank 0 has opened a world, for so many ranks."""
-    return here.check([_OPENED]) and int(here.get(_OPENED)) == size
+def _is_open(world_store: Store, size: int) -> bool:
+    """Whether rank 0 has opened a world for `size` ranks."""
+    return world_store.check([_OPENED]) and int(world_store.get(_OPENED)) == size
 
 
 def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
-    """Yield after each pause between questions to a store that `size` ranks ask; a last time after the time-out."""
+    """Yield after each pause between questions to a store that `size` ranks ask; a last time after the time-out.
+
+    Pauses grow with the time waited, to 0.2 s, and are long enough that all ranks ask at most 5,000 times a second.
+    """
     began = time.monotonic()
     while True:
         yield
@@ -204,11 +210,11 @@ def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
         time.sleep(min(timeout - waited, max(0.003, size / 5000, min(waited / 8, 0.2))))
 
 
-def _absence_error(here: Store, place: Place, timeout: float) -> CommError:
+def _absence_error(world_store: Store, place: Place, timeout: float) -> CommError:
     """Return the error of a process whose world was not complete in time: which ranks are absent, and which left."""
     peers = [rank for rank in range(place.size) if rank != place.rank]
-    absent = [rank for rank in peers if not here.check([f"rank/{rank}"])]
-    departed = [rank for rank in peers if rank not in absent and here.get(f"rank/{rank}") == b"left"]
+    absent = [rank for rank in peers if not world_store.check([f"rank/{rank}"])]
+    departed = [rank for rank in peers if rank not in absent and world_store.get(f"rank/{rank}") == b"left"]
     causes = [f"rank(s) {excerpt(absent)} did not come"] if absent else []
     causes += [f"rank(s) {excerpt(departed)} came and left again"] if departed else []
     return _incomplete_world_error(place, timeout, " and ".join(causes) or "the last came too late")
@@ -262,7 +268,8 @@ def new_connection(store: Store) -> Store:
 def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:
     """Destroy what a world made: these groups, or with `default` everything.
 
-    After an error nobody waits for it: a group with a collective in flight ends only when that does.
+    Without `patient`, as after an error, it waits a second at most, and the rest goes on in a thread: a group with a
+    collective in flight ends only when that does.
     """
 
     def destroy() -> None:
@@ -283,7 +290,7 @@ def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bo
 
 
 def wait_until_destroyed(timeout: float) -> None:
-    """Wait until groups of worlds that were left with an error are gone; a new world would be taken for them.
+    """Wait until groups of worlds that were left with an error are gone: torch would take a new world's for theirs.
 
     Raises CommError where one is still there after `timeout` seconds.
     """

@@ -34,9 +34,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_graphs(fn: Function) -> Function:
-    """torch.compile ends its graph before a call of this function and begins another after it.
+    """Make torch.compile end its graph before a call of this function and begin another after it.
 
-    Where nothing that is compiled runs, the call is the function's own: torch's switch takes the host ten calls more.
+    Where no compiled code runs, the function is called directly: torch's switch costs the host ten more calls.
     """
     disabled = torch.compiler.disable(fn)
     from torch._C._dynamo.eval_frame import get_eval_frame_callback  # None where nothing that is compiled runs
@@ -58,20 +58,14 @@ class Derived(Immutable):
     """What belongs to a shard for as long as it lives, but is no part of its value. Each attribute has one writer.
 
     `packed_order` and `real_rows` are computed on first use, by the shard. The others are of items, written by
-    `train/terms` with `add_items`: `spliced` are rows that take the places of token embeddings, by how many tokens
-    further on than the local rows the embedded tokens are; `added` by decoder layer those that are added to what the
-    layer returns; `leaves` are what collects the gradients of both.
+    `train/terms` with `add_items`: `spliced` are rows that replace token embeddings, by how many tokens ahead of its
+    row a token is embedded (0 but for multi-token prediction); `added` are rows that are added to a decoder layer's
+    output, by layer; `leaves` are the tensors that collect the gradients of both.
 
     A module that derives something else from a shard keeps it in a `WeakKeyDictionary` of its own, by shard.
     """
 
-    __slots__ = (
-        "added",
-        "leaves",
-        "packed_order",
-        "real_rows",
-        "spliced",
-    )
+    __slots__ = ("added", "leaves", "packed_order", "real_rows", "spliced")
 
     packed_order: tuple[tuple[int, ...], Tensor] | None  # for these starts of the slots' rows
     real_rows: Tensor | None
@@ -94,6 +88,7 @@ class Derived(Immutable):
 
 
 def _join_rows(first: Mapping[int, RowsAt], second: Mapping[int, RowsAt]) -> Mapping[int, RowsAt]:
+    """Join the rows of two mappings, key by key: those of `first`, then those of `second`."""
     keys = {**first, **second}
     return MappingProxyType({key: (*first.get(key, ()), *second.get(key, ())) for key in keys})
 
@@ -278,6 +273,7 @@ class SequenceShard(Immutable):
         return self.derived.packed_order[1]
 
     def _has_padding(self) -> bool:
+        """Whether local rows may hold no token: rows of `with_padding`, or of a group that pads documents out."""
         return any(part.index < 0 or part.group.pad_to is not None for part in self.parts)
 
     def __repr__(self) -> str:
@@ -314,7 +310,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, shard: SequenceShard) -> Tensor:
-        """Gather the rows of all slots on the plane's channel, and put them in packed order."""
+        """Gather the rows of all slots, without those of `with_padding`, and put them in packed order."""
         ctx.shard = shard
         world = world_of(shard.world_key)
         channel, counts = (

@@ -24,6 +24,7 @@ class Immutable:
     __slots__ = ("__weakref__",)
 
     def _set(self, **values: object) -> None:
+        """Set attributes in spite of `__setattr__`, which refuses all."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -31,7 +32,7 @@ class Immutable:
         raise AttributeError(f"{type(self).__name__} is immutable: bind the micro-batch again, do not set {name}")
 
     def __copy__(self) -> Self:
-        """Itself: what never changes needs no copy."""
+        """Return this object itself: what never changes needs no copy."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -138,6 +139,7 @@ def _rows_by_document(part: ShardPart) -> tuple[Integers, Integers]:
 
 
 def _concatenate_pairs(pairs: Sequence[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+    """Concatenate the first arrays of all pairs, and the second ones; empty int64 arrays where there is no pair."""
     none = np.zeros(0, dtype=np.int64)
     return np.concatenate([none, *(one for one, _ in pairs)]), np.concatenate([none, *(other for _, other in pairs)])
 

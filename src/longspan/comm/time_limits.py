@@ -17,7 +17,7 @@ from statistics import median
 from longspan.comm.all_ranks import set_timeout
 from longspan.comm.world import World
 
-LEAST, TIMES, LONG = 60.0, 10.0, 600.0
+LEAST, TIMES, LONG = 60.0, 10.0, 600.0  # seconds, multiples of the predicted time, seconds
 FIRST_STEPS = 2  # of a session, in which kernels are compiled
 MEASURED = 20  # steps whose median counts
 
@@ -34,48 +34,49 @@ class TimeLimits:
     >>> with limits.around_step(plan.predicted_seconds):
     ...     run_step(model, plan, documents, world)
 
-    Not `is_automatic`, the world's own time-out holds: where it was given as a number, or where plans are priced for
+    Unless `is_automatic`, the world's own time-out holds: for a time-out that is a number, and for plans priced for
     other devices than those that run them. With `has_loggers` a step's end has the longest limit.
     """
 
     def __init__(self, world: World, *, is_automatic: bool = True, has_loggers: bool = False) -> None:
         self._world, self._is_automatic, self._has_loggers = world, is_automatic, has_loggers
-        self._steps = deque[float](maxlen=MEASURED)
-        self._begun, self._of_step = 0, LONG
-        self._evaluated = dict[Hashable, float]()  # seconds of an evaluation
+        self._steps = deque[float](maxlen=MEASURED)  # seconds of the last usual steps
+        self._steps_begun, self._step_limit = 0, LONG  # steps begun, and the limit of the current one in seconds
+        self._evaluation_seconds = dict[Hashable, float]()  # seconds of the last evaluation with the same kernels
 
     @contextmanager
     def around_step(self, predicted: float, *, is_usual: bool = True) -> Iterator[None]:
-        """Bound how long ranks wait within one step that is predicted to take so many seconds.
+        """Bound how long ranks wait within one step that is predicted to take `predicted` seconds.
 
-        A step that is profiled is no usual one.
+        The time of one that is not `is_usual`, as of a profiled step, does not count for later limits.
         """
-        self._begun += 1
-        is_known = self._begun > FIRST_STEPS
-        self._of_step = TIMES * max([predicted, *self._step_seconds()]) if is_known else LONG
+        self._steps_begun += 1
+        is_known = self._steps_begun > FIRST_STEPS
+        self._step_limit = TIMES * max([predicted, *self._step_seconds()]) if is_known else LONG
         started = time.monotonic()
-        with self._limit_waits(self._of_step):
+        with self._limit_waits(self._step_limit):
             yield
         if is_known and is_usual:
             self._steps.append(time.monotonic() - started)
 
     def around_end_of_step(self) -> AbstractContextManager[None]:
         """A context of what the ranks do after a step: a logger may upload its row on the first of them."""
-        return self._limit_waits(LONG if self._has_loggers else self._of_step)
+        return self._limit_waits(LONG if self._has_loggers else self._step_limit)
 
     @contextmanager
     def around_evaluation(self, key: Hashable, predicted: float) -> Iterator[None]:
-        """Bound how long ranks wait within an evaluation that is predicted to take so many seconds.
+        """Bound how long ranks wait within an evaluation that is predicted to take `predicted` seconds.
 
         `key` is that of evaluations which run the same kernels; the first of them has the longest limit.
         """
-        seconds = self._evaluated.get(key)
+        seconds = self._evaluation_seconds.get(key)
         started = time.monotonic()
         with self._limit_waits(LONG if seconds is None else TIMES * max(predicted, seconds)):
             yield
-        self._evaluated[key] = time.monotonic() - started
+        self._evaluation_seconds[key] = time.monotonic() - started
 
     def _step_seconds(self) -> list[float]:
+        """Return the median of the last usual steps, in seconds; an empty list before the first."""
         return [median(self._steps)] if self._steps else []
 
     def _limit_waits(self, seconds: float) -> AbstractContextManager[None]:

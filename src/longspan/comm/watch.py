@@ -100,7 +100,7 @@ class Watch:
         self.reports: FailureReports | None = reports
         self.step = 0
         self.current: Operation | None = None
-        self.failed: Operation | None = None  # of which a report is made, or was
+        self.failed: Operation | None = None  # the last that failed here, and got or gets a report
         self.finished = "nothing yet"
         self.folder: Path | None = None  # where what torch recorded is written when a collective fails
         self.notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
@@ -109,7 +109,7 @@ class Watch:
         self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
         # The last collective that was waited for, and how to ask whether the device is past it.
         self.last: tuple[Operation, Callable[[], bool]] | None = None
-        self._passed = torch.cuda.Event() if gpu else None
+        self._passed = torch.cuda.Event() if gpu else None  # recorded by `mark`
 
     def during(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
         """A context in which this rank is in the collective `what` with `ranks`."""
@@ -156,6 +156,7 @@ class Watch:
         """Return the error to raise for a collective that failed here, with a failure report.
 
         The rank that collected the report has all of it, in at most 20 lines; the others have its causes, in one line.
+        A report that nobody collected (reporter −1) each rank has whole.
         It is a RankLostError unless a rank left with an error of its own, which would come again.
         """
         self.failed = operation

@@ -163,7 +163,7 @@ class World:
         try:
             if self._made_default:
                 init_default_group(place, PrefixStore(prefix, store), self.backend, self.timeout)
-            self.process_groups.share(_shareable.setdefault(dist.distributed_c10d._get_default_group(), {}))
+            self.process_groups.share_groups(_shareable.setdefault(dist.distributed_c10d._get_default_group(), {}))
             self.control: ControlGroup = ControlGroup(self.home, self.plane, self.process_groups)
             self.channels: Channels = Channels(
                 self.home, self.rank, self.device, self.process_groups, self.meshes, self.max_groups

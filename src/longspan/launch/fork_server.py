@@ -47,7 +47,7 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
-    with block_signals():  # its process heeds no SIGINT and SIGTERM, and so gets none of the others
+    with block_signals():  # the tracker ignores SIGINT and SIGTERM by itself, not the others
         resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks these two here
     with _temporary_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}), block_signals():
         forkserver.ensure_running()
@@ -56,7 +56,7 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
 
 @contextmanager
 def _temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that are started inside."""
+    """Set variables of this process for those that are started inside; on leaving they are as before."""
     old_values = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:

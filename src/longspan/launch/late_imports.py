@@ -14,9 +14,10 @@ from typing import Any
 
 
 class _LateModule(ModuleType):
-    """Stands for a module, of which a function imports it when it is called."""
+    """Stands for a module: each of its functions imports the real one when it is called."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return such a function of any name; special names, which Python's imports ask for, are absent."""
         if name.startswith("__"):
             raise AttributeError(name)
 
@@ -28,7 +29,7 @@ class _LateModule(ModuleType):
 
 @contextmanager
 def late_modules(*names: str) -> Iterator[None]:
-    """Give functions that import these modules when they are called to what is imported inside from them.
+    """Let what is imported inside take functions from these modules without importing them: a call does that.
 
     >>> with late_modules("scipy.optimize"):
     ...     import transformers.loss.loss_utils

@@ -84,11 +84,11 @@ class LocalRank:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
-            self.killed_by: int = -min(0, self.process.exitcode or 0)
+            self.killed_by: int = -min(0, self.process.exitcode or 0)  # a negative exit code is a signal's number
             self.death = describe_death(self.process.exitcode)
         self.waiting = False
 
-    def send(self, task: Task) -> None:
+    def send_task(self, task: Task) -> None:
         """Send a task to a rank that takes them through its pipe."""
         self.waiting: bool = True
         self.answer = None
@@ -96,6 +96,7 @@ class LocalRank:
 
     @property
     def has_failed(self) -> bool:
+        """Whether it died, or answered with an error."""
         return self.death is not None or (self.answer is not None and not self.answer.ok)
 
 
@@ -149,7 +150,10 @@ class LocalRanks:
             rank_end.close()
 
     def are_ready(self, timeout: float) -> bool:
-        """Return whether all ranks live, and have reported that what the last call changed is as before."""
+        """Return whether all ranks live, and have reported that what the last call changed is as before.
+
+        A rank without an answer has made no call, and reports nothing.
+        """
         for rank in self.ranks:
             try:
                 if rank.answer is not None and not (rank.pipe.poll(timeout) and rank.pipe.recv_bytes() == READY):
@@ -163,9 +167,10 @@ class LocalRanks:
         self.store: Any = start_store_server()
         self.ranks, self.failed, self.failure = self._all[:n], [], None
         for rank in self.ranks:
-            rank.send(self._task(rank.index, n, payload))
+            rank.send_task(self._task(rank.index, n, payload))
 
     def _task(self, index: int, n: int, payload: bytes) -> Task:
+        """Return a rank's task: the call in this process's environment, with torchrun's variables for n ranks."""
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
         return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
 
@@ -196,7 +201,7 @@ class LocalRanks:
             self.failed.append(rank)
 
     def _first_failure(self, timeout: float | None) -> BaseException | None:
-        """Return the error to raise for the ranks that failed or are late, with notes on the others.
+        """Return the error to raise for the ranks that failed or are late, with notes on four others at most.
 
         It is None if all answered.
         """

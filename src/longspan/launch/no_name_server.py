@@ -34,6 +34,7 @@ def _no_questions() -> Iterator[None]:
 
 
 def _open_store() -> None:
+    """Serve a store, and connect to it: torch looks up the names of both ends, in vain."""
     from torch.distributed import TCPStore
 
     TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)

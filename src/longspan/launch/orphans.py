@@ -22,7 +22,7 @@ def stop_without_launcher(wait: Callable[[], object], *, says: bool) -> None:
 
     >>> stop_without_launcher(lambda: connection.wait([parent.sentinel]), says=rank == 0)
 
-    One rank `says` what happened.
+    With `says` it writes what happened to standard error, as one rank of a launch should.
     """
 
     def stop() -> None:

@@ -41,6 +41,7 @@ class Descriptor:
 
 
 def _receive_descriptor(handle: Any) -> Descriptor:
+    """Make the descriptor in the process that it was sent to, where it has another number."""
     return Descriptor(handle.detach())
 
 
@@ -262,7 +263,7 @@ def _error_answer(error: BaseException) -> Answer:
 
 
 def stack_text(folder: Path, index: int) -> str:
-    """Return where a rank was, as its faulthandler has written it.
+    """Return where a rank was, as its faulthandler has written it: 14 lines at most.
 
     Where the thread that got the signal is known, that thread's stack alone.
     """

@@ -54,7 +54,7 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(old_handlers)
+        _restore_handlers(old_handlers)
 
 
 def pass_over(numbers: Collection[int]) -> None:
@@ -129,24 +129,25 @@ class Forwarding:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _restore(self._old_handlers)
+        _restore_handlers(self._old_handlers)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
         """Send a notice or a first request to end on to the ranks; kill them at a second request."""
         now = time.monotonic()
         leave_closed_output()
         if number in NOTICES:
-            self._send(number, number)
+            self._send_to_ranks(number, number)
         elif self._first_signal_at < 0:
             self._first_signal_at = now
-            self._send(number, number)
+            self._send_to_ranks(number, number)
         elif now - self._first_signal_at > SAME_PRESS:
             name = signal.Signals(number).name
             text = f"longspan: {name} again: the processes are killed, and what they have not saved is lost\n"
             os.write(2, text.encode())  # the handler may have interrupted a print
-            self._send(number, signal.SIGKILL)
+            self._send_to_ranks(number, signal.SIGKILL)
 
-    def _send(self, number: int, to_ranks: int) -> None:
+    def _send_to_ranks(self, number: int, to_ranks: int) -> None:
+        """Note that signal `number` was received here, and send the ranks the signal `to_ranks`."""
         self.received = number
         self.sent.append(to_ranks)
         self._ranks.signal(to_ranks)
@@ -167,6 +168,6 @@ def _set_handler(handler: Any, numbers: Any) -> dict[int, Any]:
     return {number: signal.signal(number, handler) for number in numbers}
 
 
-def _restore(handlers: dict[int, Any]) -> None:
+def _restore_handlers(handlers: dict[int, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)

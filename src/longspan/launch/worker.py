@@ -61,7 +61,7 @@ class Worker:
         """
         try:
             if not patience:
-                raise TimeoutError
+                raise TimeoutError  # an OSError: killed at once
             self.connection.send(None)
             self.process.wait(patience)
         except (OSError, subprocess.TimeoutExpired):

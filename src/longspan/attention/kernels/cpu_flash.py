@@ -34,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
             attn_mask=dense.attn_mask,
             scale=call.scale,
         )
-        dense.keep(out, lse, part_out[0].transpose(0, 1), part_lse[0].transpose(0, 1))
+        dense.write_result(out, lse, part_out[0].transpose(0, 1), part_lse[0].transpose(0, 1))
     return out[..., :head_size], lse
 
 
@@ -93,5 +93,6 @@ def _add_batch_dim(x: Tensor) -> Tensor:
 
 
 def _pad_to_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad the heads of q, k and v with zeros to the larger of their two sizes."""
     size = max(q.shape[2], v.shape[2])
     return pad_heads(q, size), pad_heads(k, size), pad_heads(v, size)

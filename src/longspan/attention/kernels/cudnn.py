@@ -46,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
             part_out, part_lse = reference.forward(*tensors, _single_launch(dense, launch), call)
         else:
             part_out, part_lse = _call_forward(*tensors, dense.causal, call.scale)
-        dense.keep(out, lse, part_out, part_lse)
+        dense.write_result(out, lse, part_out, part_lse)
     return out, lse
 
 
@@ -73,10 +73,12 @@ def split_launch(launch: Launch) -> Iterator[DenseCall]:
 
 
 def _is_tiny(dense: DenseCall) -> bool:
+    """Return whether a call has a single row or key, which cuDNN does not take."""
     return min(dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start) == 1
 
 
 def _single_launch(dense: DenseCall, launch: Launch) -> Launch:
+    """Return a launch of one dense call alone, over its own rows and keys, as the reference kernel takes it."""
     rows, keys = dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start
     return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if dense.causal else None),)), launch.device)
 

@@ -111,6 +111,7 @@ def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], d
 
 
 def _mask_arguments(launch: Launch) -> dict[str, Any]:
+    """Return the mask in the kernel's words, where None is no limit; a causal mask is a flag of its own."""
     if launch.left is None and launch.right == 0:
         return {"causal": True}
     return {"window_size_left": launch.left, "window_size_right": launch.right}

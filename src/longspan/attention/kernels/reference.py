@@ -66,7 +66,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:
-    """Yield the tiles of a launch, cut so that the scores of one take at most so many bytes."""
+    """Yield the tiles of a launch, cut by rows so that the scores of one take at most `_BYTES_AT_ONCE`."""
     bytes_of_score = _NUMBERS * dtype.itemsize + (0 if dropout is None else _HASH_BYTES)
     for tile in launch.tiles:
         yield from tile.pieces(max(1, _BYTES_AT_ONCE // (bytes_of_score * heads * tile.keys)))
@@ -90,6 +90,7 @@ def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
 
 
 def _mask_scores_(scores: Tensor, tile: Tile) -> Tensor:
+    """Set scores (K, G, Tq, Tk) of pairs that the tile's mask hides to −inf, in place."""
     seen = visible_keys(tile, scores.device)
     return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)
 

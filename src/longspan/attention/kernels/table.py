@@ -75,7 +75,7 @@ class Kernel:
             got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
             return f"needs a head size of {self.head_sizes}, got {got}"
         if unsupported := call.features - self.features:
-            spans_alone = call.spans and call.mask.window is None
+            spans_alone = call.spans and call.mask.window is None  # kernels compute spans as windows
             extra = " and ".join("spans" if spans_alone and name == "window" else name for name in sorted(unsupported))
             return f"needs a call without {extra}, got {extra}"
         if call.deterministic and not self.deterministic:
@@ -206,5 +206,6 @@ def find_kernel(name: str, hint: str | None = None) -> Kernel:
 
 
 def _available_text(call: AttendCall) -> str:
+    """Return the end of a message: which kernels can compute the call."""
     able = [kernel.name for kernel in KERNELS if not kernel.lack_for(call)]
     return f"available here: {', '.join(able) or 'none'}"

@@ -105,4 +105,5 @@ def _max_lengths(launch: Launch) -> tuple[int, int]:
 
 
 def _head_size(q: Tensor, v: Tensor) -> int:
+    """Return the one head size, a multiple of 8, that q, k and v are padded to."""
     return -(-max(q.shape[2], v.shape[2]) // 8) * 8

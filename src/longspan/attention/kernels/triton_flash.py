@@ -65,6 +65,7 @@ def device_lack(device: torch.device) -> str:
 
 @cache
 def _flash_kernels() -> Any:
+    """Import the module of the kernels on first use: it needs triton, which CPU builds of torch lack."""
     return import_module("longspan.attention.kernels.triton_flash_kernels")
 
 
@@ -152,7 +153,7 @@ def _launch_fitting_blocks(
 
 
 def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:
-    """Return scale, soft cap and mask as the kernels take them; which of them there are is a constant."""
+    """Return scale, soft cap and limits of the mask as numbers; for absent ones, which HAS_… leaves out, any number."""
     return call.scale, call.softcap or 1.0, launch.left or 0, launch.right or 0
 
 

@@ -20,7 +20,7 @@ def _cap_scores(scores, softcap):
 
 @triton.jit
 def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Return whether a row that is aligned to the key `aligned` sees `key` of so many `keys`."""
+    """Return whether a row that is aligned to the key `aligned` sees `key`; keys from `keys` on do not exist."""
     seen = key < keys
     if HAS_LEFT:
         seen = seen & (key >= aligned - left)
@@ -39,6 +39,7 @@ def _load_rows(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _store_rows(x, row, row_stride, rows, values, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Store rows of a head, without those beyond the last row and the columns beyond the head's size."""
     column = tl.arange(0, WIDTH)
     at = x + row.to(tl.int64)[:, None] * row_stride + column[None, :]
     tl.store(at, values.to(x.dtype.element_ty), mask=(row < rows)[:, None] & (column < SIZE)[None, :])
@@ -83,8 +84,9 @@ def forward(
 
     It is the forward pass of FlashAttention 2 (arXiv:2307.08691, algorithm 1). The first program id is a block of rows
     in `blocks` (its tile, and its first row in the tile), the second a head. `*_ends` are the boundaries of tiles among
-    the rows and among the keys, `*_row` and `*_head` strides. The last row of a tile is aligned to its last key; a row
-    sees the keys from `left` before to `right` after the one that it is aligned to.
+    the rows and among the keys, `*_row` and `*_head` strides, `group` the query heads of a key/value head. The last row
+    of a tile is aligned to its last key; a row sees the keys from `left` before to `right` after the one that it is
+    aligned to.
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)

@@ -97,7 +97,7 @@ class Channel:
         self._groups = groups
         self._parent: ParentName = parent
         group = groups.parent(parent)
-        self._peers = tuple(dist.get_group_rank(group, rank) for rank in ranks)
+        self._peers = tuple(dist.get_group_rank(group, rank) for rank in ranks)  # the members' ranks in that group
 
     @property
     def degree(self) -> int:
@@ -135,11 +135,12 @@ class Channel:
         if ops:
             with operation:
                 works = dist.batch_isend_irecv(ops)
-        return self._handle(operation, works, ops, lambda: result, work_bytes)
+        return self._make_handle(operation, works, ops, lambda: result, work_bytes)
 
-    def _handle(
+    def _make_handle(
         self, operation: Operation, works: Sequence[Work], keep: object, finish: Callable[[], Any], work_bytes: int
     ) -> Handle:
+        """Make the handle of works that were started on this channel's device."""
         return Handle(operation, works, keep, finish, work_bytes, on_host=self.device.type == "cpu")
 
     def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], what: str) -> Handle:
@@ -156,7 +157,7 @@ class Channel:
             by_rank = self._by_rank
             packed = _reorder_runs(x, sends, by_rank).contiguous()
             handle = self._all_to_all(communicator, packed, into, (sends, receives), what)
-            if by_rank == sorted(by_rank):
+            if by_rank == sorted(by_rank):  # else below: `members` undoes the order `by_rank`
                 return handle
             arrived, members = [receives[m] for m in by_rank], sorted(range(self.degree), key=by_rank.__getitem__)
             return handle.then(lambda rows: _reorder_runs(rows, arrived, members))
@@ -166,11 +167,11 @@ class Channel:
     def exchange_runs(
         self, x: Tensor, sends: Sequence[int], into: Tensor, receives: Sequence[int], what: str
     ) -> Handle:
-        """Start sending runs of rows of x, `sends[m]` to member m, one after another, and receiving the like in `into`.
+        """Start sending runs of rows of x, `sends[m]` to member m, one after another, and receiving runs in `into`.
 
-        `wait()` returns `into`; this member's own run in it is left as it is. One message for each pair that has rows:
-        an all-to-all of torch sends empty ones too over NCCL, so that all members would wait for each other and be
-        connected.
+        Member m sends `receives[m]` rows. `wait()` returns `into`; this member's own run in it is left as it is. One
+        message for each pair that has rows: an all-to-all of torch sends empty ones too over NCCL, so that all members
+        would wait for each other and be connected.
         """
         leaving, arriving = x.split(list(sends)), into.split(list(receives))
         peers = self._other_members()
@@ -202,7 +203,7 @@ class Channel:
         sends, receives = ([runs[member] for member in self._by_rank] for runs in counts)
         with self.watch.during(what, self.ranks) as operation:
             work = communicator.alltoall_base(into, x, receives, sends)
-        return self._handle(operation, (work,), x, lambda: into, into.nbytes)
+        return self._make_handle(operation, (work,), x, lambda: into, into.nbytes)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
         """Start gathering every member's rows; `wait()` returns a list of (counts[m], …) tensors, views of one buffer.
@@ -221,7 +222,7 @@ class Channel:
             buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
             with self.watch.during(what, self.ranks) as operation:
                 work = _all_gather_single(buffer, padded, group=communicator, async_op=True)
-            return self._handle(operation, (work,), padded, lambda: buffer, buffer.nbytes)
+            return self._make_handle(operation, (work,), padded, lambda: buffer, buffer.nbytes)
         buffer = x.new_empty((sum(counts), *x.shape[1:]))
         parts = buffer.split(list(counts))
         parts[self.index].copy_(x)
@@ -238,7 +239,7 @@ class Channel:
         return tuple(dist.get_group_rank(communicator, rank) * max(counts) for rank in self.ranks)
 
     def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:
-        """The members' own communicator, or None where rows are gathered point to point or there are none."""
+        """The members' own communicator, or None where they have none or there is nothing to gather."""
         return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
@@ -250,7 +251,7 @@ class Channel:
         """
         rows = counts[self.index]
         arriving = self.all_to_all_rows(x, counts, [rows] * self.degree, what)
-        return arriving.then(lambda parts: sum_parts(parts.split(rows or 1)))
+        return arriving.then(lambda parts: sum_parts(parts.split(rows or 1)))  # split refuses 0
 
     @property
     def watch(self) -> Watch:

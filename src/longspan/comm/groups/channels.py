@@ -45,7 +45,7 @@ class CommunicatorChoice:
         may_gain = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
         self._seen.update(may_gain)
         chosen_groups: list[tuple[int, ...]] = []
-        for slots in dict.fromkeys(may_gain):
+        for slots in dict.fromkeys(may_gain):  # one that was chosen may have taken the room of the next
             if self._may_gain(slots) and (one_degree or self._seen[slots] > 1):
                 chosen_groups.append(slots)
                 self._chosen.add(slots)
@@ -54,7 +54,7 @@ class CommunicatorChoice:
         return chosen_groups
 
     def _may_gain(self, slots: tuple[int, ...]) -> bool:
-        """Whether they lack a communicator and have room for one, which slots never gain again."""
+        """Whether these slots lack a communicator and each has room for one more; none is ever given up."""
         return slots not in self._chosen and all(self._load[slot] < self.max_groups for slot in slots)
 
 

@@ -39,13 +39,13 @@ class Meshes:
     @cached_property
     def fsdp(self) -> DeviceMesh:
         """Over what FSDP2 shards parameters: "slots", or "replicate" × "slots"."""
-        return self._slice(self._root_mesh, (REPLICATE, SLOTS))
+        return self._slice_root(self._root_mesh, (REPLICATE, SLOTS))
 
     @cached_property
     def tp(self) -> DeviceMesh:
         """The tensor-parallel ranks of this slot, a slice of the root that `fsdp` is a slice of."""
         self._check_axis(TP, self._home.tp)
-        return self._slice(self._root_mesh, (TP,))
+        return self._slice_root(self._root_mesh, (TP,))
 
     @cached_property
     def expert(self) -> DeviceMesh:
@@ -55,13 +55,13 @@ class Meshes:
         """
         if self._home.ep == self._home.tp == 1:
             return self.fsdp
-        return self._slice(self._expert_root_mesh, (REPLICATE, OUTER))
+        return self._slice_root(self._expert_root_mesh, (REPLICATE, OUTER))
 
     @cached_property
     def ep(self) -> DeviceMesh:
         """The `home.ep` neighbouring slots that this rank shares its experts with."""
         self._check_axis(EP, self._home.ep)
-        return self._slice(self._expert_root_mesh, (EP,))
+        return self._slice_root(self._expert_root_mesh, (EP,))
 
     def forget(self) -> None:
         """Let torch forget these meshes once their groups are gone: equal ones of a later world would get dead groups.
@@ -148,7 +148,8 @@ class Meshes:
                     )
         return ranks
 
-    def _slice(self, root: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    def _slice_root(self, root: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+        """Return the slice of a root mesh along these axes, as far as it has them: those of size 1 are left out."""
         assert root.mesh_dim_names is not None
         return root[tuple(axis for axis in axes if axis in root.mesh_dim_names)]
 

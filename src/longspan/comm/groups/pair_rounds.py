@@ -51,7 +51,7 @@ class PairRounds:
 
     def reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
         """The combination of all members' tensors of one shape and dtype, in the order of the members."""
-        self._begin(f"{what} of {x.nbytes} bytes")
+        self._begin_call(f"{what} of {x.nbytes} bytes")
         return self._reduce_in_rounds(x, self._exchange_tensors, combine)
 
     def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
@@ -62,16 +62,17 @@ class PairRounds:
                 return second if first is None else first
             return combine(first, second)
 
-        self._begin(what)
+        self._begin_call(what)
         return self._reduce_in_rounds(value, self._exchange_objects, combine_values)
 
     def broadcast_object(self, value: T | None, source: int, what: str) -> T | None:
         """Return the value of the rank `source` on every rank, over the connections of the rounds.
 
-        A source that is the second of its place gives it to the first. Then, from the largest distance down, each place
-        that has it gives it to the one that differs in a bit; other second members come last.
+        A source that is the second member of its place first gives the value to the first one. Then, from the highest
+        bit down, each place that has the value gives it to the place that differs in that bit. Other second members get
+        it last, from the first of their place.
         """
-        self._begin(what)
+        self._begin_call(what)
         (root, from_second), exchange = self._place_of(self._ranks.index(source)), self._exchange_objects
         in_pair = from_second and root == self._place
         if in_pair and self._partner is not None:
@@ -80,7 +81,7 @@ class PairRounds:
         if not self._is_second:
             for bit in reversed(self._bits):
                 offset = (self._place ^ root) % (2 * bit)
-                if offset in (0, bit):
+                if offset in (0, bit):  # 0: this place has the value; `bit`: it gets it now
                     received = exchange(self._member(bit), value, sends=offset == 0, receives=offset == bit)
                     value = received if offset == bit else value
         if self._partner is not None and not in_pair:
@@ -88,7 +89,8 @@ class PairRounds:
             value = received if self._is_second else value
         return value
 
-    def _begin(self, what: str) -> None:
+    def _begin_call(self, what: str) -> None:
+        """Count a call, and make the tag of its messages from its number and name, by which they match."""
         self._calls += 1
         self._tag = zlib.crc32(f"{self._calls} {what}".encode()) >> 1  # gloo takes 31 bits
 
@@ -128,7 +130,7 @@ class PairRounds:
 
     def _exchange_objects(self, member: int, value: object, *, sends: bool = True, receives: bool = True) -> Any:
         """Exchange objects with a member: their sizes, and then those that are not None."""
-        packed = _pack(value) if sends else torch.empty(0)
+        packed = _pack_value(value) if sends else torch.empty(0)
         size = int(
             self._exchange_tensors(member, torch.tensor(len(packed), device="cpu"), sends=sends, receives=receives)
         )
@@ -145,6 +147,6 @@ class PairRounds:
             work.wait(timedelta(seconds=self._limit()))
 
 
-def _pack(value: object) -> Tensor:
+def _pack_value(value: object) -> Tensor:
     """The pickled bytes of a value; none of None."""
     return torch.empty(0) if value is None else torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -67,11 +67,11 @@ class ProcessGroups:
         self.made: list[GroupRecord] = []
         self._backend, self._timeout = backend, timeout
         self._used: list[Shareable] = []
-        self._timed: list[Shareable] = []  # those whose time-out is the world's
+        self._with_world_timeout: list[Shareable] = []  # those whose time-out is the world's
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._parents: dict[ParentName, ProcessGroup] = {}
 
-    def share(self, shareable: ByRanks) -> None:
+    def share_groups(self, shareable: ByRanks) -> None:
         """Share communicators with the open worlds that have the same `shareable`; before any is made."""
         self._shareable = shareable
 
@@ -81,8 +81,9 @@ class ProcessGroups:
         """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
 
         If another open world has a communicator of these ranks for the same purpose, and this world does not use it
-        yet, it is shared; it is not among `made` then. Only members use the result: torch never gets None. `timeout` is
-        that of the group's collectives in seconds (None: the world's).
+        yet, it is shared; it is not among `made` then. All axes of meshes are one purpose, and so are all kinds that
+        carry a layer's messages. Only members use the result: torch never gets None. `timeout` is that of the group's
+        collectives in seconds (None: the world's).
         """
         backend, keeps_timeout, timeout = backend or self._backend, timeout is not None, timeout or self._timeout
         purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline", "saves") else "meshes"
@@ -94,7 +95,7 @@ class ProcessGroups:
         shareable.users += 1
         self._used.append(shareable)
         if not keeps_timeout:
-            self._timed.append(shareable)
+            self._with_world_timeout.append(shareable)
         return shareable.group
 
     def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
@@ -116,10 +117,10 @@ class ProcessGroups:
     def set_timeout(self, seconds: float) -> None:
         """Set how long collectives of these communicators may last that start from now on.
 
-        Those that were made with a time-out of their own keep it.
-        gloo's messages from rank to rank are not among them: whoever waits for one says for how long (2.11 to 2.13).
+        Those that were made with a time-out of their own keep it. gloo's messages from rank to rank are not among them:
+        whoever waits for one says for how long (torch 2.11 to 2.13).
         """
-        for shareable in self._timed:
+        for shareable in self._with_world_timeout:
             if shareable.group is not None:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), shareable.group)
 
@@ -156,7 +157,7 @@ class ProcessGroups:
         for shareables in self._shareable.values():
             shareables[:] = [candidate for candidate in shareables if candidate.users]
         self._used.clear()
-        self._timed.clear()
+        self._with_world_timeout.clear()
         self._parents.clear()
         self._by_ranks.clear()
         return unused

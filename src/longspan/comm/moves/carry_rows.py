@@ -24,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class DeviceMoves:
-    """RowMoves with their indices on a device, some runs of indices as slices.
+    """RowMoves with their indices on a device, some runs of indices as slices; names as there.
 
     Where nothing arrives, x itself is the pool. Where rows arrive and none is a sum, `local` are the rows of x for the
     whole result (any where another row arrives), and `arrived` are where arriving rows, in order, go in the result; it
@@ -87,7 +87,7 @@ def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Int
     none = moves.places[:0]
     local, arrived = (none, none) if direct else _direct_indices(moves, arriving)
     from_pool = not direct and not len(arrived) and arriving + len(moves.stays) > 0
-    places = np.maximum(moves.places, 0) if from_pool else none
+    places = np.maximum(moves.places, 0) if from_pool else none  # any row for absent ones, which are set to 0 later
     return {
         "leaves": moves.leaves,
         "stays": moves.stays if arriving and not len(arrived) else none,
@@ -117,11 +117,13 @@ def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]
         return none, none
     if not len(moves.stays):
         return none, in_order
+    # rows of x by place in the pool, any row where another arrives
     stays = np.concatenate([np.zeros(arriving, dtype=np.int64), moves.stays])
     return stays[np.maximum(moves.places, 0)], in_order
 
 
 def _copy_indices_to_device(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
+    """Return the arrays as tensors on a device, views of one buffer that is copied there at once."""
     joined = to_device(np.concatenate(arrays), device)
     return list(joined.split([len(array) for array in arrays]))
 
@@ -166,12 +168,12 @@ def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tens
     if moves.arrived is not None:
         if len(moves.local):
             torch.ops.aten.index.Tensor_out(x, [moves.local], out=result)
-        _zero(result, moves)
+        _zero_absent_rows(result, moves)
     elif sum(moves.receives) and len(moves.stays):
         torch.ops.aten.index.Tensor_out(x, [moves.stays], out=pool[sum(moves.receives) :])
 
 
-def _zero(result: Tensor, moves: DeviceMoves) -> None:
+def _zero_absent_rows(result: Tensor, moves: DeviceMoves) -> None:
     """Set the places of no row to zero."""
     if len(moves.absent):
         result.index_fill_(0, moves.absent, 0)
@@ -210,7 +212,7 @@ def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
         result.zero_()
     elif not moves.direct:
         _write_taken_rows(pool, moves.places, result)
-        _zero(result, moves)
+        _zero_absent_rows(result, moves)
     if moves.more:
         total = wide(pool[moves.first])
         for source, target in moves.more:

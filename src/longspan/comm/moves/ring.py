@@ -20,7 +20,7 @@ Block = tuple[Tensor, ...]
 
 
 class RingBlocks:
-    """Iterate over (owner, block) for every member of a channel, one's own block first.
+    """Iterate over (owner, block) for every member of a channel, this member's own block first.
 
     `tensors` are this member's part of the block, each (counts[index], …) and of one dtype; a yielded block has
     `counts[owner]` rows. While the caller works on one block the next is in flight, in one of two rotating buffers, so
@@ -60,7 +60,7 @@ class RingBlocks:
             handle = self._channel.shift(packed, next_matrix, self._label)
             yield owner, block
             handle.wait()
-            if buffer is not own_matrix:
+            if buffer is not own_matrix:  # that one has only its own rows, fewer than another block may need
                 self._spare.append(buffer)
             buffer, packed, block = arriving, next_matrix, split_columns(next_matrix, self._row_shapes)
 
@@ -113,8 +113,8 @@ class GradientRing:
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
         self._buffers = [like[0].new_empty(shape, dtype=dtype) for _ in range(1 if channel.degree == 1 else 2)]
-        self._step = 0
-        self._handle: Handle | None = None
+        self._step = 0  # sums that were sent on
+        self._handle: Handle | None = None  # of the sum on its way here; None before the first
 
     def add(self, owner: int, addends: Sequence[Addend]) -> None:
         """Add this member's gradient of another's block, as any number of addends, and send the sum on."""
@@ -138,6 +138,7 @@ class GradientRing:
         return total
 
     def _buffer(self, owner: int) -> Tensor:
+        """Return the rows of the owner's block in the buffer of this step; the two take turns."""
         return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
 
 

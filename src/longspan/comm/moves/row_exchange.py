@@ -27,8 +27,8 @@ RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
 
 REMEMBERED = 32  # exchanges of a channel whose moves stay at hand, on the device
 _Moves = tuple[DeviceMoves, DeviceMoves | None]  # there and back
-_remembered: WeakKeyDictionary[Channel, OrderedDict[Any, _Moves]] = WeakKeyDictionary()
-_remembering = Lock()  # exchanges of a coming step are made ready in a thread of its own
+_moves_by_channel: WeakKeyDictionary[Channel, OrderedDict[Any, _Moves]] = WeakKeyDictionary()
+_moves_lock = Lock()  # exchanges of a coming step are made ready in a thread of its own
 
 
 class RowExchange:
@@ -95,7 +95,7 @@ class RowExchange:
 
     @property
     def received_rows(self) -> tuple[int, int]:
-        """How many rows arrive here from other members, forward and backward."""
+        """How many rows arrive here from other members, forward and backward (0 where nothing flows back)."""
         return sum(self._moves_there.receives), sum(self._moves_back.receives) if self._moves_back is not None else 0
 
     def back(self, gradient: Tensor) -> Tensor:
@@ -124,22 +124,25 @@ class _ExchangeRows(torch.autograd.Function):
 
 def forget_moves() -> None:
     """Plan every exchange anew from now on."""
-    _remembered.clear()
+    _moves_by_channel.clear()
 
 
 def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
-    """Return the moves of an exchange there and, where gradients flow back, those back; remembered by layout."""
+    """Return the moves of an exchange there and, where gradients flow back, those back; planned once.
+
+    The last REMEMBERED that a channel used are kept: a used one is taken out and put in again as the newest.
+    """
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
-    with _remembering:
-        moves = _remembered.setdefault(channel, OrderedDict()).pop(key, None)
+    with _moves_lock:
+        moves = _moves_by_channel.setdefault(channel, OrderedDict()).pop(key, None)
     if moves is None:
         have, need = exchange.blocks
         moves = (
             _plan_device_moves(have, need, channel, None),
             _plan_device_moves(need, have, channel, groups) if back else None,
         )
-    with _remembering:
-        recent = _remembered.setdefault(channel, OrderedDict())
+    with _moves_lock:
+        recent = _moves_by_channel.setdefault(channel, OrderedDict())
         recent[key] = moves
         if len(recent) > REMEMBERED:
             recent.popitem(last=False)
@@ -147,11 +150,12 @@ def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups
 
 
 def _plan_device_moves(source: Blocks, target: Blocks, channel: Channel, groups: Groups | None) -> DeviceMoves:
+    """Plan this member's moves of rows from source to target, ready on the channel's device."""
     return moves_on_device(plan_moves(source, target, channel.index, groups), channel.device)
 
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
-    """Every member's counts (E,), in member order, on every member's host: a gather, and one wait for the device."""
+    """Return all members' counts (E,), in member order, on each member's host: one gather, and one device wait."""
     parts = channel.all_gather(counts[None].contiguous(), [1] * channel.degree, "token counts of experts").wait()
     return torch.cat(parts).tolist()
 

@@ -30,10 +30,10 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 @outside_graphs
 def tp_copy(x: Tensor, world_key: int) -> Tensor:
-    """Return the tensor, for a computation of which each rank does a part; backward sums the ranks' gradients."""
+    """Return x, which all ranks hold and each uses for its part of a computation; backward sums their gradients."""
     if not torch.is_grad_enabled():
         return x
-    return _apply(
+    return _apply_collective(
         x, lambda x: x.view_as(x), lambda gradient: _all_reduce(gradient, world_key, "sum of gradients over tp")
     )
 
@@ -47,13 +47,13 @@ def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
     def backward(gradient: Tensor) -> Tensor:
         return _all_reduce(wide(gradient), world_key, "sum of parameters' gradients over tp").to(gradient.dtype)
 
-    return _apply(x, lambda x: x.view_as(x), backward)
+    return _apply_collective(x, lambda x: x.view_as(x), backward)
 
 
 @outside_graphs
 def tp_sum(x: Tensor, world_key: int) -> Tensor:
     """The sum of every rank's tensor; the gradient is identical and passes as it is."""
-    return _apply(x, lambda x: _all_reduce(x, world_key, "sum over tp"), lambda gradient: gradient)
+    return _apply_collective(x, lambda x: _all_reduce(x, world_key, "sum over tp"), lambda gradient: gradient)
 
 
 @outside_graphs
@@ -69,7 +69,7 @@ def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Ten
             return _slice(gathered, world_key, dim)
         return _reduce_scatter(gathered, world_key, dim, "sum of row gradients over tp")
 
-    return _apply(x, lambda x: _all_gather(x, world_key, dim, "gather over tp"), backward)
+    return _apply_collective(x, lambda x: _all_gather(x, world_key, dim, "gather over tp"), backward)
 
 
 @outside_graphs
@@ -80,14 +80,14 @@ def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
         rows_gradient = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters' gradients over tp")
         return rows_gradient.to(gradient.dtype)
 
-    return _apply(x, lambda x: _all_gather(x, world_key, 0, "gather of parameters over tp"), backward)
+    return _apply_collective(x, lambda x: _all_gather(x, world_key, 0, "gather of parameters over tp"), backward)
 
 
 @outside_graphs
 def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """Return this rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
     dim = dim % x.ndim
-    return _apply(
+    return _apply_collective(
         x, lambda x: _slice(x, world_key, dim), lambda part: _all_gather(part, world_key, dim, GATHER_GRADIENTS)
     )
 
@@ -96,7 +96,7 @@ def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
 def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """Return this rank's slice of the sum of every rank's tensor; backward gathers the slices' gradients."""
     dim = dim % x.ndim
-    return _apply(
+    return _apply_collective(
         x,
         lambda x: _reduce_scatter(x, world_key, dim, "sum of rows over tp"),
         lambda part: _all_gather(part, world_key, dim, GATHER_GRADIENTS),
@@ -153,12 +153,14 @@ def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
 
 
 def _slice(x: Tensor, world_key: int, dim: int) -> Tensor:
+    """Return a contiguous copy of this rank's slice of x along `dim`."""
     index, degree = tp_place(world_key)
     assert x.shape[dim] % degree == 0, (x.shape, dim, degree)
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)
 
 
-def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+def _apply_collective(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return forward(x), whose gradient autograd takes from `backward`."""
     if not torch.is_grad_enabled():  # in evaluation a node of autograd, nine a layer, would only cost the host
         return forward(x)
     return _Collective.apply(x, forward, backward)  # pyright: ignore[reportReturnType]
