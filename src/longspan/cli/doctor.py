@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
 def version_checks(installed: dict[str, str]) -> Iterator[Check]:
     """Yield installed versions against those that longspan is tested with: from one version to below another.
 
-    A package without such bounds has no verdict.
+    The first two numbers count, not the build behind "+". A package without such bounds has no verdict.
     """
     for name, text in installed.items():
         least_version, first_unsupported = SUPPORTED.get(name, (None, None))
@@ -135,7 +135,7 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
 
 
 def device_checks() -> Iterator[Check]:
-    """Yield the processor, each GPU, and which communication backends are available."""
+    """Yield the processor, each GPU, and which communication backends there are; up to one GPU, NCCL may be missing."""
     import torch
     import torch.distributed as dist
 
@@ -176,7 +176,7 @@ def _present_devices() -> list[str]:
 
 
 def _kernel_lack(kernel: "Kernel") -> str:
-    """Return why a kernel runs on no device of this machine; "" where it runs on one."""
+    """Return why a kernel runs on no device here, in the words for the GPU if there is one; "" where it runs."""
     import torch
 
     from longspan.attention import AttendCall
@@ -188,7 +188,10 @@ def _kernel_lack(kernel: "Kernel") -> str:
 
 
 def kernel_report(*, as_json: bool) -> str:
-    """Write the tables of docs/attention.md, and whether each kernel runs here, or what it lacks."""
+    """Write the tables of docs/attention.md, without Markdown's backquotes.
+
+    The kernels' table has one more column: whether each runs here, or what it lacks.
+    """
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
@@ -225,7 +228,10 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
 
 
 def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
-    """Yield the ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
+    """Yield the ranks of each level of hierarchical groups, and what `auto` chose.
+
+    Each combination of degree, type and sizes is told once, though it was compared in two dtypes.
+    """
     for row in {
         (row_of_case["cp"], row_of_case["cp_comm_type"], str(row_of_case.get("sizes"))): row_of_case
         for row_of_case in parity

@@ -48,7 +48,7 @@ def find_gpus() -> Gpus:
 
 @cache
 def _driver_gpus() -> Gpus:
-    """Count the GPUs by CUDA's driver, which needs no torch."""
+    """Count the GPUs by CUDA's driver, which needs no torch; its functions return 0 where they succeed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver is installed
@@ -63,7 +63,7 @@ def _driver_gpus() -> Gpus:
 
 
 def find_first_gpu() -> tuple[str, int] | None:
-    """Return the name and the bytes of this machine's first GPU that torch can use, by CUDA's driver."""
+    """Return the name and the bytes of the first GPU that torch can use, by CUDA's driver; None where it finds none."""
     if sys.platform != "linux" or not _has_build("cuda") or not _driver_gpus().count:
         return None
     driver = ctypes.CDLL("libcuda.so.1")
@@ -83,6 +83,7 @@ def _torch_build() -> dict[str, Any]:
 
 
 def _has_build(driver: str) -> bool:
+    """Return whether torch is built for a driver: "cuda", or "hip" for AMD."""
     return _torch_build().get(driver) is not None
 
 

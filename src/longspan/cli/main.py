@@ -52,13 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
             print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)
         return interrupted.status
-    except BrokenPipeError:  # the reader of a pipe, `| head`, has left
+    except BrokenPipeError:  # the reader of a pipe, `| head`, has left; Python would flush to it as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
-    """Return a context in which ranks' imports are under way from now on, if a command that begins will start ranks."""
+    """Return a context in which the imports of ranks go on beside the command, if it will start ranks.
+
+    Under torchrun (RANK is set) the process is a rank itself, and starts none.
+    """
     if words[:1] not in [[verb] for verb in _RANK_VERBS] or _WITHOUT_RANKS.intersection(words) or "RANK" in os.environ:
         return nullcontext()
     from longspan.cli.machine import allocator_environment
@@ -97,7 +100,10 @@ def usage_text() -> str:
 
 
 def error_line(error: LongspanError) -> str:
-    """Write the error in one line (and one for each note); under torchrun it begins with the rank."""
+    """Write the error in one line (and one for each note); under torchrun it begins with the rank.
+
+    Notes that repeat the error are left out.
+    """
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
@@ -107,7 +113,7 @@ def error_line(error: LongspanError) -> str:
 
 
 def _printable(text: str) -> str:
-    """A text that may hold names from files of others, without characters that steer a terminal."""
+    """Escape characters that steer a terminal in a text, which may hold names from other people's files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         interrupted.status = config.run.stopped_status or interrupted.status
         raise
     if is_reporting():
-        leave_closed_output()  # whose status would stand for the run's
+        leave_closed_output()  # flushing it at exit would fail, and that status replace the run's
         saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
         _report_result(result, saved, config.run.checkpoints, as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0

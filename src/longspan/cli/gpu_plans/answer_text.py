@@ -11,7 +11,7 @@ from longspan.plain_text import seconds_text, text_table
 from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.report.chart_documents import StackedBar, stack_document
 
-WIDTH = 110  # of a command's lines
+WIDTH = 110  # characters of a command's line
 MEASURE_WORDS = "none: all; selective: their input and attention's output; full: their input; auto: as chosen above"
 
 
@@ -77,7 +77,10 @@ def _table_notes(answer: Answer) -> Iterator[str]:
 
 
 def refusal_line(answer: Answer) -> str:
-    """Write why nothing fits, and what would fit, in one line."""
+    """Write why nothing fits, and what would fit, in one line.
+
+    Where the bytes would fit, the planner's own words say why; otherwise the bytes that are missing.
+    """
     run, memory = answer.run, answer.memory
     why = (
         f"at least {gib_text(memory.device.total)} ({memory.device.total:,} bytes) are needed of a GPU that may be "
@@ -97,7 +100,10 @@ def refusal_line(answer: Answer) -> str:
 
 
 def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list[str]:
-    """Repeat the words behind `longspan train` that asked, a flag with its values each, without those of `keys`."""
+    """Repeat a command from the `words` behind `longspan train`: the verb and its file first, then a flag each.
+
+    Flags of `keys`, which the answer gives anew, --dry-run and --json are left out with their values.
+    """
     repeated, is_left_out = [f"longspan train {shlex.quote(file)}" if file else "longspan train"], False
     for word in words:
         name = word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
@@ -111,7 +117,7 @@ def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list
 
 
 def command_lines(command: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
-    """Write a command, a verb and its flags, with these keys behind it, over lines of a shell."""
+    """Write a command, a verb and its flags, and these keys over lines for a shell, with a backslash between lines."""
     lines, line = list[str](), command[0]
     for word in [*command[1:], *_key_words(keys)]:
         if len(line) + len(word) + 3 > WIDTH:

@@ -65,7 +65,7 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
             continue
         if fastest_fit is None or fit.seconds < fastest_fit.seconds:
             fastest_fit = fit
-    if fastest_fit is None:
+    if fastest_fit is None:  # the leanest way has the fewest rows a slot and, of those, the widest degree
         raise min(refusals, key=lambda refusal: refusal[0])[1]
     return fastest_fit
 
@@ -81,6 +81,7 @@ def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
 
 
 def _row_limit(run: RunOnGpus) -> int:
+    """Return the most rows of a slot in a micro-batch; MOST_ROWS where the key is 0 (no limit) or a word."""
     rows = run.config.context.max_tokens_per_slot
     return rows if isinstance(rows, int) and rows else MOST_ROWS
 
@@ -97,7 +98,11 @@ def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices
 
 
 def _list_degree_runs(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterator[RunOnGpus]:
-    """Yield fixed plans of documents of one length at each degree, else dynamic plans, unless the keys say which."""
+    """Yield the run once for each planner and degree to compare.
+
+    Documents of different lengths are planned dynamically; those of the `same` length, which gain nothing by it, at
+    each degree in turn. Where the keys say which, the run is yielded as it is.
+    """
     if choices.planner and choices.degree and not same and run.home.slots > 1:
         yield run.set_context(planner="dynamic")
     elif choices.degree and run.choice.has_one_degree:
@@ -126,20 +131,25 @@ def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
 
 
 def _one_batch_rows(run: RunOnGpus, step: Documents) -> int:
-    """Return the rows of the fullest slot if a step is one micro-batch."""
+    """Estimate the rows of the fullest slot if a step is one micro-batch.
+
+    They are those of the longest document or the mean over groups, whichever is more, and UNIT for uneven groups.
+    """
     degree = run.choice.degree if run.choice.has_one_degree else 1
     groups = run.home.slots // max(degree, 1)
     return max(max(step.lengths) // max(degree, 1), -(-sum(step.lengths) // max(degree, 1) // groups)) + UNIT
 
 
 def _round_to_unit(rows: int, unit: int) -> int:
+    """Round rows up to a multiple of `unit`."""
     return -(-rows // unit) * unit
 
 
 def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
     """Find the most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
 
-    0 tokens where not even these fit.
+    0 tokens where not even these fit. Lengths are tried by memory alone, on the plan of a short document changed to
+    each length; the length that is left is planned anew, and shortened until its own plan fits too.
     """
     degree = degree or run.home.slots
     run = run.set_context(planner="fixed", context_parallel_size=degree)
@@ -160,7 +170,10 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
 
 
 def _set_key_type(plan: Plan, run: RunOnGpus) -> Plan:
-    """Set the type of the keys in the plan of one document, so that "auto" is decided by each length."""
+    """Put "auto" back into the plan of one document where the keys have it.
+
+    The plan names the type that was chosen for its length, and another length may get another.
+    """
     types = run.choice.options.cp_comm_type
     if types != AUTO:
         return plan
@@ -177,7 +190,10 @@ def _change_length(plan: Plan, tokens: int) -> Plan:
 
 
 def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:
-    """Return the way whose slots hold fewest rows: the widest possible degree, and no more rows than it needs."""
+    """Return the run whose slots hold fewest rows: the widest possible degree, and no more rows than it needs.
+
+    Only keys that are open are changed; an open planner becomes "fixed", which has one degree for all documents.
+    """
     planned = run
     if choices.planner or run.choice.has_one_degree:
         planned = run.set_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
@@ -223,7 +239,10 @@ def _try_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: 
 
 
 def one_measure(run: RunOnGpus, measure: str) -> FixedMemory:
-    """Set one measure for all layers on the device, with the run's other keys as they are."""
+    """Set one measure for all layers, kept on the device, with the run's other keys as they are.
+
+    What those leave to the choice (None) is off, so that a column of the table shows this measure alone.
+    """
     fixed = run.fixed
     changes: dict[str, Any] = {"measure": measure, "layers": None, "offload": False if measure != "none" else None}
     changes["gathered_once"] = fixed.gathered_once or False

@@ -131,11 +131,15 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
 
 
 def _cut_lengths(tokens: int, limit: int) -> list[int]:
+    """Cut a text into documents of `limit` tokens and a last one of what is left, maybe 0; a limit of 0 cuts none."""
     return [tokens] if limit <= 0 else [*[limit] * (tokens // limit), tokens % limit]
 
 
 def _longest_of_steps(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
-    """Return the tokens of the longest document of a training step."""
+    """Return the tokens of the longest document of a training step, held-out documents aside.
+
+    A pack counts as one document where attention goes across its documents; otherwise those are cut to its size.
+    """
     data = config.data
     if not data.pack_to:
         held_out = set(order.evaluation)
