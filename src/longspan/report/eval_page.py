@@ -50,6 +50,7 @@ def _eval_header(record: Mapping[str, Any]) -> str:
 
 
 def _model_lines(model: Mapping[str, Any]) -> list[str]:
+    """Write what kind of weights were evaluated, and after which step if a run or a checkpoint."""
     if model["kind"] == "folder":
         return ["Hugging Face folder"]
     return [f"{model['kind']}, step {model['evaluations'][0]['step']}"]
@@ -115,6 +116,7 @@ def _set_label(row: Mapping[str, Any]) -> str:
 
 
 def _number_cell(value: Any) -> str:
+    """Write a count or a figure of a table; "-" where an evaluation lacks it."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"

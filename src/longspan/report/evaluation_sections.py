@@ -33,13 +33,14 @@ def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Bu
 
 
 def _series(name: str, buckets: Buckets, firsts: Sequence[int], color: int) -> Series:
+    """Return the curve of a set's losses by bucket; x is the index of a bucket's beginning among `firsts`."""
     losses = {bucket[0]: bucket[2] for bucket in buckets if bucket[2] is not None}
     x = np.array([firsts.index(first) for first in losses], float)
     return Series(name, x, np.array(list(losses.values()), float), color, "marks")
 
 
 def _start_text(first: int) -> str:
-    """Return where a bucket begins: powers of two in thousands of 1,024."""
+    """Write where a bucket begins: multiples of 1,024 with K, of 1,024 squared with M."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if first >= size and first % size == 0:
             return f"{first // size}{unit}"
@@ -58,7 +59,7 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
     if degrees:
         yield degrees_table(degrees)
     sets = evaluations_by_set(run)
-    if any(sets):
+    if any(sets):  # any with a name: the held-out documents have none, and were shown above
         yield section(
             "Evaluation sets", *chart_at_both_widths(lambda width: _sets_chart(sets, width)), _sets_table(sets)
         )
@@ -81,7 +82,7 @@ def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
 
 
 def relative_spread(losses: Sequence[float]) -> float:
-    """The difference of the largest and smallest loss, relative to the first."""
+    """Return the difference of the largest and smallest loss, relative to the first; 0 where that is 0."""
     return (max(losses) - min(losses)) / abs(losses[0]) if losses[0] else 0.0
 
 
@@ -121,6 +122,7 @@ def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
 
 
 def _metric_text(name: str, value: float) -> str:
+    """Write the value of a metric: an accuracy in percent, others to five digits."""
     return f"{100 * value:.2f}%" if name == "token_accuracy" else number_text(value, 5)
 
 
@@ -196,6 +198,7 @@ def _sample_row(row: Mapping[str, Any]) -> str:
 
 
 def _images(pictures: Sequence[str]) -> Iterator[str]:
+    """Yield the images of a sample, PNG files in base64; any other text could be markup, and is left out."""
     for i, picture in enumerate(pictures, 1):
         source = f"data:image/png;base64,{picture}"
         yield f'<img src="{source}" alt="image {i}" class="sample">' if _is_base64(picture) else ""
@@ -209,7 +212,7 @@ def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]
     """Yield names of curves and their evaluations of the held-out documents: a curve for each degree.
 
     The degree that was evaluated most often comes first. Degrees whose every loss equals its loss at the same step get
-    no curve, which would lie on that one; the first curve's name lists them, with the last two of their steps.
+    no curve, for it would lie on the first one; the first curve's name lists them, with the last two of their steps.
     """
     by_degree = dict[str, list[EvalRow]]()
     for row in run.held_out:
@@ -232,4 +235,5 @@ def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]
 
 
 def _degree_name(degree: str) -> str:
+    """Name a degree or, where a planner chose several, the plans."""
     return f"cp {degree}" if degree.isdecimal() else f"{degree} plans"

@@ -48,7 +48,7 @@ def _gap_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the folder and the figures of each profiled step, in order."""
+    """Yield the folder and the figures of the last SHOWN profiled steps, in order; damaged files are noted."""
     for file in sorted(folder.glob(f"step-*/{PARTS_FILE}"))[-SHOWN:]:
         try:
             row = json.loads(file.read_text(encoding="utf-8", errors="replace"))

@@ -22,7 +22,7 @@ from longspan.report.follow.live_page import live_page, live_parts, live_title
 from longspan.report.follow.live_run import LiveRecords, LiveRun
 
 HOST = "127.0.0.1"
-HOSTS = {HOST, "localhost"}  # of addresses that a browser may ask: another one is that of a web page that guesses
+HOSTS = {HOST, "localhost"}  # that a browser may ask by; another name is of a web page, made to lead here
 KEY_BYTES = 32
 IDLE_SECONDS = 10.0  # of a connection, after which it is closed
 POLL_SECONDS = 0.5  # between two looks at the run
@@ -79,7 +79,7 @@ class Follower:
         self._thread.join()
 
     def wait(self) -> LiveRun:
-        """Return the run once it has ended, and open pages show that. One that is not at work is waited for."""
+        """Return the run once it has ended, and open pages show that. A run that has not begun is waited for."""
         live, has_begun = self.records.read(), False
         while not is_over(live, has_begun=has_begun):
             has_begun |= live.state == "running"
@@ -97,6 +97,8 @@ def is_over(live: LiveRun, *, has_begun: bool) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
+    """Answers each request in a thread; threads of browsers that stay connected do not hold up the end."""
+
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
@@ -164,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _changes(live: LiveRun, tags: dict[str, str], *, over: bool) -> dict[str, Any]:
-    """Return what a page has to change that shows parts with these tags."""
+    """Return the parts that a page has to change; `tags` has, by name, the hash of each part that the page shows."""
     changed = dict[str, tuple[str, str]]()
     for name, markup in live_parts(live).items():
         tag = blake2b(markup.encode("utf-8", "replace"), digest_size=8).hexdigest()

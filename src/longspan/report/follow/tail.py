@@ -66,7 +66,7 @@ class Tail:
             words = line[:COMPARED]
             while not line.endswith(b"\n") and is_long and (line := file.readline(CHUNK)):
                 length += len(line)
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n"):  # the writer is not done with it: it is read again from its beginning
                 return
             self._last_line, self._offset = (self._offset, words), self._offset + length
             if not is_long:
