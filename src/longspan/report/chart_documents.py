@@ -111,7 +111,7 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
 def _bar_row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]:
     """Yield a bar with its name and words.
 
-    One whose value is above `cut` ends 30 pixels behind the longest that is whole, with a white stroke through it.
+    One whose value is above `cut` ends at most 30 pixels behind the longest that is whole, with a white stroke through it.
     """
     width = min(bar.value * scale, WIDTH - LEFT - RIGHT + 30.0)
     yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")

@@ -33,7 +33,7 @@ class BestCheckpoint:
 
     @property
     def step(self) -> int:
-        """The best step, 0 before an evaluation."""
+        """The best step, which is the last one noted; 0 before an evaluation."""
         return self._bests[-1][0] if self._bests else 0
 
     def take_up(self, done: int, saved: Collection[int]) -> None:
@@ -58,7 +58,7 @@ class BestCheckpoint:
         return True
 
     def _is_better(self, value: float) -> bool:
-        """Return whether a value is better than the best so far, which is the first there is."""
+        """Return whether a value is better than the best so far; the first value always is."""
         if not self._bests:
             return True
         best_value = self._bests[-1][1]
@@ -79,5 +79,6 @@ class BestCheckpoint:
             return []
 
     def _write_figures(self) -> None:
+        """Write the best steps and their values, and which figure they are of."""
         bests = [{"step": step, "value": value} for step, value in self._bests]
         write_atomically(self._file, json.dumps({**vars(self.figure), "bests": bests}, indent=1))

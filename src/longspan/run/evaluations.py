@@ -40,7 +40,10 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class _Predictions:
-    """A metric that records the likeliest token of each row: {(document, position): token}."""
+    """A metric that records the token that each row predicts: {(document, position): token}.
+
+    The position is that of the row itself, one before the token.
+    """
 
     def __init__(self) -> None:
         self.tokens = dict[tuple[int, int], int]()
@@ -48,8 +51,8 @@ class _Predictions:
     def __call__(self, rows: TargetRows) -> tuple[float, float]:
         """Note the likeliest token of each target, by document and position; as a metric it counts nothing."""
         likeliest = rows.logits.argmax(-1).tolist()
-        places = zip(rows.documents.tolist(), rows.positions.tolist(), strict=True)
-        self.tokens |= dict(zip(places, likeliest, strict=True))
+        keys = zip(rows.documents.tolist(), rows.positions.tolist(), strict=True)
+        self.tokens |= dict(zip(keys, likeliest, strict=True))
         return 0.0, 0.0
 
 
@@ -112,6 +115,7 @@ def _text_before_answer(documents: ImageDocuments, number: int, tokenizer: TextT
 
 
 def _decode(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
+    """Decode ids to text; NO_TARGET, and rows that an embedding has beyond the vocabulary, are left out."""
     in_vocabulary = [int(i) for i in ids if 0 <= int(i) < tokenizer.size]
     return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)
 
@@ -233,7 +237,7 @@ class Evaluations:
         return evaluation
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
-        """Whether metrics.jsonl has an evaluation of this set after this step; the same on every rank."""
+        """Return whether metrics.jsonl has an evaluation of this set after this step, as the first rank knows it."""
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
@@ -268,9 +272,11 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
 
 
 def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as JSON, one a line, in place of an older file; make its folder if need be."""
     file.parent.mkdir(exist_ok=True)
     write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
 
 
 def _largest_degree(evaluation: Evaluation) -> int:
+    """Return the degree of an evaluation, of a dynamic plan its widest."""
     return evaluation.cp

@@ -93,7 +93,7 @@ def _write_explanation(run: TrainingRun, step: int, error: BaseException) -> str
 
 
 def _write_snapshot(run: TrainingRun, folder: Path) -> str:
-    """Write the snapshot of a GPU's allocator; returns its place as the end of a sentence, "" on a CPU."""
+    """Write the snapshot of a GPU's allocator; returns the end of a sentence that names the file, "" on a CPU."""
     if run.world.device.type != "cuda":
         return ""
     file = folder / f"rank-{run.world.rank}.pickle"
@@ -125,6 +125,7 @@ def memory_table(run: TrainingRun) -> str:
 
 
 def _cell(sizes: Mapping[str, int], part: str) -> str:
+    """Write the bytes of a part; "" where they are not known."""
     return bytes_text(sizes[part]) if part in sizes else ""
 
 
@@ -143,4 +144,5 @@ def _count_stored_bytes(run: TrainingRun) -> dict[str, int]:
 
 
 def _bytes_on(x: torch.Tensor, device: str) -> int:
+    """Return the bytes of a tensor; 0 if it is on another type of device, as states that wait on the host are."""
     return x.nbytes if x.device.type == device else 0

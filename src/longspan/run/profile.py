@@ -135,7 +135,7 @@ def kernel_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the part of a step that a kernel or operator belongs to, by its name."""
+    """Return the part of a step that a kernel or operator belongs to, by the first word of _NAMES in its name."""
     low = name.lower()
     for kind, words in _NAMES:
         if any(word in low for word in words):
@@ -192,8 +192,9 @@ def read_host_calls(profile: Any) -> list[Event]:
 
 
 def read_events(profile: Any, *, cuda: bool) -> list[Event]:
-    """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, else operators without inner
-    ones.
+    """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, or work of a CPU.
+
+    Named ranges are left out, and autograd's nodes on a CPU: they only surround what ran.
     """
     from torch.autograd import DeviceType
 
@@ -209,7 +210,10 @@ def read_events(profile: Any, *, cuda: bool) -> list[Event]:
 
 
 def _is_work(event: Any) -> bool:
-    """Operators of a CPU that compute: those without inner ones, and those of a known kind by name."""
+    """Return whether an event of a CPU is an operator that computes.
+
+    It has no inner ones, or its name tells a kind (attention, say) that those of its inner ones would not.
+    """
     return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")
 
 

@@ -13,7 +13,8 @@ from longspan.evaluation.result import PasskeyGrid
 from longspan.launch.stop_signals import leave_closed_output
 
 LINE_SECONDS = 30.0  # where there is no terminal, no longer without a line
-BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
+# Columns of a terminal: of the bar, at most and at least, of the remaining time, and by how much figures may grow.
+BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5
 
 _COUNT = TextColumn("{task.fields[title]} {task.completed}/{task.total}")
 
@@ -138,7 +139,7 @@ class ProgressDisplay:
         self._work, self._begun = work, self._begun if again else time.monotonic()
 
     def _is_silent(self, row: Mapping[str, Any]) -> bool:
-        """Whether the next line would be late if another step took as long as this one."""
+        """Return whether the next line would be late if another step took as long as this one."""
         return time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
 
     def _log_while_quiet(self) -> None:
@@ -149,6 +150,7 @@ class ProgressDisplay:
                 self.log(f"{self._work}: {now - self._begun:.0f} s so far")
 
     def _step_text(self, row: Mapping[str, Any]) -> str:
+        """Write the number of a step and of all steps, as wide for each step."""
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _advance_bar(self, row: Mapping[str, Any]) -> None:
@@ -224,16 +226,18 @@ def _metric_texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def _clock_text(seconds: int) -> str:
+    """Write a time: 1:05 for minutes and seconds, 1:05 h for hours and minutes."""
     minutes = f"{seconds // 60}:{seconds % 60:02d}"
     return minutes if seconds < 3600 else f"{seconds // 3600}:{seconds // 60 % 60:02d} h"
 
 
 def _short_number(value: float) -> str:
-    """A number in seven characters: 6.0e-3."""
+    """Write a number as two digits and a power of ten: 6.0e-3."""
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def _norm_text(value: float) -> str:
+    """Write a gradient norm in a few characters, whatever its size."""
     return f"{value:.2f}" if 0.01 <= value < 100 else _short_number(value)
 
 

@@ -29,7 +29,7 @@ from longspan.run.loggers.run_loggers import LoggerClass, RunLoggers, RunStart
 from longspan.run.run_data import TrainingRun
 
 PRINTED = 8  # hierarchical groups that are printed; all are in the file
-# Along which axis of the home, or for what, a kind of communicator is.
+# By kind of communicator: the axis of the home along which its ranks lie, or what it is for.
 AXES = {
     "control": "control",
     "saves": "control",
@@ -96,6 +96,7 @@ class GroupLog:
             self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
 
     def _write(self, rows: list[Row]) -> None:
+        """Append rows to the file, each with the number of plans so far."""
         if rows and self._path is not None:
             with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
@@ -111,7 +112,10 @@ class GroupLog:
         return {key: group for key, group in keyed.items() if key not in self._recorded_groups}
 
     def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
-        """Yield a row for each level of a group."""
+        """Yield a row for each level of a group.
+
+        `over` says what carries its messages: a communicator of its own, or that of the plane, all slots' ranks.
+        """
         for level, slots in self._levels_of_rank(group):
             ranks = tuple(self._world.plane[slot] for slot in slots)
             carrier = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
@@ -169,7 +173,7 @@ def open_records(
 
 
 def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Add what is known only later to run.json."""
+    """Add facts to run.json that are known only after the run began."""
     file = directory / "run.json"
     write_atomically(file, as_json(read_json(file) | dict(facts), indent=1))
 

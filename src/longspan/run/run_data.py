@@ -123,7 +123,7 @@ def check_lengths(
 
 
 def with_rows(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
-    """The sets with the tables of this configuration, in which the rows of a slot are known."""
+    """Return the sets with their tables from this configuration, in which "auto" limits of rows are numbers now."""
     entries = {entry.name: entry for entry in (held_out_set(config), *config.eval)}
     return tuple(replace(s, config=entries[s.name]) for s in sets)
 
@@ -218,7 +218,7 @@ class StepReader:
         No rank waits for a plan, and what all ranks do together is left to `read`.
         """
         run, corpus = self._run, self._run.corpus
-        # Prices that measured steps correct are fitted before a step: a plan of theirs is asked for then.
+        # With refinement, prices may be fitted at the beginning of the next step, and its plan is made only after that.
         if self._next is not None or run.refinement is not None or step >= run.config.train.steps:
             return
         with suppress(Exception):

@@ -19,7 +19,7 @@ KEPT = 2  # slow slots that a report of a failed collective names
 
 
 class SlowSlots:
-    """Watches this rank's slot.
+    """Watches whether this rank's slot is slower than the others, over the last STEPS steps.
 
     >>> slots = SlowSlots()
     >>> for _ in range(20):

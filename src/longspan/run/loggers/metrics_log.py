@@ -29,7 +29,7 @@ from longspan.files import as_json, json_values, name_file_in_errors, parse_json
 from longspan.run.loggers.run_loggers import RunLoggers
 
 _MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
-_MOST_STEPS = 1 << 53
+_MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no run takes so many
 
 
 class MetricsLog:

@@ -148,6 +148,7 @@ def set_up_model(
 
 
 def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
+    """Return the number of ids of the tokenizer that data.tokenizer names, else data.vocab_size, that of a new one."""
     return data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
 
 
@@ -213,7 +214,7 @@ def _open_run_documents(
     config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
     node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world, log)
-    if config.model.path and checkpoint is None:
+    if config.model.path and checkpoint is None:  # missing weights are found before a corpus is made
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
     named_configuration = run_on_every_rank(
         world, lambda: model_configuration(config, config.data.vocab_size), ModelError
@@ -281,6 +282,6 @@ def _model_cost(
 
 
 def _target_share(corpus: Corpus) -> float:
-    """The share of all tokens that are predicted."""
+    """Return the share of all tokens that are predicted; 1 for a corpus that marks no targets."""
     tokens = max(1, int(corpus.lengths.sum()))
     return 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
