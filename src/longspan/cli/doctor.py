@@ -170,6 +170,7 @@ def kernel_checks() -> Iterator[Check]:
 
 
 def _present_devices() -> list[str]:
+    """Return the devices on which kernels may run here: the CPU and, if torch can use one, the first GPU."""
     import torch
 
     return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -218,10 +219,10 @@ def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
     """Yield the process groups that were made, and every comparison with the stock model."""
-    place = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
+    ranks_text = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
-        yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({place})", None)
+        yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({ranks_text})", None)
     for row in details["parity"]:
         yield Check("parity", row["name"], row["found"], row["good"])
     yield from _communication_checks(details["parity"])

@@ -150,7 +150,7 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
     """
     words: list[str] = []
     argv = _use_present_flags(argv, types)
-    for place, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
+    for next_index, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
         if not word.startswith("--"):
             words.append(word if not words else _python_word(word, types.get(words[-1])))
             continue
@@ -159,11 +159,11 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
         _check_name(flag, types, prog)
         kind = types.get(flag)
         if kind is bool and not equals and following not in _BOOLEANS:
-            words += [flag, "True"] if "." in flag else [flag]  # as --parallel.sequence_parallel; --json
+            words += [flag, "True"] if "." in flag else [flag]  # a key needs a value, --json takes none
         elif flag == _COMPILED and not equals and following.startswith("--"):
             words += [flag, str(read_choice_word(True, kind))]
         elif _list_type(kind) is not None:
-            behind = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[place:]))
+            behind = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[next_index:]))
             _check_list(flag, behind, kind)
             words.append(f"{flag}={value}" if equals else flag)
         elif equals:
@@ -182,7 +182,7 @@ def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
     """
     words = list(argv)
     flags = [word.partition("=")[0] for word in words]
-    for place, former_name in enumerate(flags):
+    for index, former_name in enumerate(flags):
         present_name = _FORMER.get(former_name, former_name)
         if former_name in types or present_name not in types:
             continue
@@ -191,7 +191,7 @@ def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
                 f"{former_name} and {present_name} are both given: {former_name} is the former name of "
                 f"{present_name}; leave {former_name} out"
             )
-        words[place] = present_name + words[place].removeprefix(former_name)
+        words[index] = present_name + words[index].removeprefix(former_name)
     return words
 
 

@@ -140,6 +140,7 @@ _INSTEAD = "name another folder with run.compile_cache, or set XDG_CACHE_HOME"
 
 
 def _cannot_text(folder: Path) -> str:
+    """Write how an error about the folder of compiled kernels begins."""
     return f"compiled kernels cannot be kept in {folder}"
 
 

@@ -111,7 +111,7 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
 def _bar_row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]:
     """Yield a bar with its name and words.
 
-    One whose value is above `cut` ends at most 30 pixels behind the longest that is whole, with a white stroke through it.
+    One whose value is above `cut` ends at most 30 pixels behind the longest whole bar, with a white stroke through it.
     """
     width = min(bar.value * scale, WIDTH - LEFT - RIGHT + 30.0)
     yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
@@ -174,8 +174,8 @@ def stack_document(
 def _stack_legend(names: Sequence[str], y: float) -> Iterator[str]:
     """Yield a coloured square and a name for each part, in one row."""
     x = 12.0
-    for place, name in enumerate(names):
-        yield tag("rect", x=x, y=y - 9, width=10, height=10, fill=FILLS[place])
+    for index, name in enumerate(names):
+        yield tag("rect", x=x, y=y - 9, width=10, height=10, fill=FILLS[index])
         yield label(name, x + 14, y, "start")
         x += 30 + 6.6 * len(name)
 
@@ -184,8 +184,8 @@ def _stack_row(bar: StackedBar, names: Sequence[str], y: float, scale: float) ->
     """Yield the parts of a bar end to end, with its name before and its words behind."""
     yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
     x = LEFT
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         width = bar.parts.get(name, 0.0) * scale
-        yield tag("rect", x=x, y=y, width=width, height=BAR, fill=FILLS[place])
+        yield tag("rect", x=x, y=y, width=width, height=BAR, fill=FILLS[index])
         x += width
     yield label(bar.words, x + 8, y + BAR / 2 + 4, "start", "halo")

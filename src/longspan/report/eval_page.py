@@ -112,6 +112,7 @@ def _loss_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _set_label(row: Mapping[str, Any]) -> str:
+    """Return the name of an evaluation's set; held-out documents have none of their own."""
     return row.get("eval_name") or HELD_OUT
 
 
@@ -123,6 +124,7 @@ def _number_cell(value: Any) -> str:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that scrolls to the side where the page is narrow."""
     head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
     body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
     return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")

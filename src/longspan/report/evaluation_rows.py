@@ -94,6 +94,7 @@ class EvalRow:
 
     @property
     def _has_several_degrees(self) -> bool:
+        """Whether its plan may have several degrees, as dynamic plans and those of other planners do."""
         return self.planner == "dynamic" or "." in self.planner  # a dotted name is a planner of the user's own
 
     @property

@@ -192,6 +192,7 @@ def _samples_table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sample_row(row: Mapping[str, Any]) -> str:
+    """Return the row of a sample: its images, its text, the true answer and the predicted one, coloured if right."""
     right = row["answer"] == row["predicted"]
     cells = [tag("td", *_images(row["images"])), tag("td", text(row["text"])), tag("td", text(row["answer"]))]
     return tag("tr", *cells, tag("td", text(row["predicted"]), class_="good" if right else "bad"))
@@ -205,6 +206,7 @@ def _images(pictures: Sequence[str]) -> Iterator[str]:
 
 
 def _is_base64(picture: object) -> bool:
+    """Return whether a value is base64: letters and digits, + and /, with = at the end."""
     return isinstance(picture, str) and picture.replace("+", "").replace("/", "").rstrip("=").isalnum()
 
 

@@ -83,6 +83,7 @@ def _is_kernel(kernel: Any) -> bool:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that scrolls to the side where the page is narrow."""
     head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
     body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
     return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")

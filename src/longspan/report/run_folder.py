@@ -228,4 +228,5 @@ def _plan_name(stem: str) -> str:
 
 
 def _step_name(step: int) -> str:
+    """Name the plan of a step as `_plan_name` does."""
     return f"step {step:,}"

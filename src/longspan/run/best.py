@@ -28,6 +28,7 @@ class BestCheckpoint:
     """
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
+        """Begin without a best step; `figure` is train.keep_best, and `folder` the run's."""
         self.figure, self._file, self._world, self._log = BestFigure.of(figure), folder / FILE, world, log
         self._bests: Sequence[tuple[int, float]] = ()  # step and value, the newest last
 

@@ -46,6 +46,7 @@ class _Predictions:
     """
 
     def __init__(self) -> None:
+        """Begin with none; rows come in several calls."""
         self.tokens = dict[tuple[int, int], int]()
 
     def __call__(self, rows: TargetRows) -> tuple[float, float]:
@@ -76,6 +77,7 @@ def image_samples(
         tokens_at |= tokens
 
     def rows() -> list[dict[str, Any]]:
+        """Return the rows, on the first rank."""
         tokenizer = load_tokenizer(folder)
         sample_rows = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
         return [{"step": step, "name": name, **row} for row in sample_rows]
@@ -265,6 +267,7 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
     file = run.dir / "plans" / f"{name}.json"
 
     def write() -> None:
+        """Write the file, on the first rank."""
         file.parent.mkdir(exist_ok=True)
         write_atomically(file, plan.to_json())
 

@@ -171,6 +171,7 @@ def facts_text(facts: RunFacts) -> str:
 
 
 def _hosts_text(hosts: int) -> str:
+    """Write the number of hosts; "" for one, which is not worth a word."""
     return f", {hosts} hosts" if hosts > 1 else ""
 
 

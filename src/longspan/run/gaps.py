@@ -26,6 +26,7 @@ class _Cause:
     """The gaps of one activity of the host, and what the device ran after each."""
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
+        """Begin with gaps of these lengths; kernels are counted by name."""
         self.seconds = list(seconds)
         self.kernels = Counter[str]()
 
@@ -96,6 +97,7 @@ class _Calls:
     """The host's calls, as arrays: there are some hundred thousand in a step."""
 
     def __init__(self, host: Sequence[Event]) -> None:
+        """Sort the calls by their beginning."""
         calls = sorted(host, key=lambda event: event[1])
         self._names = [name for name, _, _ in calls]
         self._starts = np.array([start for _, start, _ in calls])

@@ -42,6 +42,7 @@ class AllocatorWatch:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Begin at the allocator's count so far; `of_step` is what the last step added."""
         self._device, self._before = device, allocator_retries(device)
         self.of_step: int = 0
         self._steps = deque[float](maxlen=WARNED_AFTER)

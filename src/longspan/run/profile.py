@@ -48,6 +48,7 @@ class StepProfiles:
     """
 
     def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
+        """Profile these steps, with a folder for each in `folder`; step 0 means that nothing waits to be written."""
         self._steps, self._folder, self._world, self._log = frozenset(steps), folder, world, log
         self._step, self._profile, self._seconds = 0, None, 0.0  # what was profiled, until it is written
 

@@ -31,6 +31,7 @@ class ProgressDisplay:
     """
 
     def __init__(self, steps: int, stream: TextIO | None, *, log_every: int = 10) -> None:
+        """Begin without a bar, which the first step or evaluation on a terminal starts."""
         self._steps, self._stream, self._log_every = steps, stream, log_every
         self._plain = stream is not None and not stream.isatty()
         self._writing, self._ended = threading.Lock(), threading.Event()
@@ -242,4 +243,5 @@ def _norm_text(value: float) -> str:
 
 
 def _memory_text(count: int) -> str:
+    """Write a number of bytes in GiB, or in MiB below one GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -55,6 +55,7 @@ class GroupLog:
     """
 
     def __init__(self, world: World, path: Path | None, log: Callable[[str], None]) -> None:
+        """Begin an empty file; a session notes its groups anew, for it makes them anew."""
         self._world, self._path, self._log = world, path, log
         self._plan_count = self._recorded_communicators = 0
         self._recorded_levels: set[Levels] = set()
@@ -126,10 +127,10 @@ class GroupLog:
 
         Of a2a+p2p the slots are those of the line of the level that contains this rank.
         """
-        kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-        for kind in dict.fromkeys(kinds):
-            if kind != "a2a+p2p":
-                yield kind, group.slots
+        comm_types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+        for comm_type in dict.fromkeys(comm_types):
+            if comm_type != "a2a+p2p":
+                yield comm_type, group.slots
                 continue
             levels = group_levels(group)
             for level, lines in (("a2a", levels.a2a), ("p2p", levels.p2p)):

@@ -201,6 +201,7 @@ class StepReader:
     """
 
     def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
+        """Read the documents of a run by plans that are made ahead."""
         self._run, self._plans = run, plans
         self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 

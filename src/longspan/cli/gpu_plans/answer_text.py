@@ -56,11 +56,11 @@ def bytes_table(columns: Sequence[Column]) -> str:
     rows = [["fits", *("yes" if column.fits else "no" for column in columns)]]
     if len({column.tokens for column in columns}) > 1:
         rows = [["longest", *(f"{column.tokens:,}" for column in columns)]]
-    for place in ("device", "host"):
+    for memory in ("device", "host"):
         for name in Bytes().to_json():
-            sizes = [None if c.memory is None else getattr(c.memory, place).to_json()[name] for c in columns]
-            if place == "device" or name == "total" or any(sizes):
-                rows.append([f"{place} {name}", *("-" if size is None else f"{size / 2**30:,.2f}" for size in sizes)])
+            sizes = [None if c.memory is None else getattr(c.memory, memory).to_json()[name] for c in columns]
+            if memory == "device" or name == "total" or any(sizes):
+                rows.append([f"{memory} {name}", *("-" if size is None else f"{size / 2**30:,.2f}" for size in sizes)])
     return text_table(names, rows)
 
 

@@ -159,6 +159,7 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
     short = _set_key_type(run.plan((unit * degree,)), run)
 
     def fits(rows: int, plan: Plan | None = None) -> bool:
+        """Return whether a document of so many rows a slot fits, by its own plan or by the changed short one."""
         plan = plan or _change_length(short, rows * degree)
         return any(memory.fits(run.budget) for memory in run.leanest_plans([plan], fixed))
 
@@ -212,9 +213,9 @@ def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
     counts = [*range(run.gpus.count + 1, HOST_GPUS + 1), *range(2 * HOST_GPUS, MOST_GPUS + 1, HOST_GPUS)]
     counts = [count for count in counts if count > run.gpus.count]
     low, high = 0, len(counts)  # within a host one by one, then by halves: more hosts hold more
-    for place, count in enumerate(counts):
+    for index, count in enumerate(counts):
         if count > HOST_GPUS:
-            low = place
+            low = index
             break
         if fit := _try_count(run, count, steps, choices):
             return fit

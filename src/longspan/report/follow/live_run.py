@@ -106,6 +106,7 @@ class LiveRecords:
     """
 
     def __init__(self, path: Path) -> None:
+        """Begin with nothing read: steps, evaluations and saves are collected here as lines are added to the files."""
         self.path = path
         self._lock, self._read_at = Lock(), -AT_MOST_EVERY
         self._metrics, self._plans = Tail(path / "metrics.jsonl"), Tail(path / "plans.jsonl")

@@ -56,6 +56,7 @@ class Follower:
     """
 
     def __init__(self, run_dir: Path, port: int = 0, *, farewell: float = FAREWELL_SECONDS) -> None:
+        """Take the port and draw the key of the address; `farewell` is for how long an end stays to be fetched."""
         self.records: LiveRecords = LiveRecords(run_dir)
         self.key: str = secrets.token_urlsafe(KEY_BYTES)
         self.asked_at: float = -ASKS_WITHIN  # when a page asked last
@@ -70,10 +71,12 @@ class Follower:
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
 
     def __enter__(self) -> "Follower":
+        """Begin to answer, in a thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop answering, and give the port back."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -104,6 +107,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 32
 
     def __init__(self, address: tuple[str, int], follower: Follower) -> None:
+        """Listen at an address; handlers find the run through `follower`."""
         self.follower = follower
         super().__init__(address, _Handler)
 

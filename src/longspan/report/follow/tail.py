@@ -27,6 +27,7 @@ class Tail:
     """
 
     def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
+        """Begin at the head of a file, whose lines may have `most` bytes."""
         self.is_first: bool = False
         self._path, self._most = path, most
         self._file: tuple[int, int] | None = None  # device and number of the file that was read

@@ -119,11 +119,11 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     """
     neighbours, areas = _find_neighbours(bars), np.zeros(len(FILLS))
     colors: dict[int, int] = {}
-    for place, bar in enumerate(bars):
+    for index, bar in enumerate(bars):
         if bar.document in colors:
             continue
         used = {
-            colors[bars[neighbour].document] for neighbour in neighbours[place] if bars[neighbour].document in colors
+            colors[bars[neighbour].document] for neighbour in neighbours[index] if bars[neighbour].document in colors
         }
         hues = {color % HUES for color in used}
         colors[bar.document] = min(

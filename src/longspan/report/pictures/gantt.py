@@ -69,6 +69,7 @@ class _Canvas:
     """Turns bars into SVG elements at one scale."""
 
     def __init__(self, picture: PlanBars, x_scale: float, height: float, cost: Cost, width: int) -> None:
+        """Set the scale: pixels a second or a row (`x_scale`), pixels a slot (`height`), and pixels of the drawing."""
         self.write_time = time_format(cost, picture.end)
         self.timed = bool(cost.source)
         self.picture, self.plan, self.x_scale, self.height = picture, picture.plan, x_scale, height

@@ -123,4 +123,5 @@ def _check_metric_names(key: str, names: Iterable[str]) -> None:
 
 
 def _ordinal(number: int) -> str:
+    """Write which table of several is meant."""
     return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")

@@ -140,9 +140,10 @@ def _check_adapter_parts(config: RunConfig) -> None:
         raise ConfigError(f"lora.parts is {list(parts)}; name some of {', '.join(PARTS)}, each once")
     train = config.encoder.train
     trained_parts = {"all": (PROJECTOR, TOWER), "projector": (PROJECTOR,)}.get(train, ())
-    if both := [part for part in parts if part in trained_parts]:
+    if trained_whole := [part for part in parts if part in trained_parts]:
         raise ConfigError(
-            f"lora.parts has {both[0]!r}, and encoder.train is {train!r}, which trains its weights whole; leave one out"
+            f"lora.parts has {trained_whole[0]!r}, and encoder.train is {train!r}, which trains its weights whole; "
+            "leave one out"
         )
 
 

@@ -43,6 +43,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
+        """Rewrite the file with the rows that stay; `evaluated` are the steps and sets that have an evaluation."""
         self._loggers = loggers
         rows = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
         self.evaluated = find_evaluations(rows)

@@ -90,6 +90,7 @@ class TensorBoardLogger:
     """Writes event files into `tensorboard/` of the run's folder, flushed row by row."""
 
     def __init__(self, start: RunStart) -> None:
+        """Keep what the first row needs, with which the file is opened."""
         self._start = start
         self._writer: SummaryWriter | None = None  # a session without a row leaves no file
 

@@ -135,6 +135,7 @@ def set_up_model(
     check_image_keys(config, data.images)
 
     def load() -> Any:
+        """Make the model, without weights where a checkpoint has them all."""
         if resumed and not config.lora.rank:
             return unread_model(config, configuration=configuration, images=images)
         return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
