@@ -71,7 +71,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     outcomes, worlds = (tuple(x for p in proofs for x in getattr(p, name)) for name in ("outcomes", "worlds"))
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
-    if is_reporting():
+    if is_reporting():  # about the last processes, which are on GPUs where there are any
         device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
         lines, note = _kernel_text(config, device)
         if flags.json:

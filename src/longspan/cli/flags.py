@@ -124,7 +124,10 @@ def flag_types(kind: type) -> dict[str, Any]:
 
 
 def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """Split lists so that every number is a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`."""
+    """Split lists so that every number is a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`.
+
+    Words belong to a list of numbers up to the next flag; those of other flags stay as they are.
+    """
     words, in_list = list[str](), False
     for word in argv:
         flag, value = "", word

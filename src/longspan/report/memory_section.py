@@ -95,7 +95,10 @@ def _kinds_in_use(device: Mapping[str, float], host: Mapping[str, float]) -> lis
 
 
 def _bytes_picture(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
-    """Return a bar for the device, one for the host where anything waits there, and a line at the measured peak."""
+    """Return a bar for the device, one for the host where anything waits there, and a line at the measured peak.
+
+    The longest of them leaves 110 pixels for the words behind it.
+    """
     bars = [("device", device), *([("host", host)] if host.get("total") else [])]
     largest_total = max(peak, *(values["total"] for _, values in bars))
     scale, bottom = (WIDTH - LEFT - 110) / largest_total, 24 + (HEIGHT + 12) * len(bars)

@@ -47,7 +47,7 @@ def passkey_pictures(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
     """Return one picture of several grids with their names, one below the other."""
     heights = [TOP + ROW * len(grid.depths) + BOTTOM for _, grid in grids]
     width = max([LEAST_WIDTH, *(LEFT + CELL * len(grid.lengths) + 20 for _, grid in grids)])
-    starts = itertools.accumulate(heights, initial=0.0)
+    starts = itertools.accumulate(heights, initial=0.0)  # of each drawing, and the end of the last
     drawings = (
         tag("g", *_grid_drawing(grid, name), transform=f"translate(0 {y:g})")
         for (name, grid), y in zip(grids, starts, strict=False)

@@ -46,7 +46,7 @@ class BestCheckpoint:
         """Return whether evaluations after a step have a better figure than all before; then it is noted."""
         try:
             value = self._world.control.broadcast_object(self.figure.value_in(rows))
-        except ConfigError as error:
+        except ConfigError as error:  # every rank has the same rows, and raises it
             raise on_all_ranks(error) from None
         if value is None or not self._is_better(value):
             return False

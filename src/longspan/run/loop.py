@@ -74,8 +74,9 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         run = set_up(config, world, display.log, starts)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
-            for open_world in open_worlds():
+            for open_world in open_worlds():  # each writes what torch recorded of a failed collective
                 open_world.watch.folder = run.dir / HANG
+            # predicted seconds bound how long ranks wait only if they are of these devices
             is_automatic = config.run.timeout_seconds == AUTO and run.figures.priced_here
             limits = TimeLimits(world, is_automatic=is_automatic, has_loggers=bool(config.run.loggers))
             evaluations = Evaluations(run, display, records, stop, limits)

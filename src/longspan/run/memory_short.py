@@ -110,7 +110,8 @@ def memory_table(run: TrainingRun) -> str:
     """Return a table of bytes by part: those of the plan of memory, and those of this rank.
 
     Of a rank only parameters, gradients and states can be counted, as they are tensors that are there; "the rest" is
-    what the peak had beyond these. Without a plan its column is empty.
+    what the peak had beyond these. The peak is torch's, which does not allocate communicators: the planned "rest" is
+    without them. Without a plan its column is empty.
     """
     planned = run.memory.to_json()["device"] if run.memory is not None else {}
     measured = _count_stored_bytes(run)

@@ -126,7 +126,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     first = _make_subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
     config, changes = fit_home(first.config, ranks, flag_keys)
     for name in flags.set:
-        find_set(config, name, flag_keys)
+        find_set(config, name, flag_keys)  # raises for a name that the run does not have
     subjects = [replace(first, config=config)]
     if flags.compare:
         base = flags.compare == BASE

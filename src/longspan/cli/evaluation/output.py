@@ -30,7 +30,7 @@ PICTURE = "passkey.svg"
 
 
 def check_writable(file: str, out: str, plot: str = "") -> None:
-    """Raise ConfigError where results could not be written: before hours of evaluation, not after."""
+    """Make the folders of results; raise ConfigError where nothing can be written: before hours of evaluation."""
     if file and Path(file).is_dir():
         raise ConfigError(f"--documents {file} is a folder; give a file in it, such as {Path(file, 'documents.jsonl')}")
     if out and Path(out).exists() and not Path(out).is_dir():

@@ -101,7 +101,10 @@ class Answer:
         return run_keys(self.fit.run, frozenset(names))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU."""
+        """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
+
+        Where nothing fits, `keys` are those that were asked about, and `would_fit` has those that would do.
+        """
         gpus, memory = self.run.gpus, self.memory
         values: dict[str, Any] = {
             "device": memory.device.to_json(),

@@ -165,7 +165,7 @@ def _is_key(name: str) -> bool:
 
 
 def _check_flag(name: str) -> None:
-    """Raise ConfigError for words without a flag, and for a flag that a question about GPUs does not read."""
+    """Raise ConfigError for a flag that a question about GPUs does not read; tyro refuses words without a flag."""
     if not name or name[2:] in (*OF_QUESTIONS, *OF_DOCUMENTS):
         return
     instead = {"--slots": "; --gpus N is how many GPUs there are", "--world": "; --gpus N is how many GPUs there are"}

@@ -190,7 +190,10 @@ def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
 
 
 def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
-    """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own."""
+    """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own.
+
+    Plans of evaluations, whose cost is of forward passes, are simulated without backward passes.
+    """
     for name, plan in _read_saved_plans(flags.plans):
         flags_price = _slot_price(flags, plan.slots, plan.mode)
         price = flags_price if flags.machine or flags.model else plan.cost

@@ -81,7 +81,10 @@ def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing:
 
 
 def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
-    """Compare the dynamic plan and the fastest plan of one degree, in a line; none if either is missing."""
+    """Compare the dynamic plan and the fastest plan of one degree, in a line.
+
+    There is none without plans of one degree, without a dynamic plan, and with several, as of saved steps.
+    """
     possible = list(_possible_simulations(rows))
     fixed, dynamic = ([row for row in possible if row[1].plan.planner == planner] for planner in ("fixed", "dynamic"))
     if not fixed or len(dynamic) != 1:
