@@ -135,7 +135,7 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
 
 
 def device_checks() -> Iterator[Check]:
-    """Yield the processor, each GPU, and which communication backends there are; up to one GPU, NCCL may be missing."""
+    """Yield the processor, each GPU, and which communication backends there are; only several GPUs need NCCL."""
     import torch
     import torch.distributed as dist
 

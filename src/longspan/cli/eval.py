@@ -49,7 +49,7 @@ class EvalDisplay:
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        """Show on a stream: on a terminal one bar for each evaluation, of which none is there before the first."""
+        """Show on a stream; on a terminal the bars begin with the first evaluation, one for each."""
         self._stream = stream
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}

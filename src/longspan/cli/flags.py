@@ -265,7 +265,7 @@ def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
 
 
 def _python_word(value: str, kind: Any) -> str:
-    """Write true and false as tyro reads them; for a choice, as the word of it that they stand for."""
+    """Write true and false as tyro reads them: True and False for a switch, for a choice the word that they mean."""
     return value.capitalize() if kind is bool and value in ("true", "false") else str(read_choice_word(value, kind))
 
 

@@ -130,16 +130,16 @@ def _make_writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
     except OSError as error:
-        raise ConfigError(f"{_cannot_text(folder)}: {error.strerror}; {_INSTEAD}") from error
+        raise ConfigError(f"{_folder_error_text(folder)}: {error.strerror}; {_INSTEAD}") from error
     if not writable:
-        raise ConfigError(f"{_cannot_text(folder)}: it is not writable for this user; {_INSTEAD}")
+        raise ConfigError(f"{_folder_error_text(folder)}: it is not writable for this user; {_INSTEAD}")
     return folder
 
 
 _INSTEAD = "name another folder with run.compile_cache, or set XDG_CACHE_HOME"
 
 
-def _cannot_text(folder: Path) -> str:
+def _folder_error_text(folder: Path) -> str:
     """Write how an error about the folder of compiled kernels begins."""
     return f"compiled kernels cannot be kept in {folder}"
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LongspanError as error:
         return _print_error(error, debug=debug)
     except KeyboardInterrupt as error:
-        if (lost_rank := _rank_loss_before(error)) is not None:
+        if (lost_rank := _find_rank_loss(error)) is not None:
             return _print_error(lost_rank, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
@@ -78,7 +78,7 @@ def _print_error(error: LongspanError, *, debug: bool) -> int:
     return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
 
 
-def _rank_loss_before(error: BaseException) -> RankLostError | None:
+def _find_rank_loss(error: BaseException) -> RankLostError | None:
     """Return the error of a lost rank that was under way when a signal came.
 
     torchrun sends such a signal to the ranks that are left.
@@ -109,10 +109,10 @@ def error_line(error: LongspanError) -> str:
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         label = f"\x1b[1;31m{label}\x1b[0m"
     notes = [note for note in getattr(error, "__notes__", ()) if str(error) not in note]
-    return "\n".join([f"{label} {_printable(str(error))}", *(f"  {_printable(note)}" for note in notes)])
+    return "\n".join([f"{label} {_escape_controls(str(error))}", *(f"  {_escape_controls(note)}" for note in notes)])
 
 
-def _printable(text: str) -> str:
+def _escape_controls(text: str) -> str:
     """Escape characters that steer a terminal in a text, which may hold names from other people's files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 

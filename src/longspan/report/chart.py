@@ -285,11 +285,11 @@ def _series_legend(series: Sequence[Series]) -> str:
 
 def _crosshair_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:
     """Return what `page.js` needs to show values under the crosshair: the frame, the axes and all curves' points."""
-    curves = [{"name": s.name, "color": s.color, "x": _short(s.x), "y": _short(s.y)} for s in drawn]
+    curves = [{"name": s.name, "color": s.color, "x": _round_values(s.x), "y": _round_values(s.y)} for s in drawn]
     axes = {"box": [frame.left, frame.right, frame.top, frame.bottom], "x": frame.x, "y": frame.y, "log": frame.log}
     return axes | {"xLabel": chart.x_label, "xNames": chart.x_names, "format": chart.y_format, "series": curves}
 
 
-def _short(values: np.ndarray) -> list[float]:
+def _round_values(values: np.ndarray) -> list[float]:
     """Return values to seven significant digits, enough for a reader and a third of the text; whole ones exactly."""
     return [int(v) if v == int(v) else float(f"{v:.7g}") for v in values.tolist()]

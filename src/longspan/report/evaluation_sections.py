@@ -25,14 +25,14 @@ def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Bu
         firsts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
         if len(firsts) > 1:
             first_curves = enumerate(list(curves.items())[:COLORS])
-            series = tuple(_series(name, buckets, firsts, color) for color, (name, buckets) in first_curves)
+            series = tuple(_bucket_series(name, buckets, firsts, color) for color, (name, buckets) in first_curves)
             names = tuple(map(_start_text, firsts))
             yield Chart(
                 title, series, "nats per predicted token", x_label, WIDTH, HEIGHT, x_names=names, y_format="loss"
             )
 
 
-def _series(name: str, buckets: Buckets, firsts: Sequence[int], color: int) -> Series:
+def _bucket_series(name: str, buckets: Buckets, firsts: Sequence[int], color: int) -> Series:
     """Return the curve of a set's losses by bucket; x is the index of a bucket's beginning among `firsts`."""
     losses = {bucket[0]: bucket[2] for bucket in buckets if bucket[2] is not None}
     x = np.array([firsts.index(first) for first in losses], float)
@@ -194,11 +194,11 @@ def _samples_table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 def _sample_row(row: Mapping[str, Any]) -> str:
     """Return the row of a sample: its images, its text, the true answer and the predicted one, coloured if right."""
     right = row["answer"] == row["predicted"]
-    cells = [tag("td", *_images(row["images"])), tag("td", text(row["text"])), tag("td", text(row["answer"]))]
+    cells = [tag("td", *_image_tags(row["images"])), tag("td", text(row["text"])), tag("td", text(row["answer"]))]
     return tag("tr", *cells, tag("td", text(row["predicted"]), class_="good" if right else "bad"))
 
 
-def _images(pictures: Sequence[str]) -> Iterator[str]:
+def _image_tags(pictures: Sequence[str]) -> Iterator[str]:
     """Yield the images of a sample, PNG files in base64; any other text could be markup, and is left out."""
     for i, picture in enumerate(pictures, 1):
         source = f"data:image/png;base64,{picture}"

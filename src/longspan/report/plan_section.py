@@ -51,7 +51,7 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
     height = float(picture.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
     lines = " · ".join(facts[:5]), " · ".join(facts[5:])
     entries = (
-        tag("g", _with_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
+        tag("g", _set_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
         for (drawing, words), (x, y) in zip(_legend_drawings(), _legend_places(HEAD + height), strict=True)
     )
     return tag(
@@ -61,14 +61,14 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
         tag("rect", fill="var(--card)", width=WIDTH, height=round(HEAD + height + FOOT)),
         tag("text", text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
         *(label(line, 12, 42 + 16 * i, "start") for i, line in enumerate(lines)),
-        tag("g", _with_size(picture, WIDTH, height), transform=f"translate(0 {HEAD})"),
+        tag("g", _set_size(picture, WIDTH, height), transform=f"translate(0 {HEAD})"),
         *entries,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {WIDTH} {round(HEAD + height + FOOT)}",
     )
 
 
-def _with_size(svg: str, width: float, height: float) -> str:
+def _set_size(svg: str, width: float, height: float) -> str:
     """A drawing with a size of its own, which it needs inside another drawing."""
     return svg.replace("<svg", f'<svg width="{width:g}" height="{height:g}"', 1)
 

@@ -97,8 +97,8 @@ def _sample_row(
     predicted = [tokens_at.get((number, int(position) - 1), NO_TARGET) for position in targets]
     return {
         "text": _text_before_answer(documents, number, tokenizer, ids[: int(targets[0]) if len(targets) else len(ids)]),
-        "answer": _decode(tokenizer, labels[targets]),
-        "predicted": _decode(tokenizer, predicted),
+        "answer": _decode_ids(tokenizer, labels[targets]),
+        "predicted": _decode_ids(tokenizer, predicted),
         "images": [_encode_picture(documents, i) for i, item in enumerate(documents.items) if item.document == number],
     }
 
@@ -111,12 +111,12 @@ def _text_before_answer(documents: ImageDocuments, number: int, tokenizer: TextT
     pieces, at = list[str](), 0
     for item in documents.items:
         if item.document == number and item.spans[0][0] < len(ids):
-            pieces.append(_decode(tokenizer, ids[at : item.spans[0][0]]))
+            pieces.append(_decode_ids(tokenizer, ids[at : item.spans[0][0]]))
             at = item.spans[-1][1]
-    return "<image>".join([*pieces, _decode(tokenizer, ids[at:])])
+    return "<image>".join([*pieces, _decode_ids(tokenizer, ids[at:])])
 
 
-def _decode(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
+def _decode_ids(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
     """Decode ids to text; NO_TARGET, and rows that an embedding has beyond the vocabulary, are left out."""
     in_vocabulary = [int(i) for i in ids if 0 <= int(i) < tokenizer.size]
     return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)

@@ -259,7 +259,7 @@ def _take_step(
     return row, plan
 
 
-class _Agreed(NamedTuple):
+class _Agreement(NamedTuple):
     """What the ranks agreed on after a step."""
 
     stopped: str  # by a signal that any rank received; "" for none
@@ -276,7 +276,7 @@ def _agree_on_end(
     saves: Saves,
     slow_slots: SlowSlots,
     allocator_retries: int,
-) -> _Agreed:
+) -> _Agreement:
     """Agree between ranks, in one message where nothing happened, on what any of them received and saw.
 
     The message gives the largest of each figure: flags are 0 or 1, a slow slot is its rank + 1, for 0 is none. Raises
@@ -296,7 +296,7 @@ def _agree_on_end(
         stopped = received_signal(world, stop)
     if saves_now:
         save_on = asking_signal(world, stop)
-    return _Agreed(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None, most_retries)
+    return _Agreement(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None, most_retries)
 
 
 def _last_loss(file: Path, done: int) -> float:

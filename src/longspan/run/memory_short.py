@@ -136,15 +136,15 @@ def _count_stored_bytes(run: TrainingRun) -> dict[str, int]:
     device = run.world.device.type
     sizes: dict[str, int] = dict.fromkeys(STORED, 0)
     for parameter in run.model.parameters():
-        sizes["weights"] += _bytes_on(local_tensor(parameter.detach()), device)
+        sizes["weights"] += _count_bytes(local_tensor(parameter.detach()), device)
         if parameter.grad is not None:
-            sizes["gradients"] += _bytes_on(local_tensor(parameter.grad), device)
+            sizes["gradients"] += _count_bytes(local_tensor(parameter.grad), device)
     for state in run.optimizer.state.values():
         tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
-        sizes["states"] += sum(_bytes_on(local_tensor(value), device) for value in tensors)
+        sizes["states"] += sum(_count_bytes(local_tensor(value), device) for value in tensors)
     return sizes
 
 
-def _bytes_on(x: torch.Tensor, device: str) -> int:
+def _count_bytes(x: torch.Tensor, device: str) -> int:
     """Return the bytes of a tensor; 0 if it is on another type of device, as states that wait on the host are."""
     return x.nbytes if x.device.type == device else 0

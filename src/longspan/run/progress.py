@@ -79,11 +79,11 @@ class ProgressDisplay:
 
     def begin_step(self, step: int) -> None:
         """Note that a training step (counted from 1) begins."""
-        self._begin(f"step {step}/{self._steps}")
+        self._begin_work(f"step {step}/{self._steps}")
 
     def show_step(self, row: Mapping[str, Any]) -> None:
         """Show a training step, given its row of metrics."""
-        self._begin(f"after {self._step_text(row)}")  # it may be saved or evaluated
+        self._begin_work(f"after {self._step_text(row)}")  # it may be saved or evaluated
         if self._stream is None:
             return
         if not self._plain:
@@ -108,7 +108,7 @@ class ProgressDisplay:
         """Show how many micro-batches of an evaluation are done, and how many it has."""
         title = f"evaluation of {name}" if name else "evaluation"
         if self._stream is None or self._plain:
-            self._begin(f"{title}, {done:,} of {plural(count, 'micro-batch', 'es')} done", again=done > 0)
+            self._begin_work(f"{title}, {done:,} of {plural(count, 'micro-batch', 'es')} done", again=done > 0)
             return
         if self._evaluating is None:
             self._bar_only = self._progress is None
@@ -135,7 +135,7 @@ class ProgressDisplay:
             self._progress.stop()
             self._progress = None
 
-    def _begin(self, work: str, *, again: bool = False) -> None:
+    def _begin_work(self, work: str, *, again: bool = False) -> None:
         """Note the work that takes time from now on; `again`: continue the work noted before."""
         self._work, self._begun = work, self._begun if again else time.monotonic()
 

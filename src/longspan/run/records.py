@@ -87,7 +87,7 @@ class GroupLog:
         for group in groups.values():
             rows += self._cp_rows(group, use)
         rows += [{"kind": "levels", "use": use, "a2a": pair.a2a, "p2p": pair.p2p} for pair in levels]
-        self._write(rows)
+        self._write_rows(rows)
         if communicators:
             counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in communicators)
             names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
@@ -96,7 +96,7 @@ class GroupLog:
         for pair in levels[: max(0, PRINTED - printed)]:
             self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
 
-    def _write(self, rows: list[Row]) -> None:
+    def _write_rows(self, rows: list[Row]) -> None:
         """Append rows to the file, each with the number of plans so far."""
         if rows and self._path is not None:
             with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:

@@ -153,8 +153,8 @@ def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     """Return the keys that were given and those that were chosen, as `longspan train` takes them.
 
     Given are those of a command or a file; chosen, those that are no defaults any more. Keys of degree, rows, planner
-    and memory are always among them; a dynamic plan's highest degree is all slots where it has no limit. When
-    parameters are gathered (GATHERS) is decided by train.memory unless it is given.
+    and memory are always among them; a dynamic plan's highest degree is all slots where it has no limit. GATHERS
+    is among them only if it is given, for otherwise train.memory decides when parameters are gathered.
     """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}

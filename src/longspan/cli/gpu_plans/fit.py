@@ -81,13 +81,13 @@ def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
 
 
 def _row_limit(run: RunOnGpus) -> int:
-    """Return the most rows of a slot in a micro-batch; MOST_ROWS where the key is 0 (no limit) or a word."""
+    """Return the most rows of a slot in a micro-batch; MOST_ROWS where the key is 0 (no limit) or "auto"."""
     rows = run.config.context.max_tokens_per_slot
     return rows if isinstance(rows, int) and rows else MOST_ROWS
 
 
 def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
-    """Yield the runs whose planner, degree and rows come into question."""
+    """Yield the run with each planner, degree and limit of rows to compare; a limit that is given stays."""
     lengths = [n for step in steps for n in step.lengths]
     for planned in _list_degree_runs(run, choices, same=len(set(lengths)) == 1):
         if not choices.rows and planned.config.context.max_tokens_per_slot != AUTO:

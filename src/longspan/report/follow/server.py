@@ -128,23 +128,25 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         key, _, name = path.removeprefix("/").partition("/")
         if not self._may_ask(key, follower):
-            return self._send(403, "text/plain", "the address has no valid key; use the one that longspan printed\n")
+            return self._send_text(
+                403, "text/plain", "the address has no valid key; use the one that longspan printed\n"
+            )
         if name not in ("", "parts"):
-            return self._send(404, "text/plain", "there is no such page\n")
+            return self._send_text(404, "text/plain", "there is no such page\n")
         live = follower.records.read()
         follower.asked_at = time.monotonic()
         if name == "":
             nonce = secrets.token_urlsafe(16)
-            return self._send(200, "text/html", live_page(live, nonce=nonce), nonce)
+            return self._send_text(200, "text/html", live_page(live, nonce=nonce), nonce)
         changes = _changes(live, dict(parse_qsl(query)), over=follower.is_over)
-        return self._send(200, "application/json", json.dumps(changes))
+        return self._send_text(200, "application/json", json.dumps(changes))
 
     def _may_ask(self, key: str, follower: Follower) -> bool:
         """Whether the key is right, compared in constant time, and the browser asked for this machine by its name."""
         host = str(self.headers.get("Host", "")).rpartition(":")[0] or self.headers.get("Host", "")
         return secrets.compare_digest(key.encode(), follower.key.encode()) and host in HOSTS
 
-    def _send(self, status: int, kind: str, words: str, nonce: str = "") -> None:
+    def _send_text(self, status: int, kind: str, words: str, nonce: str = "") -> None:
         """Send a text with its headers, compressed where it is long and the browser takes that."""
         body = words.encode("utf-8", "replace")
         packed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")

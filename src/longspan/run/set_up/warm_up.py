@@ -202,11 +202,11 @@ def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: 
     largest, batches = largest_micro_batch(plans), list[MicroBatch]()
     for group in groups.values():
         batches += repeat_on_all_slots(shorten_group(group), plans[0].slots)
-    training = number_plan(_fill_up([largest] * in_flight + batches, in_flight), plans[0])
+    training = number_plan(_fill_up_batches([largest] * in_flight + batches, in_flight), plans[0])
     mixed = _list_mixed_batches(plans[0])
     return WarmUp(
         training,
-        number_plan(_fill_up(mixed, in_flight), plans[0]) if mixed else None,
+        number_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
         None if evaluation is None else _forward_plan(evaluation, groups, in_flight, most=_most_rows(training)),
         len(smallest_group_of_each_kind([*plans, *([evaluation] if evaluation else [])])),
     )
@@ -230,7 +230,7 @@ def _forward_plan(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int, *
     batches = [shorten_batch(b) if _most_rows(largest) <= most else b for b in largest.micro_batches]
     for group in groups.values():
         batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
-    return number_plan(_fill_up(batches, in_flight), evaluation)
+    return number_plan(_fill_up_batches(batches, in_flight), evaluation)
 
 
 def _most_rows(plan: Plan) -> int:
@@ -238,7 +238,7 @@ def _most_rows(plan: Plan) -> int:
     return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
 
 
-def _fill_up(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
+def _fill_up_batches(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
     """Repeat the last micro-batch until their number is a multiple of what a pipeline holds at once."""
     return batches + batches[-1:] * (-len(batches) % multiple)
 
