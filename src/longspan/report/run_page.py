@@ -44,9 +44,9 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
     series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
     if window > 1:
         series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
-    for color, (name, rows) in enumerate(evaluations_by_degree(run), 1):
+    for index, (name, rows) in enumerate(evaluations_by_degree(run)):
         x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
-        series.append(Series(name, x, y, color, "marks"))
+        series.append(Series(name, x, y, 1 + index, "marks"))
     uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
     title, label = "Training and evaluation", "nats per predicted token"
     chart = Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
