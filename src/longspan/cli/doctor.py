@@ -146,8 +146,8 @@ def device_checks() -> Iterator[Check]:
         yield Check("device", f"cuda:{index}", f"{name}, {memory}", None)
     yield Check("backend", "gloo", "available" if dist.is_gloo_available() else "missing", dist.is_gloo_available())
     gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
-    without = "built in, no GPU that torch can use" if nccl else "not in this torch build"
-    nccl_state = f"available, {facts['nccl']}" if "nccl" in facts else without
+    lack = "built in, no GPU that torch can use" if nccl else "not in this torch build"
+    nccl_state = f"available, {facts['nccl']}" if "nccl" in facts else lack
     yield Check("backend", "nccl", nccl_state, nccl if gpus > 1 else None)
 
 

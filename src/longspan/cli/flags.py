@@ -154,7 +154,7 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
     words: list[str] = []
     argv = _use_present_flags(argv, types)
     for next_index, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
-        if not word.startswith("--"):
+        if not word.startswith("--"):  # the value of the flag before it, if there is one
             words.append(word if not words else _python_word(word, types.get(words[-1])))
             continue
         flag, equals, value = word.partition("=")

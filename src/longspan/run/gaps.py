@@ -31,7 +31,7 @@ class _Cause:
         self.kernels = Counter[str]()
 
     def row(self, name: str, repeats: int) -> dict[str, Any]:
-        """Return a row of the table, of the mean of so many steps."""
+        """Return a row of the table: gaps and seconds of a step, in the mean of `repeats` steps, and the longest gap."""
         kernel = self.kernels.most_common(1)[0][0] if self.kernels else ""
         return {
             "host": name[:_NAME_LENGTH],

@@ -214,7 +214,10 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _metric_texts(row: Mapping[str, Any]) -> list[str]:
-    """Return the figures of an evaluation other than the loss, as far as it counted something."""
+    """Return the figures of an evaluation other than the loss, as far as it counted something.
+
+    Only figures are floats: counts are integers, and a metric that counted nothing is None.
+    """
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",

@@ -153,7 +153,7 @@ def _encoder_text(run: TrainingRun) -> str:
 
 
 def _device_facts(world: World) -> dict[str, Any]:
-    """Return the facts of the ranks: their devices, hosts, cores and backend."""
+    """Return the facts of the ranks: their devices, hosts (of node_size slots with tp ranks each), cores, backend."""
     gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
     return {
         "device": device_name(world),

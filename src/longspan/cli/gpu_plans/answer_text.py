@@ -111,7 +111,7 @@ def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list
             is_left_out = name in keys or name in ("dry_run", "json")
         if not is_left_out and name:
             repeated.append(shlex.quote(word))
-        elif not is_left_out and word != file:
+        elif not is_left_out and word != file:  # which stands behind the verb already
             repeated[-1] += f" {shlex.quote(word)}"
     return repeated
 

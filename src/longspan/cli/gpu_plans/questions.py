@@ -175,7 +175,10 @@ def _make_refusal(
     choices: Choices,
     error: PlanError | None = None,
 ) -> Answer:
-    """Make the answer where nothing fits: what the way that needs least holds, and the fewest GPUs that would do."""
+    """Make the answer where nothing fits: what the way that needs least holds, and what would do.
+
+    That is the same GPUs without measures given by hand or, if these are not to blame, the fewest GPUs.
+    """
     way = leanest_way(run, steps, choices)
     try:
         plans = [way.plan(step.lengths, step.targets) for step in steps]

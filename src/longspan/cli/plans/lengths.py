@@ -98,7 +98,7 @@ def _read_lengths_json(path: str) -> Any:
 def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
     """Read the lengths of the documents of --data; returns them, and the words for where they come from.
 
-    Estimated, a text of fewer bytes than a token has is no document.
+    Where tokens are estimated, a text of fewer bytes than one token has is left out.
     """
     files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
     if flags.tokenizer:

@@ -41,7 +41,7 @@ def check_files(config: RunConfig) -> None:
     for key, path in (("model.path", model.path), ("model.config", model.config), ("data.tokenizer", data.tokenizer)):
         if path and not Path(path).expanduser().exists():
             raise ConfigError(f"{key} {path!r} does not exist; give a folder or file of this machine")
-    if not (Path(config.run.dir) / "corpus").exists():  # a run keeps its documents
+    if not (Path(config.run.dir) / "corpus").exists():  # a run that has its documents reads no texts
         if data.sources:
             for number, source in enumerate(data.sources):
                 find_root(source.path, key=f"data.sources[{number}].path")

@@ -115,7 +115,7 @@ def _check_mixer_kernels(names: tuple[str, ...]) -> None:
 
 
 def _check_degree_divides(choice: PlanChoice, home: Layout) -> None:
-    """Raise ConfigError, with degrees that fit, for a degree that does not divide the slots."""
+    """Raise ConfigError, with degrees that fit, for a degree that does not divide the slots; 0 is chosen later."""
     if not choice.degree or home.slots % choice.degree == 0:
         return
     fitting = [d for d in range(1, home.slots + 1) if home.slots % d == 0]

@@ -245,7 +245,10 @@ def _choose_run_partition(
 
 
 def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: World, done: int) -> RunMemory:
-    """Return what the measures of the remaining steps are chosen by."""
+    """Return what the measures of the remaining steps are chosen by.
+
+    The rows of images of a slot are the mean over slots times UNEVEN; encoder.max_rows is the most it encodes at once.
+    """
     ahead = ComingSteps(data.order.lengths_of_step, world.home, query_heads(data.model), done, config.train.steps)
     rows = math.ceil(UNEVEN * data.image_rows(config.train.tokens_per_step) / world.home.slots)
     return RunMemory(
