@@ -190,5 +190,5 @@ def _kernel_text(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[
         return kernel_lines(config, device, dtype), ""
     except LongspanError as error:
         return (), f"attention at true sizes: {error}"
-    except Exception as error:  # of the model's own code without memory
+    except Exception as error:  # of the model's own code, on the meta device
         return (), f"attention at true sizes is not known: {type(error).__name__}: {error}"

@@ -36,7 +36,10 @@ EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code: 0, 2 for an error, 3 for a lost rank, 128 + a signal's number, or its own."""
+    """Run a verb; returns the exit code: 0, 2 for an error, 3 for a lost rank, 128 + a signal's number, or its own.
+
+    Only for the command itself (`argv` is None) the imports of ranks begin beside it.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]

@@ -74,7 +74,10 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
 
 
 def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
-    """Return the evaluations of every set by its name, one for each step: of several degrees the last one."""
+    """Return the evaluations of every set by its name, one for each step: of several degrees the last one.
+
+    The held-out documents, without a name, come first.
+    """
     sets = dict[str, dict[int, EvalRow]]()
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
         sets.setdefault(row.name, {})[row.step] = row

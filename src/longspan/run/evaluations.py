@@ -165,7 +165,10 @@ class Evaluations:
         return rows
 
     def evaluate_due(self, done: int, *, unless_recorded: bool = False) -> str:
-        """Evaluate the sets that are due after so many steps; returns the signal that came meanwhile, or ""."""
+        """Evaluate the sets that are due after so many steps; returns the signal that came meanwhile, or "".
+
+        `unless_recorded` leaves out those that metrics.jsonl has already, where a run goes on after a step.
+        """
         for entry in self.run.sets:
             if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
                 continue

@@ -31,7 +31,7 @@ class _Cause:
         self.kernels = Counter[str]()
 
     def row(self, name: str, repeats: int) -> dict[str, Any]:
-        """Return a row of the table: gaps and seconds of a step, in the mean of `repeats` steps, and the longest gap."""
+        """Return a row of the table: gaps and their seconds, both a step of `repeats`, and the longest of all gaps."""
         kernel = self.kernels.most_common(1)[0][0] if self.kernels else ""
         return {
             "host": name[:_NAME_LENGTH],

@@ -182,7 +182,10 @@ def longest_kernels(events: Iterable[Event], count: int = 16) -> list[dict[str, 
 
 
 def read_host_calls(profile: Any) -> list[Event]:
-    """Read what the host did: operators, calls of CUDA and named ranges, the ones inside others too."""
+    """Read the name, start and end in seconds of what the host did: operators, calls of CUDA and named ranges.
+
+    Those inside others are among them.
+    """
     from torch.autograd import DeviceType
 
     return [

@@ -216,7 +216,8 @@ class StepReader:
     def prepare(self, step: int) -> None:
         """Plan the next step and select its documents while the device computes; `read` raises the errors.
 
-        No rank waits for a plan, and what all ranks do together is left to `read`.
+        No rank waits for a plan here. Documents whose tokens the ranks make together (`_select_documents`) are left to
+        `read`, which all ranks enter.
         """
         run, corpus = self._run, self._run.corpus
         # With refinement, prices may be fitted at the beginning of the next step, and its plan is made only after that.

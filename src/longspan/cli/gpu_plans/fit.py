@@ -149,7 +149,7 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
     """Find the most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
 
     0 tokens where not even these fit. Lengths are tried by memory alone, on the plan of a short document changed to
-    each length; the length that is left is planned anew, and shortened until its own plan fits too.
+    each length; the length that is left is planned anew, and shortened by 1/256 at a time until its own plan fits too.
     """
     degree = degree or run.home.slots
     run = run.set_context(planner="fixed", context_parallel_size=degree)
@@ -166,7 +166,7 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
     low = largest_fitting(lambda count: fits(count * unit), MOST_ROWS // unit)
     while low and not fits(low * unit, run.plan((low * unit * degree,))):  # its planner shares attention in another way
         low -= 1 + low // 256
-    low = max(low, 0)
+    low = max(low, 0)  # of the limit of rows below, 0 would mean none
     return low * unit * degree, run.set_context(max_tokens_per_slot=max(1, low) * unit)
 
 

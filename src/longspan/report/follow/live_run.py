@@ -240,11 +240,11 @@ def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
         return "running"
     if is_empty and not run.summary:
         return "waiting"
-    summed, steps = number(run.summary.get("step")), number(run.summary.get("steps"))
-    last = int(run.step[-1]) if len(run.step) else summed
-    if summed != last:
+    summary_step, steps = number(run.summary.get("step")), number(run.summary.get("steps"))
+    last = int(run.step[-1]) if len(run.step) else summary_step
+    if summary_step != last:
         return "broken"
-    return "stopped" if run.summary.get("stopped") else "done" if summed >= steps else "broken"
+    return "stopped" if run.summary.get("stopped") else "done" if summary_step >= steps else "broken"
 
 
 def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

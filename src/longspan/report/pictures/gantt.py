@@ -141,7 +141,8 @@ class _Canvas:
     def _slot_axis(self) -> str:
         """Return the numbers of slots, as many as have room, and a line between nodes.
 
-        Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart.
+        Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart: at its middle if all are (n = 0),
+        else at its top.
         """
         slots, parts = self.plan.slots, [label("slot", _LEFT - 8, _TOP - 9, "end")]
         slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
