@@ -20,7 +20,10 @@ _CHARTS = (
 
 
 def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets]) -> Iterator[Chart]:
-    """Yield a chart of each, with a curve for every name; none if all documents are in one bucket."""
+    """Yield the chart by position and that by length, with a curve for each name, as many as there are colours.
+
+    A chart is left out if all its documents are in one bucket.
+    """
     for (title, x_label), curves in zip(_CHARTS, (by_position, by_length), strict=True):
         firsts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
         if len(firsts) > 1:
@@ -138,7 +141,7 @@ def _latest_bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
     if len(sets) == 1 and (of_set := next(iter(sets.values())))[0].step < of_set[-1].step:
         rows = {f"after step {row.step:,}": row for row in (of_set[-1], of_set[0])}
     by_position, by_length = (
-        {name: getattr(row, of) for name, row in rows.items()} for of in ("by_position", "by_length")
+        {name: getattr(row, buckets) for name, row in rows.items()} for buckets in ("by_position", "by_length")
     )
     yield from bucket_charts(by_position, by_length)
 

@@ -38,7 +38,10 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 
 def loss_chart(run: RunFolder, width: int) -> Chart:
-    """Return the loss of every step, averaged where there are many, and of the held-out documents at each degree."""
+    """Return the loss of every step, averaged where there are many, and of the held-out documents at each degree.
+
+    A line marks the loss of a uniform guess, the logarithm of the vocabulary's size V.
+    """
     loss, vocab = run.train["loss"], run.vocab_size()
     window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
     series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]

@@ -34,10 +34,10 @@ def _time_lines(answer: Answer) -> Iterator[str]:
         yield f"a step is predicted to take {seconds_text(answer.step_seconds)}"
     else:
         hours, gpus = answer.hours or 0.0, answer.run.gpus.count
-        whole = f"{hours:,.2f} hours" if hours >= 1 else seconds_text(hours * 3600)
-        of = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
+        total_text = f"{hours:,.2f} hours" if hours >= 1 else seconds_text(hours * 3600)
+        sample_text = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
         yield (
-            f"{plural(answer.steps, 'step')} of {seconds_text(answer.step_seconds)}{of}: {whole}, "
+            f"{plural(answer.steps, 'step')} of {seconds_text(answer.step_seconds)}{sample_text}: {total_text}, "
             f"{hours * gpus:,.2f} GPU-hours, without evaluations and checkpoints"
         )
     if len(answer.degrees) == 1:

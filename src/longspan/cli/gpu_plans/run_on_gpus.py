@@ -114,7 +114,7 @@ class RunOnGpus:
 
     @cached_property
     def choice(self) -> PlanChoice:
-        """Return how its steps are planned."""
+        """Return how its steps are planned: with hosts of a known size, and with the parameters that a rank shares."""
         config = self.config
         if config.context.node_size == AUTO:
             config = replace(config, context=replace(config.context, node_size=self.node_size))

@@ -33,8 +33,8 @@ def live_page(live: LiveRun, *, nonce: str) -> str:
 
 def live_title(live: LiveRun) -> str:
     """Return what the browser shows on its tab: how far the run is, its state and its name."""
-    of = f"{live.step:,}/{live.steps:,}" if live.steps else f"{live.step:,}"
-    return f"{of} {_WORDS[live.state]} · {live.run.name} · longspan"
+    progress = f"{live.step:,}/{live.steps:,}" if live.steps else f"{live.step:,}"
+    return f"{progress} {_WORDS[live.state]} · {live.run.name} · longspan"
 
 
 def live_parts(live: LiveRun) -> dict[str, str]:
@@ -82,8 +82,8 @@ def _progress_words(live: LiveRun) -> Iterator[str]:
         elif live.state in ("done", "stopped"):
             yield "its report is report.html in its folder"
         return
-    of = f" of {live.steps:,}" if live.steps else ""
-    yield f"step {live.step:,}{of}" if live.step else f"sets up, before step 1{of}"
+    total = f" of {live.steps:,}" if live.steps else ""
+    yield f"step {live.step:,}{total}" if live.step else f"sets up, before step 1{total}"
     seconds = finite(live.run.train["seconds"])
     usual = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
     if usual > 0:

@@ -82,20 +82,20 @@ class LiveRun:
 
         Of the signal's name in the summary, a file that may hold anything, only a short word is repeated.
         """
-        of = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
+        step_text = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
         match self.state:
             case "running":
-                return f"the run is at {of}"
+                return f"the run is at {step_text}"
             case "waiting":
                 return "no run has begun here"
             case "done":
-                return f"the run has come to its end at {of}"
+                return f"the run has come to its end at {step_text}"
             case "stopped":
                 signal = str(self.run.summary.get("stopped"))
                 signal = signal if signal.isalnum() and len(signal) < 16 else "a signal"
-                return f"the run was stopped by {signal} after {of}; the same command goes on"
+                return f"the run was stopped by {signal} after {step_text}; the same command goes on"
             case "broken":
-                return f"the run ended after {of} with an error or was killed; its own output says more"
+                return f"the run ended after {step_text} with an error or was killed; its own output says more"
 
 
 class LiveRecords:

@@ -53,8 +53,8 @@ def check_longest(config: RunConfig, home: Layout, longest: int, name: str, head
     """
     for choice, limit in _plan_choices(replace(config, eval=()), training=True, heads=heads):
         packs = limit.key == "data.pack_to" and longest > limit.value  # such a document is held out, and not packed
-        tokens, of = (limit.value, "packs") if packs else (longest, name)
-        _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {of})")
+        tokens, origin = (limit.value, "packs") if packs else (longest, name)
+        _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {origin})")
 
 
 def check_longest_of_set(
