@@ -86,7 +86,7 @@ def _legend_entries(unit: Unit) -> tuple[tuple[str, str], ...]:
 
 
 def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
-    """Set limits, titles and ticks of the axes; `timed` says whether the cost is of a machine."""
+    """Set limits, titles and ticks of the axes: a number for each of up to 24 slots; `timed`: a machine is priced."""
     slots, seconds = picture.plan.slots, "predicted seconds" if timed else "predicted time, of no machine"
     axes.set(xlim=(0, picture.end or 1.0), ylim=(slots, 0), ylabel="slot")
     axes.set_xlabel(seconds if picture.unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
