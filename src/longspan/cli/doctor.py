@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
 def version_checks(installed: dict[str, str]) -> Iterator[Check]:
     """Yield installed versions against those that longspan is tested with: from one version to below another.
 
-    A package without such bounds has no verdict.
+    The first two numbers count, not the build behind "+". A package without such bounds has no verdict.
     """
     for name, text in installed.items():
         least_version, first_unsupported = SUPPORTED.get(name, (None, None))
@@ -135,7 +135,7 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
 
 
 def device_checks() -> Iterator[Check]:
-    """Yield the processor, each GPU, and which communication backends are available."""
+    """Yield the processor, each GPU, and which communication backends there are; only several GPUs need NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -146,13 +146,16 @@ def device_checks() -> Iterator[Check]:
         yield Check("device", f"cuda:{index}", f"{name}, {memory}", None)
     yield Check("backend", "gloo", "available" if dist.is_gloo_available() else "missing", dist.is_gloo_available())
     gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
-    without = "built in, no GPU that torch can use" if nccl else "not in this torch build"
-    nccl_state = f"available, {facts['nccl']}" if "nccl" in facts else without
+    lack = "built in, no GPU that torch can use" if nccl else "not in this torch build"
+    nccl_state = f"available, {facts['nccl']}" if "nccl" in facts else lack
     yield Check("backend", "nccl", nccl_state, nccl if gpus > 1 else None)
 
 
 def kernel_checks() -> Iterator[Check]:
-    """Yield which attention kernel runs for each device and dtype, and why the others do not run here."""
+    """Yield which attention kernel runs for each device and dtype, and why the others do not run here.
+
+    The call that is asked about has one head of size 128 over one packed document.
+    """
     import torch
 
     from longspan.attention import KERNELS, AttendCall
@@ -170,13 +173,17 @@ def kernel_checks() -> Iterator[Check]:
 
 
 def _present_devices() -> list[str]:
+    """Return the devices on which kernels may run here: the CPU and, if torch can use one, the first GPU."""
     import torch
 
     return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 
 
 def _kernel_lack(kernel: "Kernel") -> str:
-    """Return why a kernel runs on no device of this machine; "" where it runs on one."""
+    """Return why a kernel runs on no device here, in the words for the GPU if there is one; "" where it runs.
+
+    It is asked about the easiest call: one head of size 64 in its first dtype, which need not be deterministic.
+    """
     import torch
 
     from longspan.attention import AttendCall
@@ -188,7 +195,10 @@ def _kernel_lack(kernel: "Kernel") -> str:
 
 
 def kernel_report(*, as_json: bool) -> str:
-    """Write the tables of docs/attention.md, and whether each kernel runs here, or what it lacks."""
+    """Write the tables of docs/attention.md, without Markdown's backquotes.
+
+    The kernels' table has one more column: whether each runs here, or what it lacks.
+    """
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
@@ -215,17 +225,20 @@ def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
     """Yield the process groups that were made, and every comparison with the stock model."""
-    place = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
+    ranks_text = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
-        yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({place})", None)
+        yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({ranks_text})", None)
     for row in details["parity"]:
         yield Check("parity", row["name"], row["found"], row["good"])
     yield from _communication_checks(details["parity"])
 
 
 def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
-    """Yield the ranks of each level of hierarchical groups, and what `auto` chose; once for all dtypes."""
+    """Yield the ranks of each level of hierarchical groups, and what `auto` chose.
+
+    Each combination of degree, type and sizes is told once, though it was compared in two dtypes.
+    """
     for row in {
         (row_of_case["cp"], row_of_case["cp_comm_type"], str(row_of_case.get("sizes"))): row_of_case
         for row_of_case in parity

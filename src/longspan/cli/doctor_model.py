@@ -37,6 +37,7 @@ from longspan.plan.shape.model_shape import has_mixers
 LOCAL_RANKS = 4
 VOCABULARY = 97
 DEGREES = (1, 2, 4)
+# By backend: the dtype of which results agree almost exactly, and one whose rounding shows in them.
 _EXACT: dict[str, DTypeName] = {"gloo": "float64", "nccl": "float32"}
 _ROUNDED: dict[str, DTypeName] = {"gloo": "float32", "nccl": "bfloat16"}
 
@@ -70,7 +71,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     outcomes, worlds = (tuple(x for p in proofs for x in getattr(p, name)) for name in ("outcomes", "worlds"))
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
-    if is_reporting():
+    if is_reporting():  # about the last processes, which are on GPUs where there are any
         device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
         lines, note = _kernel_text(config, device)
         if flags.json:
@@ -83,7 +84,7 @@ def prove_model(name: str, flags: ProofFlags) -> int:
 
 
 def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
-    """Compare a Qwen3 of two layers at every degree and type in two types of numbers; returns a JSON object.
+    """Compare a Qwen3 of two layers at every degree and communication type in two dtypes; returns a JSON object.
 
     Raises CommError where the ranks did not end well.
     """
@@ -101,7 +102,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 def _list_proof_processes(flags: ProofFlags) -> Iterator[Processes]:
     """Yield the processes of each proof: on the GPUs, or on CPUs.
 
-    On both where there is one GPU, which has no degrees.
+    With one GPU, which has no degrees above 1, proofs are made on both. nccl without GPUs is refused as it is chosen.
     """
     gpus, cpus_too = usable_gpus(), False
     if flags.backend == "auto" and not flags.world and not has_torchrun():
@@ -120,10 +121,11 @@ def _true_heads(flags: ProofFlags, processes: Processes) -> bool:
 
 
 def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) -> list[Case]:
-    """Choose the cases of a proof: the whole set in the type that shows most there, the basic set in another.
+    """Choose the cases of a proof: the set of --cases in the dtype that tells most, the basic set in another.
 
-    That type is float64 on CPUs, bfloat16 on GPUs. Models that read images have both sets with images too; a class that
-    cannot run on text only has the basic set of text. Hybrids have cases of contiguous rows too.
+    float64 tells most on CPUs, bfloat16, in which runs train, on GPUs. Models that read images have both sets with
+    images too; one that cannot run without images has only the basic set of text. Hybrids also have cases whose slots
+    hold contiguous rows.
     """
     most_telling, other_types = (_EXACT, _ROUNDED) if processes.backend == "gloo" else (_ROUNDED, _EXACT)
     ranks = processes.ranks
@@ -147,6 +149,7 @@ def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Process
 
 
 def _run_torchrun_cases(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
+    """Run `fn` in torchrun's processes, with the arguments that `run_proof` would give its own ranks."""
     return run_on_ranks(fn, (task,), count, seconds)
 
 
@@ -164,6 +167,7 @@ def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: P
 
 
 def _model_heading(model: dict[str, Any]) -> str:
+    """Write the type, the size and the ranks of a small copy, from its facts."""
     size = f"{model['layers']} layers, hidden size {model['hidden_size']}"
     return f"{model['model_type']}, a small copy ({size}) on {plural(model['ranks'], 'rank')} ({model['backend']})"
 
@@ -177,11 +181,14 @@ def _video_text(small: PreTrainedConfig) -> str:
 
 
 def _kernel_text(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
-    """Return the kernels at the true sizes, or why they are not known."""
+    """Return the attention kernels at the model's true sizes, and a note why they are not known, or "".
+
+    Whatever the model's own code raises on the meta device becomes the note, for the proof is still to be printed.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         return kernel_lines(config, device, dtype), ""
     except LongspanError as error:
         return (), f"attention at true sizes: {error}"
-    except Exception as error:  # of the model's own code without memory
+    except Exception as error:  # of the model's own code, on the meta device
         return (), f"attention at true sizes is not known: {type(error).__name__}: {error}"

@@ -28,7 +28,7 @@ def check_zoo(*, as_json: bool, timeout: float) -> int:
 
 
 def zoo_row(result: ZooResult) -> dict[str, Any]:
-    """Return a result as a JSON object; an error that is infinite is a text."""
+    """Return a result as a JSON object; an infinite error is the text "inf", for JSON has no such number."""
     error = result.error if result.error is None or result.error != float("inf") else "inf"
     return {
         "name": result.known.name,
@@ -62,6 +62,7 @@ def zoo_text(results: Sequence[ZooResult], seconds: float) -> str:
 
 
 def _error_text(result: ZooResult) -> str:
+    """Write the relative error; of a check that ended without one, the beginning of its message."""
     if result.error is None:
         return " ".join(result.message.split())[:100]
     return "none" if result.error == 0 else f"{result.error:.0e}"

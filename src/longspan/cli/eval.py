@@ -38,21 +38,22 @@ from longspan.run.progress import LINE_SECONDS
 from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
 
-LINES = 10  # of one evaluation, where there is no terminal and it is short
+LINES = 10  # of one evaluation where there is no terminal; a long one has a line each LINE_SECONDS too
 
 
 class EvalDisplay:
     """Shows lines and how far evaluations are; silent where `stream` is None.
 
     >>> with EvalDisplay(sys.stderr) as display:
-    ...     display.progress("wiki, cp 4", 16, 40)
+    ...     display.show_progress("wiki, cp 4", 16, 40)
     """
 
     def __init__(self, stream: TextIO | None) -> None:
+        """Show on a stream; on a terminal the bars begin with the first evaluation, one for each."""
         self._stream = stream
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._tenths: dict[str, int] = {}  # of each evaluation, that were shown
+        self._tenths: dict[str, int] = {}  # by title: how many tenths of an evaluation were shown
         self._written = time.monotonic()  # when the last line was
 
     def __enter__(self) -> "EvalDisplay":
@@ -72,7 +73,7 @@ class EvalDisplay:
             self._written = time.monotonic()
 
     def show_progress(self, title: str, done: int, count: int) -> None:
-        """Show how many micro-batches of an evaluation are done, and how many it has."""
+        """Show how many of an evaluation's micro-batches are done: by a bar on a terminal, else now and then a line."""
         if self._stream is None:
             return
         if self._stream.isatty():
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     with processes.add_note_to_errors():
         request = make_request(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
-    if not has_torchrun():
+    if not has_torchrun():  # whose ranks run already: they find a missing path themselves
         for _, path in request.paths:
             find_root(path, key="--data")
     if is_reporting():

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_flags(ExamplesFlags, argv, "longspan examples")
     root = examples_folder()
-    paths = list(_paths_of(root))
+    paths = list(_list_paths(root))
     if not flags.name:
         lines = {path.relative_to(root).as_posix(): first_sentence(path) for path in paths}
         width = max(map(len, lines))
@@ -76,24 +76,31 @@ def examples_folder() -> Path:
 
 
 def first_sentence(path: Path) -> str:
-    """Return what the comment or docstring that an example begins with says first; "" of a file without one."""
+    """Return the first sentence of the comment or docstring at the head of an example; "" of a file without one.
+
+    A sentence too wide for the list ends at its first comma, semicolon or colon.
+    """
     lines = path.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").splitlines()
     inside = (
         takewhile(str.strip, lines) if lines[0].startswith('"""') else takewhile(lambda x: x.startswith("#"), lines)
     )
     text = " ".join(line.removeprefix("#").strip() for line in inside).removeprefix('"""')
+    # Up to closing quotes, a full stop behind a word or bracket (not that of "e.g."), or the command to run it.
     sentence = re.split(r'[.:]? ?"""|(?<=\w\w)[.](?: |$)|(?<=[)`])[.:](?: |$)| longspan train ', text, maxsplit=1)[0]
     return sentence if len(sentence) <= _WIDEST else re.split(r"[,;:] ", sentence, maxsplit=1)[0]
 
 
-def _paths_of(root: Path) -> Iterator[Path]:
-    """All files of the examples, those of the folder itself first."""
+def _list_paths(root: Path) -> Iterator[Path]:
+    """List all files of the examples, those of the folder itself first."""
     files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return iter(sorted(files, key=lambda path: (path.parent != root, path.relative_to(root).as_posix())))
 
 
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
-    """Return the files that a name stands for. Raises ConfigError, with the nearest name, where there are none."""
+    """Return the files that a name stands for. Raises ConfigError, with the nearest name, where there are none.
+
+    All files have the name `all`; a path to the folder itself, such as ".", names none of them.
+    """
     name = name.removeprefix("examples/").rstrip("/")
     choice = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
     if not name or not choice or (root / name) == root:
@@ -116,7 +123,7 @@ def _copy_examples(paths: Sequence[Path], root: Path, folder: Path, *, overwrite
         for path, target in zip(paths, targets, strict=True):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-            target.chmod(path.stat().st_mode & 0o777 | 0o200)
+            target.chmod(path.stat().st_mode & 0o777 | 0o200)  # installed files may be read-only, copies are edited
     except OSError as error:
         raise RunFolderError(f"cannot copy examples to {folder}: {error.strerror} ({error.filename})") from error
     return targets

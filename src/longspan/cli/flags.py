@@ -39,7 +39,7 @@ _COMPILED = "--train.compiled"  # true or false before it was a choice
 _NUMBERS = {int: "an integer", float: "a number"}
 _FORMER = {f"--{old}": f"--{new}" for old, new in FORMER_KEYS.items()} | {"--cost": "--machine"}  # former flags
 _ELSEWHERE = "GPUs that are not here are named by --run.machine h100 and --world 4, next to --dry-run"
-_ADVICE = {  # flags that another verb has, by a flag of the verbs that have them not
+_ADVICE = {  # by a flag that a verb lacks: a flag that tells which verb it is, and the advice there
     "--longest": ("--longest_document", "the longest document of --distribution is --longest_document"),
     "--gpu": ("--dry_run", _ELSEWHERE),
     "--gpus": ("--dry_run", _ELSEWHERE),
@@ -53,7 +53,10 @@ _SECTIONS = ConstructorRegistry()
 
 @_SECTIONS.struct_rule
 def _section_flags(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Have tyro make a section that has another one inside by flags for the keys of both, as files name them."""
+    """Give tyro one flag for each key of [context] and of the section inside it, by its name in files.
+
+    None leaves any other type to tyro.
+    """
     kind: Any = info.type
     if kind is not ContextConfig:
         return None
@@ -85,12 +88,16 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
     except SystemExit as end:
         if not end.code:
             raise
+        # an empty choice would be listed as nothing before a comma
         text = _box_text(refusal.getvalue()).replace("options: , ", "options: ")
         raise ConfigError(f"{text}; see {prog} --help") from None
 
 
 def _box_text(text: str) -> str:
-    """Return tyro's text below the title of an error, up to the next rule: in a box or between rules."""
+    """Return tyro's error in one line: what stands between the rule with its title and the next rule.
+
+    The rules are sides of a box or dashes, by tyro's version; without any of them all lines count.
+    """
     lines = [line.strip("│ ") for line in text.splitlines() if line.strip()]
     is_rule = [line.startswith("╭") or not line.strip("─╰╯-") for line in lines]
     below = lines[is_rule.index(True) + 1 :] if True in is_rule else lines
@@ -117,7 +124,10 @@ def flag_types(kind: type) -> dict[str, Any]:
 
 
 def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """Split lists so that every number is a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`."""
+    """Split lists so that every number is a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`.
+
+    Words belong to a list of numbers up to the next flag; those of other flags stay as they are.
+    """
     words, in_list = list[str](), False
     for word in argv:
         flag, value = "", word
@@ -143,8 +153,8 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
     """
     words: list[str] = []
     argv = _use_present_flags(argv, types)
-    for place, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
-        if not word.startswith("--"):
+    for next_index, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
+        if not word.startswith("--"):  # the value of the flag before it, if there is one
             words.append(word if not words else _python_word(word, types.get(words[-1])))
             continue
         flag, equals, value = word.partition("=")
@@ -152,11 +162,11 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
         _check_name(flag, types, prog)
         kind = types.get(flag)
         if kind is bool and not equals and following not in _BOOLEANS:
-            words += [flag, "True"] if "." in flag else [flag]  # as --parallel.sequence_parallel; --json
+            words += [flag, "True"] if "." in flag else [flag]  # a key needs a value, --json takes none
         elif flag == _COMPILED and not equals and following.startswith("--"):
             words += [flag, str(read_choice_word(True, kind))]
         elif _list_type(kind) is not None:
-            behind = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[place:]))
+            behind = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[next_index:]))
             _check_list(flag, behind, kind)
             words.append(f"{flag}={value}" if equals else flag)
         elif equals:
@@ -175,7 +185,7 @@ def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
     """
     words = list(argv)
     flags = [word.partition("=")[0] for word in words]
-    for place, former_name in enumerate(flags):
+    for index, former_name in enumerate(flags):
         present_name = _FORMER.get(former_name, former_name)
         if former_name in types or present_name not in types:
             continue
@@ -184,12 +194,12 @@ def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
                 f"{former_name} and {present_name} are both given: {former_name} is the former name of "
                 f"{present_name}; leave {former_name} out"
             )
-        words[place] = present_name + words[place].removeprefix(former_name)
+        words[index] = present_name + words[index].removeprefix(former_name)
     return words
 
 
 def _check_value(flag: str, value: str | None, kind: Any) -> None:
-    """Raise ConfigError where a word is missing, or no value of a flag that takes one."""
+    """Raise ConfigError where the word behind a flag is missing (None), or is no value of the flag's type."""
     if kind is None:  # --help
         return
     if get_origin(kind) is Literal and read_choice_word(value, kind) not in get_args(kind):
@@ -206,13 +216,16 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
 
 
 def _list_type(kind: Any) -> Any:
-    """Return the list that a flag takes, also as one of several kinds of values; None for other flags."""
+    """Return the tuple type of a flag that takes a list, be it only one of several types; None for other flags."""
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return next((option for option in options if get_origin(option) is tuple), None)
 
 
 def _check_list(flag: str, behind: Sequence[str], kind: Any) -> None:
-    """Raise ConfigError where the words behind a flag do not begin with the values of its list."""
+    """Raise ConfigError where the words behind a flag do not begin with the values of its list.
+
+    tuple[int, ...] takes all of them, a tuple of two types the first two.
+    """
     value, *further_types = get_args(_list_type(kind))
     count = len(behind) if further_types == [...] else 1 + len(further_types)
     values = behind[:count]
@@ -252,6 +265,7 @@ def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
 
 
 def _python_word(value: str, kind: Any) -> str:
+    """Write true and false as tyro reads them: True and False for a switch, for a choice the word that they mean."""
     return value.capitalize() if kind is bool and value in ("true", "false") else str(read_choice_word(value, kind))
 
 
@@ -303,7 +317,7 @@ class TrainFlags(RunConfig):
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     """Parse the flags of `train`, and the configuration that file and flags make together."""
     flags = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
-    if flags.config:
+    if flags.config:  # again, with the file's values as defaults: flags win over them
         file = read_file(flags.config)
         sections = {field.name: getattr(file, field.name) for field in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))

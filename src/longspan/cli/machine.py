@@ -48,7 +48,7 @@ def find_gpus() -> Gpus:
 
 @cache
 def _driver_gpus() -> Gpus:
-    """Count the GPUs by CUDA's driver, which needs no torch."""
+    """Count the GPUs by CUDA's driver, which needs no torch; its functions return 0 where they succeed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver is installed
@@ -63,7 +63,7 @@ def _driver_gpus() -> Gpus:
 
 
 def find_first_gpu() -> tuple[str, int] | None:
-    """Return the name and the bytes of this machine's first GPU that torch can use, by CUDA's driver."""
+    """Return the name and the bytes of the first GPU that torch can use, by CUDA's driver; None where it finds none."""
     if sys.platform != "linux" or not _has_build("cuda") or not _driver_gpus().count:
         return None
     driver = ctypes.CDLL("libcuda.so.1")
@@ -83,6 +83,7 @@ def _torch_build() -> dict[str, Any]:
 
 
 def _has_build(driver: str) -> bool:
+    """Return whether torch is built for a driver: "cuda", or "hip" for AMD."""
     return _torch_build().get(driver) is not None
 
 
@@ -129,16 +130,17 @@ def _make_writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
     except OSError as error:
-        raise ConfigError(f"{_cannot_text(folder)}: {error.strerror}; {_INSTEAD}") from error
+        raise ConfigError(f"{_folder_error_text(folder)}: {error.strerror}; {_INSTEAD}") from error
     if not writable:
-        raise ConfigError(f"{_cannot_text(folder)}: it is not writable for this user; {_INSTEAD}")
+        raise ConfigError(f"{_folder_error_text(folder)}: it is not writable for this user; {_INSTEAD}")
     return folder
 
 
 _INSTEAD = "name another folder with run.compile_cache, or set XDG_CACHE_HOME"
 
 
-def _cannot_text(folder: Path) -> str:
+def _folder_error_text(folder: Path) -> str:
+    """Write how an error about the folder of compiled kernels begins."""
     return f"compiled kernels cannot be kept in {folder}"
 
 

@@ -36,7 +36,10 @@ EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code: 0, 2 for an error, 3 for a lost rank, 128 + a signal's number, or its own."""
+    """Run a verb; returns the exit code: 0, 2 for an error, 3 for a lost rank, 128 + a signal's number, or its own.
+
+    Only for the command itself (`argv` is None) the imports of ranks begin beside it.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -46,19 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LongspanError as error:
         return _print_error(error, debug=debug)
     except KeyboardInterrupt as error:
-        if (lost_rank := _rank_loss_before(error)) is not None:
+        if (lost_rank := _find_rank_loss(error)) is not None:
             return _print_error(lost_rank, debug=debug)
         interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":  # torchrun's other ranks got it too
             print(f"interrupted by {interrupted}", file=sys.stderr, flush=True)
         return interrupted.status
-    except BrokenPipeError:  # the reader of a pipe, `| head`, has left
+    except BrokenPipeError:  # the reader of a pipe, `| head`, has left; Python would flush to it as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
-    """Return a context in which ranks' imports are under way from now on, if a command that begins will start ranks."""
+    """Return a context in which the imports of ranks go on beside the command, if it will start ranks.
+
+    Under torchrun (RANK is set) the process is a rank itself, and starts none.
+    """
     if words[:1] not in [[verb] for verb in _RANK_VERBS] or _WITHOUT_RANKS.intersection(words) or "RANK" in os.environ:
         return nullcontext()
     from longspan.cli.machine import allocator_environment
@@ -75,7 +81,7 @@ def _print_error(error: LongspanError, *, debug: bool) -> int:
     return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
 
 
-def _rank_loss_before(error: BaseException) -> RankLostError | None:
+def _find_rank_loss(error: BaseException) -> RankLostError | None:
     """Return the error of a lost rank that was under way when a signal came.
 
     torchrun sends such a signal to the ranks that are left.
@@ -97,17 +103,20 @@ def usage_text() -> str:
 
 
 def error_line(error: LongspanError) -> str:
-    """Write the error in one line (and one for each note); under torchrun it begins with the rank."""
+    """Write the error in one line (and one for each note); under torchrun it begins with the rank.
+
+    Notes that repeat the error are left out.
+    """
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         label = f"\x1b[1;31m{label}\x1b[0m"
     notes = [note for note in getattr(error, "__notes__", ()) if str(error) not in note]
-    return "\n".join([f"{label} {_printable(str(error))}", *(f"  {_printable(note)}" for note in notes)])
+    return "\n".join([f"{label} {_escape_controls(str(error))}", *(f"  {_escape_controls(note)}" for note in notes)])
 
 
-def _printable(text: str) -> str:
-    """A text that may hold names from files of others, without characters that steer a terminal."""
+def _escape_controls(text: str) -> str:
+    """Escape characters that steer a terminal in a text, which may hold names from other people's files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

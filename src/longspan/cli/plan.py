@@ -69,7 +69,7 @@ class PlanFlags(CompareFlags, GpuFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit code."""
+    """Run the verb; returns the exit code. Raises ConfigError for a .toml file, unless it is a flag's value."""
     files = [b for a, b in zip(["", *argv], argv, strict=False) if b.endswith(".toml") and not a.startswith("-")]
     if files:
         raise ConfigError(
@@ -102,6 +102,7 @@ def _plan_step(flags: PlanFlags) -> int:
         *type_notes(flags),
         *_image_notes(flags, plan),
     ]
+    # written only now, because making the notes checks the images; listed behind the documents
     notes[1:1] = [f"wrote {path}" for path in _write_files(flags, plan, source)]
     print(plan.to_json() if flags.json else plan.table())
     print("\n".join(notes), file=sys.stderr if flags.json else sys.stdout)
@@ -160,9 +161,9 @@ def _write_plan_picture(plan: Plan, path: str, title: str) -> None:
 
 
 def _add_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
-    """Add to the cost of these documents what it takes if tokens of an image see each other.
+    """Add to a cost the attention among tokens of one image, for models in which these see each other.
 
-    Raises ConfigError as `_image_notes` does.
+    Images without a model are refused in `_image_notes`.
     """
     if not flags.images or not flags.model:
         return cost
@@ -171,9 +172,9 @@ def _add_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
 
 
 def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
-    """Yield lines below a plan.
+    """Yield lines below a plan about the encoding of images.
 
-    Raises ConfigError for images that do not fit, PlanError for a tower without a price.
+    Raises ConfigError for images that do not fit, PlanError for an image encoder (tower) that cannot be priced.
     """
     if flags.images and not flags.model:
         raise ConfigError(f"--images {flags.images} needs the model whose tower encodes them; give its --model FOLDER")

@@ -48,7 +48,7 @@ def choose_processes(
 ) -> Processes:
     """Choose the processes of a verb: torchrun's; else `world` local ones; else `on_gpus` (0: one each), or `on_cpus`.
 
-    Those GPUs count that CUDA_VISIBLE_DEVICES leaves. Raises ConfigError for an impossible --world, and where processes
+    Only GPUs in CUDA_VISIBLE_DEVICES count. Raises ConfigError for an impossible --world, and where processes
     outnumber the GPUs that each of them needs, with the flag `for_cpus`.
     """
     if world < 0:
@@ -77,7 +77,7 @@ def choose_processes(
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
-    """Write a note about the processes that are started or, under torchrun, about idle GPUs."""
+    """Write a note about the processes that are started and idle GPUs; under torchrun only about idle GPUs."""
     if has_torchrun():
         all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
@@ -144,7 +144,7 @@ def run_on_ranks(
 
 @contextmanager
 def attention_ahead(config: RunConfig, processes: Processes, *, backward: bool) -> Iterator[None]:
-    """While open, the first process of each host has attention's kernels compiled ahead, on GPUs."""
+    """While open, attention's kernels are compiled ahead on GPUs, by the first process of each host for all of them."""
     if processes.backend != "nccl" or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return

@@ -67,14 +67,14 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
 
     with Follower(run_dir, flags.port) as follower:
         live = follower.records.read()
-        if live.state != "done":
+        if live.state != "done":  # of a run that has ended only the last line is printed
             state = "" if live.state == "running" else f" ({live.last_line()}; waits for one to begin)"
             line = f"following {run_dir}{state}: {follower.address}\nCtrl-C ends this; the run goes on"
             print(json.dumps({"address": follower.address}) if flags.json else line, flush=True)
         try:
             live = follower.wait()
         except KeyboardInterrupt as interrupted:
-            if getattr(interrupted, "number", signal.SIGINT) != signal.SIGINT:
+            if getattr(interrupted, "number", signal.SIGINT) != signal.SIGINT:  # Ctrl-C alone is a usual end
                 raise
             live = follower.records.read()
     end = {"state": live.state, "step": live.step, "steps": live.steps}
@@ -83,7 +83,7 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
 
 
 def _end_text(state: str, run_dir: Path) -> str:
-    """Return what a user may want next."""
+    """Return how the last line ends: what a run in this state does now, or where its page is."""
     match state:
         case "running":
             return ", and goes on"

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         interrupted.status = config.run.stopped_status or interrupted.status
         raise
     if is_reporting():
-        leave_closed_output()  # whose status would stand for the run's
+        leave_closed_output()  # flushing it at exit would fail, and that status replace the run's
         saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
         _report_result(result, saved, config.run.checkpoints, as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0
@@ -69,14 +69,14 @@ def train_rank(
     starts.end_part("processes")
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")
-    gc.disable()  # under torchrun: what is imported is no garbage, and looking for some takes a tenth of the time
+    gc.disable()  # imports, made here under torchrun, leave no garbage, and looking for some takes a tenth of the time
     try:
         from longspan.comm import World
         from longspan.comm.time_limits import longest_wait
         from longspan.run.loop import train
         from longspan.run.progress import ProgressDisplay
     finally:
-        gc.freeze()
+        gc.freeze()  # nor is any looked for later among what was imported
         gc.enable()
     starts.end_part("imports")
 

@@ -61,7 +61,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where data lands in the drawing."""
+    """Where data lands in the drawing: its sides in pixels, and the least and greatest `x` and `y` between them."""
 
     left: float
     right: float
@@ -72,10 +72,12 @@ class _Frame:
     log: bool
 
     def to_x(self, x: np.ndarray | float) -> np.ndarray:
+        """Return pixels from the left of values on the x axis."""
         low, high = self.x
         return self.left + (np.asarray(x, float) - low) / (high - low) * (self.right - self.left)
 
     def to_y(self, y: np.ndarray | float) -> np.ndarray:
+        """Return pixels from the top of values on the y axis; those outside of it lie on its ends."""
         (low, high), y = self.y, np.asarray(y, float)
         share = np.log(y / low) / math.log(high / low) if self.log else (y - low) / (high - low)
         return self.bottom - np.clip(share, 0, 1) * (self.bottom - self.top)
@@ -91,7 +93,7 @@ def chart_figure(chart: Chart, *, css_class: str = "") -> str:
 
 
 def chart_svg(chart: Chart) -> str:
-    """Axes, curves and references as SVG elements in a frame of the chart's size."""
+    """Return axes, curves and references as SVG elements in a frame of the chart's size."""
     drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
     return "".join(_chart_elements(chart, drawn, _fit_frame(chart, drawn)))
 
@@ -170,6 +172,7 @@ def _draw_axes(chart: Chart, frame: _Frame) -> str:
 
 
 def _y_ticks(chart: Chart, frame: _Frame) -> list[float]:
+    """Return the values of ticks on the y axis; on a linear one about one for each 40 pixels of height."""
     spaced = byte_ticks if chart.y_format == "bytes" else ticks
     return log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40)
 
@@ -183,13 +186,17 @@ def _x_tick_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
 
 
 def _tick(value: float, y_format: Format, digits: int) -> str:
+    """Write the value of a tick on the y axis; `digits` are the significant ones of plain numbers."""
     if y_format == "percent":
         return f"{100 * value:g}%"
     return bytes_text(value) if y_format == "bytes" else number_text(value, digits)
 
 
 def _tick_digits(marks: Sequence[float]) -> int:
-    """Return digits by which every tick is written as it is, three at least."""
+    """Return how many significant digits tell every tick, exact to a thousandth of their distance; 3 at least.
+
+    A single tick, which has no distance, gets 4.
+    """
     if len(marks) < 2:
         return 4
     tolerance = 1e-3 * (marks[1] - marks[0])
@@ -217,16 +224,16 @@ def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
 
     Words stand on the side that has room, the longest first, and are left out where they would cover others.
     """
-    places = list[tuple[float, float]]()
+    used_spans = list[tuple[float, float]]()
     for x, words in sorted(chart.events, key=lambda event: (-len(event[1]), event[0])):
         if not frame.x[0] <= x <= frame.x[1]:
             continue
         at, width = float(frame.to_x(x)), CHARACTER * len(words)
         yield tag("path", class_="reference", d=f"M{at:.1f} {frame.top}V{frame.bottom}")
         start = at + 4 if at + 4 + width <= frame.right else at - 4 - width
-        if words and start >= frame.left and all(start + width <= a or b <= start for a, b in places):
+        if words and start >= frame.left and all(start + width <= a or b <= start for a, b in used_spans):
             yield label(words, start, frame.bottom - 6, "start", "label halo")
-            places.append((start, start + width))
+            used_spans.append((start, start + width))
 
 
 def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:
@@ -277,11 +284,12 @@ def _series_legend(series: Sequence[Series]) -> str:
 
 
 def _crosshair_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:
-    curves = [{"name": s.name, "color": s.color, "x": _short(s.x), "y": _short(s.y)} for s in drawn]
+    """Return what `page.js` needs to show values under the crosshair: the frame, the axes and all curves' points."""
+    curves = [{"name": s.name, "color": s.color, "x": _round_values(s.x), "y": _round_values(s.y)} for s in drawn]
     axes = {"box": [frame.left, frame.right, frame.top, frame.bottom], "x": frame.x, "y": frame.y, "log": frame.log}
     return axes | {"xLabel": chart.x_label, "xNames": chart.x_names, "format": chart.y_format, "series": curves}
 
 
-def _short(values: np.ndarray) -> list[float]:
-    """Seven significant digits: what a reader can use, in a third of the characters."""
+def _round_values(values: np.ndarray) -> list[float]:
+    """Return values to seven significant digits, enough for a reader and a third of the text; whole ones exactly."""
     return [int(v) if v == int(v) else float(f"{v:.7g}") for v in values.tolist()]

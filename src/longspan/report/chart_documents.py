@@ -64,13 +64,14 @@ def _legend_mark(series: Series, x: float, y: float) -> str:
     return tag("path", class_=f"curve {series.kind} c{series.color}", d=f"M{x - 4:.1f} {y:.1f}h14")
 
 
+# Pixels: the whole width, from bar to bar, a bar's height, and the room for names before and words behind the bars.
 WIDTH, ROW, BAR, LEFT, RIGHT = 820, 30.0, 18.0, 130.0, 330.0
 CUT = 2.5  # of the median: longer bars are cut
 
 
 @dataclass(frozen=True)
 class NamedBar:
-    """A bar: its name, its value, the words behind it, and the place of its colour."""
+    """A bar: its name, its value, the words behind it, and the number of its colour in the style."""
 
     name: str
     value: float
@@ -108,7 +109,10 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
 
 
 def _bar_row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]:
-    """Yield a bar with its name and words; one longer than `cut` ends early, with a white stroke through it."""
+    """Yield a bar with its name and words.
+
+    One whose value is above `cut` ends at most 30 pixels behind the longest whole bar, with a white stroke through it.
+    """
     width = min(bar.value * scale, WIDTH - LEFT - RIGHT + 30.0)
     yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
     yield tag("rect", class_=f"mark c{bar.color}", x=LEFT, y=y, width=width, height=BAR)
@@ -170,8 +174,8 @@ def stack_document(
 def _stack_legend(names: Sequence[str], y: float) -> Iterator[str]:
     """Yield a coloured square and a name for each part, in one row."""
     x = 12.0
-    for place, name in enumerate(names):
-        yield tag("rect", x=x, y=y - 9, width=10, height=10, fill=FILLS[place])
+    for index, name in enumerate(names):
+        yield tag("rect", x=x, y=y - 9, width=10, height=10, fill=FILLS[index])
         yield label(name, x + 14, y, "start")
         x += 30 + 6.6 * len(name)
 
@@ -180,8 +184,8 @@ def _stack_row(bar: StackedBar, names: Sequence[str], y: float, scale: float) ->
     """Yield the parts of a bar end to end, with its name before and its words behind."""
     yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
     x = LEFT
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         width = bar.parts.get(name, 0.0) * scale
-        yield tag("rect", x=x, y=y, width=width, height=BAR, fill=FILLS[place])
+        yield tag("rect", x=x, y=y, width=width, height=BAR, fill=FILLS[index])
         x += width
     yield label(bar.words, x + 8, y + BAR / 2 + 4, "start", "halo")

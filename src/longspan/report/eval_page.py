@@ -50,6 +50,7 @@ def _eval_header(record: Mapping[str, Any]) -> str:
 
 
 def _model_lines(model: Mapping[str, Any]) -> list[str]:
+    """Write what kind of weights were evaluated, and after which step if a run or a checkpoint."""
     if model["kind"] == "folder":
         return ["Hugging Face folder"]
     return [f"{model['kind']}, step {model['evaluations'][0]['step']}"]
@@ -111,16 +112,19 @@ def _loss_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _set_label(row: Mapping[str, Any]) -> str:
+    """Return the name of an evaluation's set; held-out documents have none of their own."""
     return row.get("eval_name") or HELD_OUT
 
 
 def _number_cell(value: Any) -> str:
+    """Write a count or a figure of a table; "-" where an evaluation lacks it."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that scrolls to the side where the page is narrow."""
     head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
     body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
     return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")

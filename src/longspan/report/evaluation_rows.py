@@ -85,22 +85,26 @@ class EvalRow:
 
     @property
     def place(self) -> tuple[int, str, bool, int]:
-        """What is evaluated where: the last row of a place counts. The largest degrees of dynamic plans vary."""
+        """What tells one evaluation from another: step, set and degree. Of rows that agree in them the last counts.
+
+        Plans of several degrees are told by that alone, for their largest degree varies.
+        """
         several = self._has_several_degrees
         return self.step, self.name, several, 0 if several else self.cp
 
     @property
     def _has_several_degrees(self) -> bool:
-        return self.planner == "dynamic" or "." in self.planner  # of one's own by its dotted name
+        """Whether its plan may have several degrees, as dynamic plans and those of other planners do."""
+        return self.planner == "dynamic" or "." in self.planner  # a dotted name is a planner of the user's own
 
     @property
     def perplexity(self) -> str:
-        """exp(loss) in words."""
+        """exp(loss) in words; from a loss of 50 on only that it is over 1e21, for its digits would fill the table."""
         return f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
 
 
 def last_evaluations(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
-    """The evaluations after the last step of any."""
+    """Return the evaluations after the last step that has one."""
     last = max((row.step for row in rows), default=0)
     return tuple(row for row in rows if row.step == last)
 

@@ -20,26 +20,30 @@ _CHARTS = (
 
 
 def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets]) -> Iterator[Chart]:
-    """Yield a chart of each, with a curve for every name; none if all documents are in one bucket."""
+    """Yield the chart by position and that by length, with a curve for each name, as many as there are colours.
+
+    A chart is left out if all its documents are in one bucket.
+    """
     for (title, x_label), curves in zip(_CHARTS, (by_position, by_length), strict=True):
         firsts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
         if len(firsts) > 1:
             first_curves = enumerate(list(curves.items())[:COLORS])
-            series = tuple(_series(name, buckets, firsts, color) for color, (name, buckets) in first_curves)
+            series = tuple(_bucket_series(name, buckets, firsts, color) for color, (name, buckets) in first_curves)
             names = tuple(map(_start_text, firsts))
             yield Chart(
                 title, series, "nats per predicted token", x_label, WIDTH, HEIGHT, x_names=names, y_format="loss"
             )
 
 
-def _series(name: str, buckets: Buckets, firsts: Sequence[int], color: int) -> Series:
+def _bucket_series(name: str, buckets: Buckets, firsts: Sequence[int], color: int) -> Series:
+    """Return the curve of a set's losses by bucket; x is the index of a bucket's beginning among `firsts`."""
     losses = {bucket[0]: bucket[2] for bucket in buckets if bucket[2] is not None}
     x = np.array([firsts.index(first) for first in losses], float)
     return Series(name, x, np.array(list(losses.values()), float), color, "marks")
 
 
 def _start_text(first: int) -> str:
-    """Return where a bucket begins: powers of two in thousands of 1,024."""
+    """Write where a bucket begins: multiples of 1,024 with K, of 1,024 squared with M."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if first >= size and first % size == 0:
             return f"{first // size}{unit}"
@@ -58,7 +62,7 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
     if degrees:
         yield degrees_table(degrees)
     sets = evaluations_by_set(run)
-    if any(sets):
+    if any(sets):  # any with a name: the held-out documents have none, and were shown above
         yield section(
             "Evaluation sets", *chart_at_both_widths(lambda width: _sets_chart(sets, width)), _sets_table(sets)
         )
@@ -73,7 +77,10 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
 
 
 def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
-    """Return the evaluations of every set by its name, one for each step: of several degrees the last one."""
+    """Return the evaluations of every set by its name, one for each step: of several degrees the last one.
+
+    The held-out documents, without a name, come first.
+    """
     sets = dict[str, dict[int, EvalRow]]()
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
         sets.setdefault(row.name, {})[row.step] = row
@@ -81,7 +88,7 @@ def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
 
 
 def relative_spread(losses: Sequence[float]) -> float:
-    """The difference of the largest and smallest loss, relative to the first."""
+    """Return the difference of the largest and smallest loss, relative to the first; 0 where that is 0."""
     return (max(losses) - min(losses)) / abs(losses[0]) if losses[0] else 0.0
 
 
@@ -121,6 +128,7 @@ def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
 
 
 def _metric_text(name: str, value: float) -> str:
+    """Write the value of a metric: an accuracy in percent, others to five digits."""
     return f"{100 * value:.2f}%" if name == "token_accuracy" else number_text(value, 5)
 
 
@@ -133,7 +141,7 @@ def _latest_bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
     if len(sets) == 1 and (of_set := next(iter(sets.values())))[0].step < of_set[-1].step:
         rows = {f"after step {row.step:,}": row for row in (of_set[-1], of_set[0])}
     by_position, by_length = (
-        {name: getattr(row, of) for name, row in rows.items()} for of in ("by_position", "by_length")
+        {name: getattr(row, buckets) for name, row in rows.items()} for buckets in ("by_position", "by_length")
     )
     yield from bucket_charts(by_position, by_length)
 
@@ -190,18 +198,21 @@ def _samples_table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sample_row(row: Mapping[str, Any]) -> str:
+    """Return the row of a sample: its images, its text, the true answer and the predicted one, coloured if right."""
     right = row["answer"] == row["predicted"]
-    cells = [tag("td", *_images(row["images"])), tag("td", text(row["text"])), tag("td", text(row["answer"]))]
+    cells = [tag("td", *_image_tags(row["images"])), tag("td", text(row["text"])), tag("td", text(row["answer"]))]
     return tag("tr", *cells, tag("td", text(row["predicted"]), class_="good" if right else "bad"))
 
 
-def _images(pictures: Sequence[str]) -> Iterator[str]:
+def _image_tags(pictures: Sequence[str]) -> Iterator[str]:
+    """Yield the images of a sample, PNG files in base64; any other text could be markup, and is left out."""
     for i, picture in enumerate(pictures, 1):
         source = f"data:image/png;base64,{picture}"
         yield f'<img src="{source}" alt="image {i}" class="sample">' if _is_base64(picture) else ""
 
 
 def _is_base64(picture: object) -> bool:
+    """Return whether a value is base64: letters and digits, + and /, with = at the end."""
     return isinstance(picture, str) and picture.replace("+", "").replace("/", "").rstrip("=").isalnum()
 
 
@@ -209,7 +220,7 @@ def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]
     """Yield names of curves and their evaluations of the held-out documents: a curve for each degree.
 
     The degree that was evaluated most often comes first. Degrees whose every loss equals its loss at the same step get
-    no curve, which would lie on that one; the first curve's name lists them, with the last two of their steps.
+    no curve, for it would lie on the first one; the first curve's name lists them, with the last two of their steps.
     """
     by_degree = dict[str, list[EvalRow]]()
     for row in run.held_out:
@@ -232,4 +243,5 @@ def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]
 
 
 def _degree_name(degree: str) -> str:
+    """Name a degree or, where a planner chose several, the plans."""
     return f"cp {degree}" if degree.isdecimal() else f"{degree} plans"

@@ -28,7 +28,7 @@ def _attribute_text(name: str, value: object) -> str:
 
 
 def text(value: object) -> str:
-    """Plain text as markup."""
+    """Return plain text as markup, with <, > and & escaped."""
     return escape(str(value))
 
 

@@ -62,34 +62,43 @@ def peak_of_steps(run: RunFolder) -> float:
 
 
 def peak_of_plan(run: RunFolder) -> float:
-    """What the plan of memory has of that, which on GPUs counts what torch allocates; 0 without a plan."""
+    """Return the planned bytes to compare with the peak of steps; 0 without a plan.
+
+    Communicators are left out, because on GPUs the peak is what torch allocates.
+    """
     device = _plan_bytes(run.facts.memory, "device") if run.facts is not None else {}
     return device.get("total", 0.0) - device.get("communicators", 0.0)
 
 
 def measures_text(measures: object) -> str:
-    """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input"."""
+    """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input".
+
+    `measures` has a word for each layer; only the first part names the number of all layers.
+    """
     words = [str(word) for word in measures] if isinstance(measures, list | tuple) else []
     counts = Counter(words)
     parts = [f"{counts[word]} {MEASURES.get(word, word)}" for word in sorted(counts, key=words.index)]
     return ", ".join(parts).replace(" ", f" of {len(words)} layers ", 1)
 
 
-def _plan_bytes(plan: Mapping[str, Any], place: str) -> dict[str, float]:
-    """Return the bytes by kind that a plan of memory has for a place; what is missing or no number is left out."""
-    values = plan.get(place)
+def _plan_bytes(plan: Mapping[str, Any], memory: str) -> dict[str, float]:
+    """Return a plan's bytes by kind in one memory ("device" or "host"); what is missing or no number is left out."""
+    values = plan.get(memory)
     names = (*KINDS, "total")
     known = values if isinstance(values, Mapping) else {}
     return {name: float(known[name]) for name in names if isinstance(known.get(name), int | float)}
 
 
 def _kinds_in_use(device: Mapping[str, float], host: Mapping[str, float]) -> list[str]:
-    """The kinds that take any bytes, in order; the place in KINDS is the colour."""
+    """List the kinds of bytes that are not 0, in the order of KINDS."""
     return [kind for kind in KINDS if device.get(kind) or host.get(kind)]
 
 
 def _bytes_picture(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
-    """Return a bar for the device, one for the host where anything waits there, and a line at the measured peak."""
+    """Return a bar for the device, one for the host where anything waits there, and a line at the measured peak.
+
+    The longest of them leaves 110 pixels for the words behind it.
+    """
     bars = [("device", device), *([("host", host)] if host.get("total") else [])]
     largest_total = max(peak, *(values["total"] for _, values in bars))
     scale, bottom = (WIDTH - LEFT - 110) / largest_total, 24 + (HEIGHT + 12) * len(bars)
@@ -117,7 +126,7 @@ def _bar_parts(name: str, values: Mapping[str, float], row: int, scale: float) -
 
 
 def _bytes_legend(device: Mapping[str, float], host: Mapping[str, float]) -> str:
-    """Return the legend of the kinds of bytes that the bars show."""
+    """Return the legend of the kinds of bytes that the bars show; a kind's colour is its index in KINDS."""
     colors = {kind: color for color, kind in enumerate(KINDS)}
     entries = (
         tag("li", key(tag("rect", class_=f"b k{colors[kind]}", width=22, height=12)), text(f"{kind}: {KINDS[kind]}"))
@@ -140,4 +149,5 @@ def _bytes_table(device: Mapping[str, float], host: Mapping[str, float], peak: f
 
 
 def _cell(values: Mapping[str, float], kind: str) -> str:
+    """Write the bytes of a kind; "" where there are none."""
     return bytes_text(values[kind]) if values.get(kind) else ""

@@ -19,7 +19,7 @@ from longspan.report.markup import label, tag, text
 
 RAMP = ((165, 0, 38), (244, 109, 67), (254, 224, 144), (116, 173, 209), (49, 54, 149))  # at 0, 1/4, 1/2, 3/4 and 1
 EVEN = 0.18  # luminance of colours on which black and white are equally clear
-CELL, ROW = 68.0, 34.0
+CELL, ROW = 68.0, 34.0  # pixels: width and height of a cell
 LEFT, TOP, BOTTOM, LEAST_WIDTH = 62.0, 74.0, 52.0, 600.0
 GOOD = "Keys whose every token is right: 100% in every cell is best."
 AXES = "tokens of the document; depth 0: the key stands at its beginning, 1: at its end"
@@ -47,7 +47,7 @@ def passkey_pictures(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
     """Return one picture of several grids with their names, one below the other."""
     heights = [TOP + ROW * len(grid.depths) + BOTTOM for _, grid in grids]
     width = max([LEAST_WIDTH, *(LEFT + CELL * len(grid.lengths) + 20 for _, grid in grids)])
-    starts = itertools.accumulate(heights, initial=0.0)
+    starts = itertools.accumulate(heights, initial=0.0)  # of each drawing, and the end of the last
     drawings = (
         tag("g", *_grid_drawing(grid, name), transform=f"translate(0 {y:g})")
         for (name, grid), y in zip(grids, starts, strict=False)
@@ -81,6 +81,7 @@ def _grid_drawing(grid: PasskeyGrid, name: str) -> Iterator[str]:
 
 
 def _heading(grid: PasskeyGrid, name: str) -> str:
+    """Write how many keys were retrieved, and of which set or weights; the name of the usual set is left out."""
     of_set = f" ({name})" if name not in ("", PASSKEY) else ""
     keys = f"{sum(map(sum, grid.retrieved)):,} of {plural(grid.documents, 'key')} retrieved"
     return f"Passkey retrieval{of_set}: {keys}"
@@ -128,7 +129,7 @@ def passkey_grids(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Passkey
 
 
 def passkey_section(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
-    """The section of the page."""
+    """Return the section of a run's page with the grids of its sets."""
     return tag("section", tag("h2", "Passkey retrieval"), *_set_figures(grids))
 
 

@@ -46,11 +46,12 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
 
     >>> Path("plan.svg").write_text(plan_document(plan))
     """
+    # the picture's height is the last number of its viewBox
     picture, facts = gantt_svg(plan, cost), [f"{name} {value}" for name, value in _plan_facts(plan, None)]
     height = float(picture.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
     lines = " · ".join(facts[:5]), " · ".join(facts[5:])
     entries = (
-        tag("g", _with_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
+        tag("g", _set_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
         for (drawing, words), (x, y) in zip(_legend_drawings(), _legend_places(HEAD + height), strict=True)
     )
     return tag(
@@ -60,20 +61,20 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
         tag("rect", fill="var(--card)", width=WIDTH, height=round(HEAD + height + FOOT)),
         tag("text", text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
         *(label(line, 12, 42 + 16 * i, "start") for i, line in enumerate(lines)),
-        tag("g", _with_size(picture, WIDTH, height), transform=f"translate(0 {HEAD})"),
+        tag("g", _set_size(picture, WIDTH, height), transform=f"translate(0 {HEAD})"),
         *entries,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {WIDTH} {round(HEAD + height + FOOT)}",
     )
 
 
-def _with_size(svg: str, width: float, height: float) -> str:
+def _set_size(svg: str, width: float, height: float) -> str:
     """A drawing with a size of its own, which it needs inside another drawing."""
     return svg.replace("<svg", f'<svg width="{width:g}" height="{height:g}"', 1)
 
 
 def _legend_places(top: float) -> Iterator[tuple[int, int]]:
-    """Where entries of a document's legend stand: two in a row."""
+    """Yield x and y, in pixels, of the four entries of a document's legend: two rows of two below `top`."""
     yield from ((54 + 540 * column, round(top) + 4 + 18 * row) for row in range(2) for column in range(2))
 
 
@@ -104,10 +105,10 @@ def _legend_drawings() -> tuple[tuple[str, str], ...]:
 def _median_plan(plans: Sequence[tuple[str, Plan]]) -> int:
     """Return the index of the plan whose step is the median by its ratio to the bound, the better of two.
 
-    Plans of steps come before others.
+    Evaluations count only if there are no plans of steps; a plan whose ratio is NaN counts as the worst.
     """
-    steps = [place for place, (name, _) in enumerate(plans) if not name.startswith("evaluation")] or range(len(plans))
-    by_ratio = sorted(steps, key=lambda place: (math.isnan(ratio := plans[place][1].ratio), ratio))
+    steps = [index for index, (name, _) in enumerate(plans) if not name.startswith("evaluation")] or range(len(plans))
+    by_ratio = sorted(steps, key=lambda index: (math.isnan(ratio := plans[index][1].ratio), ratio))
     return by_ratio[(len(by_ratio) - 1) // 2]
 
 

@@ -48,7 +48,7 @@ def _gap_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the folder and the figures of each profiled step, in order."""
+    """Yield the folder and the figures of the last SHOWN profiled steps, in order; damaged files are noted."""
     for file in sorted(folder.glob(f"step-*/{PARTS_FILE}"))[-SHOWN:]:
         try:
             row = json.loads(file.read_text(encoding="utf-8", errors="replace"))
@@ -83,6 +83,7 @@ def _is_kernel(kernel: Any) -> bool:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that scrolls to the side where the page is narrow."""
     head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
     body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
     return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")

@@ -23,7 +23,7 @@ OWN_STEPS = "this run, scaled to its median step"
 
 
 def plans_at_run_speed(run: RunFolder) -> tuple[tuple[str, Plan], ...]:
-    """The saved plans by name; those of no machine are scaled to the run's steps if any was measured."""
+    """Return the saved plans by name; those of no machine are scaled to the run's steps if any was measured."""
     factor = _time_factor(run)
     return tuple((name, _scale_plan(plan, factor)) for name, plan in run.plans)
 
@@ -81,7 +81,7 @@ def _run_body(run: RunFolder) -> list[str]:
             if run.plans:
                 took = {name: step_seconds(run, name) for name, _ in run.plans}
                 plans = plan_section(plans_at_run_speed(run), took=took, median=run.median)
-                body.insert(-1 if run.config_text else len(body), plans)
+                body.insert(-1 if run.config_text else len(body), plans)  # the configuration stays last
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"the records in {run.path} make no report ({type(error).__name__}: {error}): metrics.jsonl, run.json, "

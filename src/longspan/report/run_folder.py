@@ -142,7 +142,7 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
-    """Return the rows of samples.jsonl; none if there is no such file."""
+    """Return the rows of samples.jsonl that have all of SAMPLE_KEYS; none if there is no such file."""
     rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
     if damaged:
         notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
@@ -163,7 +163,7 @@ def read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The columns of all runs, and those of depths of multi-token prediction that the rows have."""
+    """List the columns of all runs, and those of depths of multi-token prediction that the rows have."""
     return [*TRAIN_COLUMNS, *sorted({name for row in rows for name in row if name.startswith(MTP_LOSS)})]
 
 
@@ -192,7 +192,7 @@ def read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
-    """The step whose time is the median of those measured, the shorter of two; 0 where none was measured."""
+    """Return the step whose time is the median of all, the shorter of two middle ones; 0 where none was measured."""
     times = sorted((seconds, step) for step, row in rows.items() if (seconds := number(row.get("seconds"))) > 0)
     return times[(len(times) - 1) // 2][1] if times else 0
 
@@ -200,7 +200,8 @@ def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
 def _read_plans(folder: Path, median: int) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
     """Read the saved plans by name, and notes on damaged ones.
 
-    At most MAX_PLANS are read, at even distances, with that of the median step.
+    Plans of steps come before those of evaluations. At most MAX_PLANS files are read, at even distances, and the plan
+    of the median step is put first, which plans.jsonl has if it has no file of its own.
     """
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     if len(files) > MAX_PLANS:
@@ -221,10 +222,11 @@ def _read_plans(folder: Path, median: int) -> tuple[tuple[tuple[str, Plan], ...]
 
 
 def _plan_name(stem: str) -> str:
-    """'step-000300' reads 'step 300'; other names stay."""
+    """Name a plan after its file: step-000300 is "step 300"; a name without a number stays."""
     kind, _, number = stem.rpartition("-")
     return f"{kind} {int(number):,}" if kind and number.isdecimal() else stem
 
 
 def _step_name(step: int) -> str:
+    """Name the plan of a step as `_plan_name` does."""
     return f"step {step:,}"

@@ -38,15 +38,18 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 
 def loss_chart(run: RunFolder, width: int) -> Chart:
-    """Return the loss of every step, averaged where there are many, and of the held-out documents at each degree."""
+    """Return the loss of every step, averaged where there are many, and of the held-out documents at each degree.
+
+    A line marks the loss of a uniform guess, the logarithm of the vocabulary's size V.
+    """
     loss, vocab = run.train["loss"], run.vocab_size()
     window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
     series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
     if window > 1:
         series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
-    for place, (name, rows) in enumerate(evaluations_by_degree(run)):
+    for index, (name, rows) in enumerate(evaluations_by_degree(run)):
         x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
-        series.append(Series(name, x, y, 1 + place, "marks"))
+        series.append(Series(name, x, y, 1 + index, "marks"))
     uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
     title, label = "Training and evaluation", "nats per predicted token"
     chart = Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
@@ -56,7 +59,8 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
 def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
     """Return where the run was resumed.
 
-    Each event is the step that was done, and words that name the ranks where their number changed.
+    Each event is the step that was done, and words that name the ranks where their number changed. A session that
+    began at step 0 resumed nothing.
     """
     sessions = run.facts.sessions if run.facts is not None else ()
     pairs = zip(((0, 0), *sessions), sessions, strict=False)
@@ -68,7 +72,10 @@ def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
 
 
 def small_charts(run: RunFolder) -> Iterator[Chart]:
-    """Yield a chart for each figure that the run measured of its steps."""
+    """Yield a chart for each figure that the run measured of its steps.
+
+    Gradient norms of which one is over 30 times the median get a logarithmic axis, or the others would be flat.
+    """
     curves = partial(_column_curves, run)
     norm = finite(run.train["grad_norm"])
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
@@ -90,7 +97,8 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
 def _share_charts(run: RunFolder) -> Iterator[Chart]:
     """Yield the charts of how near steps come to the devices' peak and to the bound of their plans.
 
-    They also show the corrections of plans' prices, and the encoder's share of a step.
+    They also show the corrections of plans' prices, of parts for which the summary has a ratio (of all parts without
+    a summary), and the encoder's share of a step.
     """
     if len(finite(run.train["mfu"])):
         share = _column_curves(run, "mfu", 3)
@@ -119,12 +127,13 @@ def _column_curves(run: RunFolder, name: str, color: int, window: int | None = N
 
 
 def _averages(run: RunFolder, columns: Sequence[tuple[str, str]]) -> tuple[Series, ...]:
-    """The averages of several columns, each a name to show and that of the column, in one chart."""
+    """Return a curve of running means for each of `columns`, pairs of the name to show and that of the column."""
     window = _averaging_window(run)
     return tuple(Series(label, run.step, smooth(run.train[name], window), i) for i, (label, name) in enumerate(columns))
 
 
 def _averaging_window(run: RunFolder) -> int:
+    """Return over how many steps curves are averaged: a sixtieth of all, none (1) where there are fewer than 100."""
     return max(5, len(run.step) // 60) if len(run.step) >= 100 else 1
 
 
@@ -226,6 +235,7 @@ def configuration_parts(run: RunFolder) -> Iterator[str]:
 
 
 def _fact_list(facts: RunFacts) -> str:
+    """Return what the run said before its first step, without the path of this report."""
     lines = (tag("dt", text(name)) + tag("dd", text(words)) for name, words in facts.lines() if name != "report")
     return tag("dl", *lines, class_="said")
 
@@ -242,7 +252,10 @@ def _figure_cards(run: RunFolder) -> str:
 
 
 def _small_figures(run: RunFolder) -> Iterator[str]:
-    """Yield charts three a row, and at the end two, so that no row has one."""
+    """Yield charts three a row, and at the end two, so that no row has one.
+
+    If one is left over, the last four make two rows of two.
+    """
     events = tuple((step, "") for step, _ in resume_events(run))
     charts = [replace(chart, events=events) for chart in small_charts(run)]
     halves = {0: 0, 1: 4, 2: 2}[len(charts) % 3] if len(charts) > 1 else 0
@@ -313,4 +326,5 @@ def _price_ratios(run: RunFolder) -> dict[str, float]:
 
 
 def _flops_text(tflops: float) -> str:
+    """Write a rate given in 1e12 FLOP/s, below 1 in GFLOP/s, as CPUs have it."""
     return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"

@@ -11,13 +11,13 @@ Curve = tuple[np.ndarray, np.ndarray]
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Return the mean of the `window` values around each one, fewer at the ends.
 
-    Values that are not finite are left out.
+    Values that are not finite are left out; where no value is finite the mean is NaN.
     """
     finite = np.isfinite(values)
     total = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     count = np.concatenate(([0], np.cumsum(finite)))
-    places = np.arange(len(values))
-    start, stop = np.maximum(places - window // 2, 0), np.minimum(places + (window + 1) // 2, len(values))
+    index = np.arange(len(values))
+    start, stop = np.maximum(index - window // 2, 0), np.minimum(index + (window + 1) // 2, len(values))
     with np.errstate(invalid="ignore", divide="ignore"):
         return (total[stop] - total[start]) / (count[stop] - count[start])
 
@@ -25,7 +25,8 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
     """Return at most `limit` points of a curve: first, last, and the least and greatest value of each stretch between.
 
-    Spikes survive, which an average would hide. Values that are not finite are dropped.
+    Spikes survive, which an average would hide. There are half as many stretches as points, for each gives two. Values
+    that are not finite are dropped.
     """
     finite = np.isfinite(y)
     x, y = x[finite], y[finite]
@@ -55,7 +56,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def byte_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers of the binary unit that suits `high`."""
+    """Return ticks that are round numbers of bytes, KiB, MiB, GiB or TiB, whichever suits `high`."""
     unit = 1024.0 ** min(4, int(math.log2(max(1.0, high)) // 10))
     return [unit * t for t in ticks(low / unit, high / unit, count)]
 

@@ -28,12 +28,13 @@ class BestCheckpoint:
     """
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
+        """Begin without a best step; `figure` is train.keep_best, and `folder` the run's."""
         self.figure, self._file, self._world, self._log = BestFigure.of(figure), folder / FILE, world, log
         self._bests: Sequence[tuple[int, float]] = ()  # step and value, the newest last
 
     @property
     def step(self) -> int:
-        """The best step, 0 before an evaluation."""
+        """The best step, which is the last one noted; 0 before an evaluation."""
         return self._bests[-1][0] if self._bests else 0
 
     def take_up(self, done: int, saved: Collection[int]) -> None:
@@ -45,7 +46,7 @@ class BestCheckpoint:
         """Return whether evaluations after a step have a better figure than all before; then it is noted."""
         try:
             value = self._world.control.broadcast_object(self.figure.value_in(rows))
-        except ConfigError as error:
+        except ConfigError as error:  # every rank has the same rows, and raises it
             raise on_all_ranks(error) from None
         if value is None or not self._is_better(value):
             return False
@@ -58,7 +59,7 @@ class BestCheckpoint:
         return True
 
     def _is_better(self, value: float) -> bool:
-        """Return whether a value is better than the best so far, which is the first there is."""
+        """Return whether a value is better than the best so far; the first value always is."""
         if not self._bests:
             return True
         best_value = self._bests[-1][1]
@@ -79,5 +80,6 @@ class BestCheckpoint:
             return []
 
     def _write_figures(self) -> None:
+        """Write the best steps and their values, and which figure they are of."""
         bests = [{"step": step, "value": value} for step, value in self._bests]
         write_atomically(self._file, json.dumps({**vars(self.figure), "bests": bests}, indent=1))

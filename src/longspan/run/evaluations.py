@@ -40,16 +40,20 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class _Predictions:
-    """A metric that records the likeliest token of each row: {(document, position): token}."""
+    """A metric that records the token that each row predicts: {(document, position): token}.
+
+    The position is that of the row itself, one before the token.
+    """
 
     def __init__(self) -> None:
+        """Begin with none; rows come in several calls."""
         self.tokens = dict[tuple[int, int], int]()
 
     def __call__(self, rows: TargetRows) -> tuple[float, float]:
         """Note the likeliest token of each target, by document and position; as a metric it counts nothing."""
         likeliest = rows.logits.argmax(-1).tolist()
-        places = zip(rows.documents.tolist(), rows.positions.tolist(), strict=True)
-        self.tokens |= dict(zip(places, likeliest, strict=True))
+        keys = zip(rows.documents.tolist(), rows.positions.tolist(), strict=True)
+        self.tokens |= dict(zip(keys, likeliest, strict=True))
         return 0.0, 0.0
 
 
@@ -73,6 +77,7 @@ def image_samples(
         tokens_at |= tokens
 
     def rows() -> list[dict[str, Any]]:
+        """Return the rows, on the first rank."""
         tokenizer = load_tokenizer(folder)
         sample_rows = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
         return [{"step": step, "name": name, **row} for row in sample_rows]
@@ -92,8 +97,8 @@ def _sample_row(
     predicted = [tokens_at.get((number, int(position) - 1), NO_TARGET) for position in targets]
     return {
         "text": _text_before_answer(documents, number, tokenizer, ids[: int(targets[0]) if len(targets) else len(ids)]),
-        "answer": _decode(tokenizer, labels[targets]),
-        "predicted": _decode(tokenizer, predicted),
+        "answer": _decode_ids(tokenizer, labels[targets]),
+        "predicted": _decode_ids(tokenizer, predicted),
         "images": [_encode_picture(documents, i) for i, item in enumerate(documents.items) if item.document == number],
     }
 
@@ -106,12 +111,13 @@ def _text_before_answer(documents: ImageDocuments, number: int, tokenizer: TextT
     pieces, at = list[str](), 0
     for item in documents.items:
         if item.document == number and item.spans[0][0] < len(ids):
-            pieces.append(_decode(tokenizer, ids[at : item.spans[0][0]]))
+            pieces.append(_decode_ids(tokenizer, ids[at : item.spans[0][0]]))
             at = item.spans[-1][1]
-    return "<image>".join([*pieces, _decode(tokenizer, ids[at:])])
+    return "<image>".join([*pieces, _decode_ids(tokenizer, ids[at:])])
 
 
-def _decode(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
+def _decode_ids(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
+    """Decode ids to text; NO_TARGET, and rows that an embedding has beyond the vocabulary, are left out."""
     in_vocabulary = [int(i) for i in ids if 0 <= int(i) < tokenizer.size]
     return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)
 
@@ -159,7 +165,10 @@ class Evaluations:
         return rows
 
     def evaluate_due(self, done: int, *, unless_recorded: bool = False) -> str:
-        """Evaluate the sets that are due after so many steps; returns the signal that came meanwhile, or ""."""
+        """Evaluate the sets that are due after so many steps; returns the signal that came meanwhile, or "".
+
+        `unless_recorded` leaves out those that metrics.jsonl has already, where a run goes on after a step.
+        """
         for entry in self.run.sets:
             if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
                 continue
@@ -233,7 +242,7 @@ class Evaluations:
         return evaluation
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
-        """Whether metrics.jsonl has an evaluation of this set after this step; the same on every rank."""
+        """Return whether metrics.jsonl has an evaluation of this set after this step, as the first rank knows it."""
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
@@ -261,6 +270,7 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
     file = run.dir / "plans" / f"{name}.json"
 
     def write() -> None:
+        """Write the file, on the first rank."""
         file.parent.mkdir(exist_ok=True)
         write_atomically(file, plan.to_json())
 
@@ -268,9 +278,11 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
 
 
 def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as JSON, one a line, in place of an older file; make its folder if need be."""
     file.parent.mkdir(exist_ok=True)
     write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
 
 
 def _largest_degree(evaluation: Evaluation) -> int:
+    """Return the degree of an evaluation, of a dynamic plan its widest."""
     return evaluation.cp

@@ -135,7 +135,7 @@ class RunFacts:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":
-        """Return the facts in a run.json; None if another release wrote it."""
+        """Return the facts in a run.json; None if another release wrote it, or values are of other types."""
         try:
             sessions = tuple((step, ranks) for step, ranks in values.get("sessions", ()))
             facts = cls(**{**values, "kernels": tuple(values["kernels"]), "sessions": sessions})
@@ -171,6 +171,7 @@ def facts_text(facts: RunFacts) -> str:
 
 
 def _hosts_text(hosts: int) -> str:
+    """Write the number of hosts; "" for one, which is not worth a word."""
     return f", {hosts} hosts" if hosts > 1 else ""
 
 

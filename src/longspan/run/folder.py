@@ -136,7 +136,7 @@ class Saves:
             self.saver.prepare(self._run.model, self._run.optimizer)
 
     def save(self, *, keep_all: bool = False) -> None:
-        """Begin a checkpoint of the weights as they are; all ranks call it together."""
+        """Begin a checkpoint of the weights as they are, `keep_all` without removing old ones; all ranks call it."""
         run = self._run
         state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": ORDER}
         state |= {STATE: run.refinement.to_json()} if run.refinement else {}
@@ -150,14 +150,17 @@ class Saves:
             self.save()
 
     def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the checkpoint of this step if its evaluations have the best figure so far; write it where it lacks."""
+        """Keep the checkpoint of this step if its evaluations have the best figure so far, and write it if need be."""
         if self._best is None or not rows or not self._best.is_new(rows, self.done):
             return
         self.save_rest()
         self.saver.best = self.done
 
     def remove_old(self) -> None:
-        """Remove what is not kept any more, after the last evaluation; all ranks call it together."""
+        """Remove checkpoints that are not kept any more, after the last evaluation; all ranks call it together.
+
+        Without train.keep_best each save has removed them already.
+        """
         keep = self._run.config.run.keep_checkpoints
         if self._best is not None:
             self.wait()
@@ -181,8 +184,11 @@ class Saves:
 
     @contextmanager
     def save_before_errors(self) -> Iterator[None]:
-        """Write what was trained since the last checkpoint, before an error that all ranks raise together leaves the
-        context.
+        """Write what was trained since the last checkpoint before an error that all ranks raise leaves the context.
+
+        Nothing new is written after an error of this rank alone, for the others do not join, nor where saving itself
+        failed or weights are not finite. Then this rank only waits for the save under way; alone, for a quarter at most
+        of the time that the others wait for it.
         """
         try:
             yield

@@ -26,11 +26,12 @@ class _Cause:
     """The gaps of one activity of the host, and what the device ran after each."""
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
+        """Begin with gaps of these lengths; kernels are counted by name."""
         self.seconds = list(seconds)
         self.kernels = Counter[str]()
 
     def row(self, name: str, repeats: int) -> dict[str, Any]:
-        """Return a row of the table, of the mean of so many steps."""
+        """Return a row of the table: gaps and their seconds, both a step of `repeats`, and the longest of all gaps."""
         kernel = self.kernels.most_common(1)[0][0] if self.kernels else ""
         return {
             "host": name[:_NAME_LENGTH],
@@ -46,8 +47,9 @@ def gaps_by_cause(
 ) -> list[dict[str, Any]]:
     """Return rows of the device's idle time by what the host did, the longest first.
 
-    Events are (name, start, end) of the device and of the host on one clock; `within` is from when to when, in which
-    so many steps were run.
+    Events are (name, start, end) in seconds, of the device and of the host on one clock; `within` is from when to when.
+    In it `repeats` steps were run, and figures are those of one step, in the mean. Of the MOST_GAPS longest gaps causes
+    are looked for; the others share the row SHORT.
 
     >>> device, host = [("gemm", 0.0, 1.0), ("adam", 3.0, 4.0)], [("aten::empty", 0.9, 2.9), ("cudaFree", 1.0, 2.8)]
     >>> [(row["host"], row["seconds"], row["then"]) for row in gaps_by_cause(device, host, (0.0, 4.0))]
@@ -65,8 +67,8 @@ def gaps_by_cause(
             cause.kernels[starts[following][1]] += 1
     rows = [cause.row(name, repeats) for name, cause in causes.items()]
     rows.sort(key=lambda row: -row["seconds"])
-    rest = _Cause([end - start for start, end in gaps[MOST_GAPS:]])
-    return rows[:MOST_ROWS] + ([rest.row(SHORT, repeats)] if rest.seconds else [])
+    short_gaps = _Cause([end - start for start, end in gaps[MOST_GAPS:]])
+    return rows[:MOST_ROWS] + ([short_gaps.row(SHORT, repeats)] if short_gaps.seconds else [])
 
 
 def find_gaps(device: Iterable[Event], within: Interval) -> list[Interval]:
@@ -75,6 +77,7 @@ def find_gaps(device: Iterable[Event], within: Interval) -> list[Interval]:
     busy = merge_intervals(
         [(max(start, first), min(end, last)) for _, start, end in device if start < last and end > first]
     )
+    # a gap goes from one even edge, where something ended, to the next odd one
     edges = [first, *(time for interval in busy for time in interval), last]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b - a >= SHORTEST]
 
@@ -94,13 +97,17 @@ class _Calls:
     """The host's calls, as arrays: there are some hundred thousand in a step."""
 
     def __init__(self, host: Sequence[Event]) -> None:
+        """Sort the calls by their beginning."""
         calls = sorted(host, key=lambda event: event[1])
         self._names = [name for name, _, _ in calls]
         self._starts = np.array([start for _, start, _ in calls])
         self._ends = np.array([end for _, _, end in calls])
 
     def cause(self, start: float, end: float) -> str:
-        """Return the name of the shortest call that covers most of an interval, or which one came after it."""
+        """Return the name of the shortest call that covers half of an interval at least.
+
+        Where none does, Python ran; the call that began next, after the interval's middle, tells where.
+        """
         overlaps = np.minimum(self._ends, end) - np.maximum(self._starts, start)
         covering = np.flatnonzero(overlaps >= _COVERED * (end - start))
         if len(covering):

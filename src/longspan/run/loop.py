@@ -57,11 +57,12 @@ HANG = "hang"  # of what torch recorded of collectives, where one failed
 def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Starts | None = None) -> TrainResult:
     """Train to the last step, or until a signal stops the run; all ranks call it together, with the same configuration.
 
-    A signal that stops, on any rank, ends the run after the current step, with a checkpoint; one of `run.save_on`
-    writes one, and the run goes on. Raises LongspanError for
-    what does not fit, before the first step, for a loss or gradients that are not finite, before they are used, and for
-    what the disk refuses (after a checkpoint, where all ranks can still write one); RunFolderError where another run
-    is at work in the folder. `starts` has the parts of the start before this call.
+    A signal that stops, on any rank, ends the run after the current step, with a checkpoint; after one of `run.save_on`
+    a checkpoint is written, and the run goes on. `starts` has the parts of the start before this call.
+
+    Raises LongspanError for what does not fit, before the first step; for a loss or gradients that are not finite,
+    before they are used; for what the disk refuses (after a checkpoint, where all ranks can still write one); and
+    RunFolderError where another run is at work in the folder.
     """
     starts = starts or Starts()
     check_config(config, len(world.home.ranks))
@@ -73,8 +74,9 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         run = set_up(config, world, display.log, starts)
         display.expect(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
-            for open_world in open_worlds():
+            for open_world in open_worlds():  # each writes what torch recorded of a failed collective
                 open_world.watch.folder = run.dir / HANG
+            # predicted seconds bound how long ranks wait only if they are of these devices
             is_automatic = config.run.timeout_seconds == AUTO and run.figures.priced_here
             limits = TimeLimits(world, is_automatic=is_automatic, has_loggers=bool(config.run.loggers))
             evaluations = Evaluations(run, display, records, stop, limits)
@@ -198,7 +200,10 @@ class _Loop:
         self.records.metrics.write(row)
 
     def finish(self, saves: Saves) -> Final:
-        """After the last step: save the weights (under [lora] the adapter), and run the last evaluations."""
+        """After the last step: save the weights (under [lora] the adapter), and run the last evaluations.
+
+        Weights are written in the dtype that config.json names, an adapter in its own.
+        """
         run = self.run
         dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
         dtype = None if run.config.lora.rank else dtype
@@ -210,7 +215,7 @@ class _Loop:
 
 
 def _plans(run: TrainingRun) -> PlanAhead:
-    """The plans of the run's steps, priced for its model."""
+    """Return the plans of the run's steps, priced for its model and made ahead of the steps."""
     ahead = run.config.context.plan_ahead
     return plan_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
 
@@ -254,7 +259,7 @@ def _take_step(
     return row, plan
 
 
-class _Agreed(NamedTuple):
+class _Agreement(NamedTuple):
     """What the ranks agreed on after a step."""
 
     stopped: str  # by a signal that any rank received; "" for none
@@ -271,10 +276,11 @@ def _agree_on_end(
     saves: Saves,
     slow_slots: SlowSlots,
     allocator_retries: int,
-) -> _Agreed:
+) -> _Agreement:
     """Agree between ranks, in one message where nothing happened, on what any of them received and saw.
 
-    Raises on every rank the error of one that failed.
+    The message gives the largest of each figure: flags are 0 or 1, a slow slot is its rank + 1, for 0 is none. Raises
+    on every rank the error of one that failed.
     """
     flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
     slow = world.rank + 1 if slow_slots.is_slow else 0
@@ -290,10 +296,11 @@ def _agree_on_end(
         stopped = received_signal(world, stop)
     if saves_now:
         save_on = asking_signal(world, stop)
-    return _Agreed(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None, most_retries)
+    return _Agreement(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None, most_retries)
 
 
 def _last_loss(file: Path, done: int) -> float:
+    """Return the mean loss of the last LAST_STEPS steps up to `done`, from metrics.jsonl; NaN where there is none."""
     rows = (row for row in read_metrics(file) if done - LAST_STEPS < row["step"] <= done)
     losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
     return math.fsum(losses) / len(losses) if losses else math.nan

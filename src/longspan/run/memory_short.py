@@ -42,6 +42,7 @@ class AllocatorWatch:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Begin at the allocator's count so far; `of_step` is what the last step added."""
         self._device, self._before = device, allocator_retries(device)
         self.of_step: int = 0
         self._steps = deque[float](maxlen=WARNED_AFTER)
@@ -93,7 +94,7 @@ def _write_explanation(run: TrainingRun, step: int, error: BaseException) -> str
 
 
 def _write_snapshot(run: TrainingRun, folder: Path) -> str:
-    """Write the snapshot of a GPU's allocator; returns its place as the end of a sentence, "" on a CPU."""
+    """Write the snapshot of a GPU's allocator; returns the end of a sentence that names the file, "" on a CPU."""
     if run.world.device.type != "cuda":
         return ""
     file = folder / f"rank-{run.world.rank}.pickle"
@@ -109,7 +110,8 @@ def memory_table(run: TrainingRun) -> str:
     """Return a table of bytes by part: those of the plan of memory, and those of this rank.
 
     Of a rank only parameters, gradients and states can be counted, as they are tensors that are there; "the rest" is
-    what the peak had beyond these. Without a plan its column is empty.
+    what the peak had beyond these. The peak is torch's, which does not allocate communicators: the planned "rest" is
+    without them. Without a plan its column is empty.
     """
     planned = run.memory.to_json()["device"] if run.memory is not None else {}
     measured = _count_stored_bytes(run)
@@ -125,6 +127,7 @@ def memory_table(run: TrainingRun) -> str:
 
 
 def _cell(sizes: Mapping[str, int], part: str) -> str:
+    """Write the bytes of a part; "" where they are not known."""
     return bytes_text(sizes[part]) if part in sizes else ""
 
 
@@ -133,14 +136,15 @@ def _count_stored_bytes(run: TrainingRun) -> dict[str, int]:
     device = run.world.device.type
     sizes: dict[str, int] = dict.fromkeys(STORED, 0)
     for parameter in run.model.parameters():
-        sizes["weights"] += _bytes_on(local_tensor(parameter.detach()), device)
+        sizes["weights"] += _count_bytes(local_tensor(parameter.detach()), device)
         if parameter.grad is not None:
-            sizes["gradients"] += _bytes_on(local_tensor(parameter.grad), device)
+            sizes["gradients"] += _count_bytes(local_tensor(parameter.grad), device)
     for state in run.optimizer.state.values():
         tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
-        sizes["states"] += sum(_bytes_on(local_tensor(value), device) for value in tensors)
+        sizes["states"] += sum(_count_bytes(local_tensor(value), device) for value in tensors)
     return sizes
 
 
-def _bytes_on(x: torch.Tensor, device: str) -> int:
+def _count_bytes(x: torch.Tensor, device: str) -> int:
+    """Return the bytes of a tensor; 0 if it is on another type of device, as states that wait on the host are."""
     return x.nbytes if x.device.type == device else 0

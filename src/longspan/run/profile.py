@@ -48,6 +48,7 @@ class StepProfiles:
     """
 
     def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
+        """Profile these steps, with a folder for each in `folder`; step 0 means that nothing waits to be written."""
         self._steps, self._folder, self._world, self._log = frozenset(steps), folder, world, log
         self._step, self._profile, self._seconds = 0, None, 0.0  # what was profiled, until it is written
 
@@ -135,7 +136,7 @@ def kernel_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the part of a step that a kernel or operator belongs to, by its name."""
+    """Return the part of a step that a kernel or operator belongs to, by the first word of _NAMES in its name."""
     low = name.lower()
     for kind, words in _NAMES:
         if any(word in low for word in words):
@@ -181,7 +182,10 @@ def longest_kernels(events: Iterable[Event], count: int = 16) -> list[dict[str, 
 
 
 def read_host_calls(profile: Any) -> list[Event]:
-    """Read what the host did: operators, calls of CUDA and named ranges, the ones inside others too."""
+    """Read the name, start and end in seconds of what the host did: operators, calls of CUDA and named ranges.
+
+    Those inside others are among them.
+    """
     from torch.autograd import DeviceType
 
     return [
@@ -192,8 +196,9 @@ def read_host_calls(profile: Any) -> list[Event]:
 
 
 def read_events(profile: Any, *, cuda: bool) -> list[Event]:
-    """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, else operators without inner
-    ones.
+    """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, or work of a CPU.
+
+    Named ranges are left out, and autograd's nodes on a CPU: they only surround what ran.
     """
     from torch.autograd import DeviceType
 
@@ -209,7 +214,10 @@ def read_events(profile: Any, *, cuda: bool) -> list[Event]:
 
 
 def _is_work(event: Any) -> bool:
-    """Operators of a CPU that compute: those without inner ones, and those of a known kind by name."""
+    """Return whether an event of a CPU is an operator that computes.
+
+    It has no inner ones, or its name tells a kind (attention, say) that those of its inner ones would not.
+    """
     return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")
 
 

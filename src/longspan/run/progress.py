@@ -13,7 +13,8 @@ from longspan.evaluation.result import PasskeyGrid
 from longspan.launch.stop_signals import leave_closed_output
 
 LINE_SECONDS = 30.0  # where there is no terminal, no longer without a line
-BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5  # columns of a terminal; figures may become longer by some
+# Columns of a terminal: of the bar, at most and at least, of the remaining time, and by how much figures may grow.
+BAR, LEAST_BAR, REMAINING, SLACK = 24, 8, 7, 5
 
 _COUNT = TextColumn("{task.fields[title]} {task.completed}/{task.total}")
 
@@ -30,6 +31,7 @@ class ProgressDisplay:
     """
 
     def __init__(self, steps: int, stream: TextIO | None, *, log_every: int = 10) -> None:
+        """Begin without a bar, which the first step or evaluation on a terminal starts."""
         self._steps, self._stream, self._log_every = steps, stream, log_every
         self._plain = stream is not None and not stream.isatty()
         self._writing, self._ended = threading.Lock(), threading.Event()
@@ -77,11 +79,11 @@ class ProgressDisplay:
 
     def begin_step(self, step: int) -> None:
         """Note that a training step (counted from 1) begins."""
-        self._begin(f"step {step}/{self._steps}")
+        self._begin_work(f"step {step}/{self._steps}")
 
     def show_step(self, row: Mapping[str, Any]) -> None:
         """Show a training step, given its row of metrics."""
-        self._begin(f"after {self._step_text(row)}")  # it may be saved or evaluated
+        self._begin_work(f"after {self._step_text(row)}")  # it may be saved or evaluated
         if self._stream is None:
             return
         if not self._plain:
@@ -106,7 +108,7 @@ class ProgressDisplay:
         """Show how many micro-batches of an evaluation are done, and how many it has."""
         title = f"evaluation of {name}" if name else "evaluation"
         if self._stream is None or self._plain:
-            self._begin(f"{title}, {done:,} of {plural(count, 'micro-batch', 'es')} done", again=done > 0)
+            self._begin_work(f"{title}, {done:,} of {plural(count, 'micro-batch', 'es')} done", again=done > 0)
             return
         if self._evaluating is None:
             self._bar_only = self._progress is None
@@ -133,12 +135,12 @@ class ProgressDisplay:
             self._progress.stop()
             self._progress = None
 
-    def _begin(self, work: str, *, again: bool = False) -> None:
+    def _begin_work(self, work: str, *, again: bool = False) -> None:
         """Note the work that takes time from now on; `again`: continue the work noted before."""
         self._work, self._begun = work, self._begun if again else time.monotonic()
 
     def _is_silent(self, row: Mapping[str, Any]) -> bool:
-        """Whether the next line would be late if another step took as long as this one."""
+        """Return whether the next line would be late if another step took as long as this one."""
         return time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
 
     def _log_while_quiet(self) -> None:
@@ -149,6 +151,7 @@ class ProgressDisplay:
                 self.log(f"{self._work}: {now - self._begun:.0f} s so far")
 
     def _step_text(self, row: Mapping[str, Any]) -> str:
+        """Write the number of a step and of all steps, as wide for each step."""
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _advance_bar(self, row: Mapping[str, Any]) -> None:
@@ -211,7 +214,10 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _metric_texts(row: Mapping[str, Any]) -> list[str]:
-    """Return the figures of an evaluation other than the loss, as far as it counted something."""
+    """Return the figures of an evaluation other than the loss, as far as it counted something.
+
+    Only figures are floats: counts are integers, and a metric that counted nothing is None.
+    """
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",
@@ -224,18 +230,21 @@ def _metric_texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def _clock_text(seconds: int) -> str:
+    """Write a time: 1:05 for minutes and seconds, 1:05 h for hours and minutes."""
     minutes = f"{seconds // 60}:{seconds % 60:02d}"
     return minutes if seconds < 3600 else f"{seconds // 3600}:{seconds // 60 % 60:02d} h"
 
 
 def _short_number(value: float) -> str:
-    """A number in seven characters: 6.0e-3."""
+    """Write a number as two digits and a power of ten: 6.0e-3."""
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def _norm_text(value: float) -> str:
+    """Write a gradient norm in a few characters, whatever its size."""
     return f"{value:.2f}" if 0.01 <= value < 100 else _short_number(value)
 
 
 def _memory_text(count: int) -> str:
+    """Write a number of bytes in GiB, or in MiB below one GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -29,7 +29,7 @@ from longspan.run.loggers.run_loggers import LoggerClass, RunLoggers, RunStart
 from longspan.run.run_data import TrainingRun
 
 PRINTED = 8  # hierarchical groups that are printed; all are in the file
-# Along which axis of the home, or for what, a kind of communicator is.
+# By kind of communicator: the axis of the home along which its ranks lie, or what it is for.
 AXES = {
     "control": "control",
     "saves": "control",
@@ -55,6 +55,7 @@ class GroupLog:
     """
 
     def __init__(self, world: World, path: Path | None, log: Callable[[str], None]) -> None:
+        """Begin an empty file; a session notes its groups anew, for it makes them anew."""
         self._world, self._path, self._log = world, path, log
         self._plan_count = self._recorded_communicators = 0
         self._recorded_levels: set[Levels] = set()
@@ -86,7 +87,7 @@ class GroupLog:
         for group in groups.values():
             rows += self._cp_rows(group, use)
         rows += [{"kind": "levels", "use": use, "a2a": pair.a2a, "p2p": pair.p2p} for pair in levels]
-        self._write(rows)
+        self._write_rows(rows)
         if communicators:
             counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in communicators)
             names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
@@ -95,7 +96,8 @@ class GroupLog:
         for pair in levels[: max(0, PRINTED - printed)]:
             self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
 
-    def _write(self, rows: list[Row]) -> None:
+    def _write_rows(self, rows: list[Row]) -> None:
+        """Append rows to the file, each with the number of plans so far."""
         if rows and self._path is not None:
             with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
@@ -111,7 +113,10 @@ class GroupLog:
         return {key: group for key, group in keyed.items() if key not in self._recorded_groups}
 
     def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
-        """Yield a row for each level of a group."""
+        """Yield a row for each level of a group.
+
+        `over` says what carries its messages: a communicator of its own, or that of the plane, all slots' ranks.
+        """
         for level, slots in self._levels_of_rank(group):
             ranks = tuple(self._world.plane[slot] for slot in slots)
             carrier = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
@@ -122,10 +127,10 @@ class GroupLog:
 
         Of a2a+p2p the slots are those of the line of the level that contains this rank.
         """
-        kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-        for kind in dict.fromkeys(kinds):
-            if kind != "a2a+p2p":
-                yield kind, group.slots
+        comm_types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+        for comm_type in dict.fromkeys(comm_types):
+            if comm_type != "a2a+p2p":
+                yield comm_type, group.slots
                 continue
             levels = group_levels(group)
             for level, lines in (("a2a", levels.a2a), ("p2p", levels.p2p)):
@@ -169,7 +174,7 @@ def open_records(
 
 
 def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Add what is known only later to run.json."""
+    """Add facts to run.json that are known only after the run began."""
     file = directory / "run.json"
     write_atomically(file, as_json(read_json(file) | dict(facts), indent=1))
 

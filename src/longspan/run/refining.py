@@ -26,7 +26,7 @@ def refinement_of_run(
 ) -> Refinement | None:
     """Return the refinement of a run that begins, or goes on from the state of a checkpoint.
 
-    It is None if `run.refine` is off.
+    It is None if `run.refine` is "off" or, under "auto", on CPUs and where all plans have one degree.
     """
     refine, dynamic = config.run.refine, config.context.planner not in ONE_DEGREE
     if refine == "off" or (refine == "auto" and not (dynamic and world.device.type == "cuda")):
@@ -55,7 +55,10 @@ def refine_prices(run: TrainingRun, step: int) -> None:
 
 
 def note_step(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
-    """Note the seconds of a step (counted from 0), without its encoders; the first one of a session is left out."""
+    """Note the seconds of a step (counted from 0), without its encoders; the first one of a session is left out.
+
+    Only the first rank notes, and that step is slower than usual, for kernels are loaded in it.
+    """
     if run.refinement is None or not is_first_rank(run.world) or step == run.done:
         return
     choice, home, correction = run.choice, run.world.home, run.refinement.correction_of(step)
@@ -64,6 +67,7 @@ def note_step(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
 
 
 def _plan_seconds(plan: Plan, choice: PlanChoice, correction: Correction, home: Any) -> float:
+    """Return the seconds that a plan is predicted to take under the run's prices with a correction."""
     return plan.timeline(choice.apply_correction(correction).home_options(home).cost).step_seconds
 
 

@@ -123,7 +123,7 @@ def check_lengths(
 
 
 def with_rows(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
-    """The sets with the tables of this configuration, in which the rows of a slot are known."""
+    """Return the sets with their tables from this configuration, in which "auto" limits of rows are numbers now."""
     entries = {entry.name: entry for entry in (held_out_set(config), *config.eval)}
     return tuple(replace(s, config=entries[s.name]) for s in sets)
 
@@ -201,6 +201,7 @@ class StepReader:
     """
 
     def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
+        """Read the documents of a run by plans that are made ahead."""
         self._run, self._plans = run, plans
         self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
@@ -215,10 +216,11 @@ class StepReader:
     def prepare(self, step: int) -> None:
         """Plan the next step and select its documents while the device computes; `read` raises the errors.
 
-        No rank waits for a plan, and what all ranks do together is left to `read`.
+        No rank waits for a plan here. Documents whose tokens the ranks make together (`_select_documents`) are left to
+        `read`, which all ranks enter.
         """
         run, corpus = self._run, self._run.corpus
-        # Prices that measured steps correct are fitted before a step: a plan of theirs is asked for then.
+        # With refinement, prices may be fitted at the beginning of the next step, and its plan is made only after that.
         if self._next is not None or run.refinement is not None or step >= run.config.train.steps:
             return
         with suppress(Exception):

@@ -84,6 +84,7 @@ def _data_facts(run: TrainingRun) -> dict[str, int]:
 
 
 def _step_facts(run: TrainingRun) -> dict[str, Any]:
+    """Return the facts of the steps: how many there are and are done, their tokens, the optimizer and its rate."""
     train = run.config.train
     names = ("steps", "tokens_per_step", "optimizer", "lr")
     return {"done": run.done, **{name: getattr(train, name) for name in names}}
@@ -99,7 +100,10 @@ def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
 
 
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
-    """Count parameters: of the whole model, each once; on the rank that holds most; those that are trained."""
+    """Count parameters: of the whole model, each once; on the rank that holds most; those that are trained.
+
+    Ranks of one pipeline stage count the same parameters, so one rank of each stage is taken for the sums.
+    """
     parameters = counted_parameters(run.model)  # of this rank's stages
     stage_count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     count_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
@@ -110,6 +114,7 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
 
 
 def _dtype_names(execution: Execution) -> dict[str, str]:
+    """Return the dtypes of parameters, of arithmetic and of sums of gradients, by name."""
     names = ("parameter_dtype", "compute_dtype", "reduce_dtype")
     return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
 
@@ -126,7 +131,7 @@ def _mixers_text(execution: Execution, device: torch.device, partition: str) -> 
 
 
 def _mtp_text(mtp: MtpSection) -> str:
-    """The depths of multi-token prediction; "" if there are none."""
+    """Write the depths of multi-token prediction and their weight; "" if there are none."""
     depths = plural(mtp.depths, "depth")
     return f"{depths} of multi-token prediction, loss weight {mtp.loss_weight:g}" if mtp.depths else ""
 
@@ -148,7 +153,7 @@ def _encoder_text(run: TrainingRun) -> str:
 
 
 def _device_facts(world: World) -> dict[str, Any]:
-    """Return the facts of the ranks: their devices, hosts, cores and backend."""
+    """Return the facts of the ranks: their devices, hosts (of node_size slots with tp ranks each), cores, backend."""
     gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
     return {
         "device": device_name(world),
@@ -161,6 +166,7 @@ def _device_facts(world: World) -> dict[str, Any]:
 
 
 def _home_degrees(world: World, virtual_stages: int) -> dict[str, int]:
+    """Return the slots and the degrees of the home by name; `vpp` is the configuration's, for a home has none."""
     home = world.home
     degrees = {"tp": home.tp, "pp": home.pp, "vpp": virtual_stages, "ep": home.ep, "dp_replicate": home.dp_replicate}
     return {"slots": home.slots, **degrees}
@@ -181,4 +187,5 @@ def _price_source(run: TrainingRun) -> str:
 
 
 def _degree_text(choice: PlanChoice) -> str:
+    """Write the planner and, if all its groups have one degree, that degree."""
     return f"{choice.planner} at cp {choice.degree}" if choice.has_one_degree else choice.planner

@@ -19,7 +19,7 @@ KEPT = 2  # slow slots that a report of a failed collective names
 
 
 class SlowSlots:
-    """Watches this rank's slot.
+    """Watches whether this rank's slot is slower than the others, over the last STEPS steps.
 
     >>> slots = SlowSlots()
     >>> for _ in range(20):
@@ -29,6 +29,7 @@ class SlowSlots:
     """
 
     def __init__(self) -> None:
+        """Begin without a step; a slot is named once in a session."""
         self._ratios: deque[float] = deque(maxlen=STEPS)
         self._is_named = False
 
@@ -47,9 +48,9 @@ class SlowSlots:
         text = ""
         if rank == world.rank:
             self._is_named = True
-            place = f"slot {world.slot} (rank {rank}, host {socket.gethostname()})"
+            slot = f"slot {world.slot} (rank {rank}, host {socket.gethostname()})"
             text = (
-                f"{place} has been {100 * (median(self._ratios) - 1):.0f} % slower than its plan for {STEPS} steps: it "
+                f"{slot} has been {100 * (median(self._ratios) - 1):.0f} % slower than its plan for {STEPS} steps: it "
                 "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
                 "its device and at what else runs there"
             )

@@ -126,7 +126,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     first = _make_subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
     config, changes = fit_home(first.config, ranks, flag_keys)
     for name in flags.set:
-        find_set(config, name, flag_keys)
+        find_set(config, name, flag_keys)  # raises for a name that the run does not have
     subjects = [replace(first, config=config)]
     if flags.compare:
         base = flags.compare == BASE
@@ -171,7 +171,7 @@ def _check_values(flags: EvalFlags) -> None:
 
 
 def _copy_layout(config: RunConfig, other: RunConfig) -> RunConfig:
-    """Evaluate the weights that are compared with in the home and on the sets of `config`."""
+    """Return `other`, of the weights to compare with, with the layout, sets and metrics of `config`."""
     return replace(
         other,
         parallel=config.parallel,
@@ -228,7 +228,7 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
         config = replace(config, encoder=replace(config.encoder, **asdict(flags.encoder)))
         config = replace(config, run=replace(config.run, machine=flags.run.machine))
         return Subject(weights, resolve_defaults(config))
-    flags = parse_eval(argv, config)
+    flags = parse_eval(argv, config)  # again, so that keys of the layout that no flag gives are the run's
     config = replace(
         config,
         model=replace(config.model, **_set_values(flags.model)),
@@ -242,6 +242,7 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
 
 
 def _set_values(model: SavedModel) -> dict[str, Any]:
+    """Return the keys --model.* that are given; "" and 0.0 stand for those that are not."""
     return {f.name: value for f in fields(SavedModel) if (value := getattr(model, f.name)) not in ("", 0.0)}
 
 
@@ -249,7 +250,7 @@ def _parse_degrees(text: str) -> tuple[int, ...]:
     """Parse different degrees with commas between. Raises ConfigError for anything else."""
     try:
         degrees = tuple(int(word) for word in text.split(",") if word.strip())
-    except ValueError:
+    except ValueError:  # a word that is no integer: refused below as degree 0 is
         degrees = (0,)
     if any(degree < 1 for degree in degrees) or len(set(degrees)) < len(degrees):
         raise ConfigError(f"--degrees is {text!r}; give different integers of at least 1 with commas between: 1,2,4")

@@ -1,4 +1,4 @@
-"""The results of `longspan eval` as tables for a terminal."""
+"""The results of `longspan eval` as tables for a terminal, and as files."""
 
 import json
 import os
@@ -30,7 +30,7 @@ PICTURE = "passkey.svg"
 
 
 def check_writable(file: str, out: str, plot: str = "") -> None:
-    """Raise ConfigError where results could not be written: before hours of evaluation, not after."""
+    """Make the folders of results; raise ConfigError where nothing can be written: before hours of evaluation."""
     if file and Path(file).is_dir():
         raise ConfigError(f"--documents {file} is a folder; give a file in it, such as {Path(file, 'documents.jsonl')}")
     if out and Path(out).exists() and not Path(out).is_dir():
@@ -112,7 +112,7 @@ def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[st
 
 
 def _result_title(result: SubjectResult) -> str:
-    """Return the title of one set's results: the weights, their steps and the set."""
+    """Write the title of a subject's table: its weights, of a run their step, and degrees of its home above 1."""
     step, parallel = result.sets[0].evaluation.step, result.config.parallel
     words = [result.weights.title] + ([f"step {step}"] if result.weights.run_dir is not None else [])
     words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
@@ -131,7 +131,10 @@ def _evaluation_table(result: SubjectResult) -> str:
 
 
 def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
-    """Return the row of one evaluation, with these metrics; "-" for a metric that it lacks."""
+    """Return the row of one evaluation, with these metrics; "-" for a metric that it lacks.
+
+    A perplexity of many digits, from a loss of 50 on, is told by its bound: e ** 50 is 5e21.
+    """
     evaluation = result.evaluation
     values = [evaluation.metrics[name].value if name in evaluation.metrics else None for name in metrics]
     return [
@@ -149,7 +152,7 @@ def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
 
 
 def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[Bucket]") -> Iterator[str]:
-    """Yield the loss by length and by position, where there are several of them."""
+    """Yield tables of the loss by document length and by position in it; no table of a single bucket."""
     for title, buckets in (("document length", lengths), ("position", positions)):
         if len(buckets) > 1:
             rows = [
@@ -162,6 +165,7 @@ def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[
 
 
 def _range_text(first: int, last: int) -> str:
+    """Write a bucket's first and last length or position, in tokens."""
     return f"{first:,} to {last:,}"
 
 
@@ -196,4 +200,5 @@ def _difference_table(difference: Difference, first: SubjectResult, other: Subje
 
 
 def _spread_text(error: float | None) -> str:
+    """Write a standard error behind its difference; "" where too few documents give none."""
     return "" if error is None else f" ± {error:.6f}"

@@ -54,7 +54,9 @@ class Answer:
     """An answer: `memory` is that of "auto" on the GPUs of `run`; where nothing `fits`, that of the leanest measures.
 
     `fit` is the way that was found: where nothing fits, on the same GPUs without measures by hand, or on more GPUs;
-    None if there is none. `steps` are those of a run (None: one step was asked about), of which `sampled` were planned.
+    None if there is none. `given` are the keys of the question; `longest` is the longest document that fits, in tokens,
+    and `refusal` why planning failed. `steps` are those of a run (None: one step was asked about), of which `sampled`
+    were planned.
     """
 
     title: str
@@ -89,9 +91,9 @@ class Answer:
 
     @property
     def keys(self) -> Mapping[str, Any]:
-        """Return the keys with which it fits, on more GPUs or without measures by hand where it must be.
+        """Return the keys of `fit`: those that were given and chosen, without measures by hand where they prevent it.
 
-        They are {} if it does not fit.
+        They are {} if nothing fits.
         """
         if self.fit is None:
             return {}
@@ -99,7 +101,10 @@ class Answer:
         return run_keys(self.fit.run, frozenset(names))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU."""
+        """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
+
+        Where nothing fits, `keys` are those that were asked about, and `would_fit` has those that would do.
+        """
         gpus, memory = self.run.gpus, self.memory
         values: dict[str, Any] = {
             "device": memory.device.to_json(),
@@ -133,10 +138,12 @@ class Answer:
 
 
 def _is_memory_key(key: str) -> bool:
+    """Return whether a key sets a measure of memory by hand."""
     return key.removeprefix("train.") in BY_HAND or key == GATHERS
 
 
 def _column_json(column: Column) -> dict[str, Any] | None:
+    """Return a column as JSON; None for measures under which no document fits."""
     if column.memory is None:
         return None
     return column.memory.to_json() | {"longest": column.tokens, "fits": column.fits}
@@ -146,7 +153,8 @@ def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     """Return the keys that were given and those that were chosen, as `longspan train` takes them.
 
     Given are those of a command or a file; chosen, those that are no defaults any more. Keys of degree, rows, planner
-    and memory are always among them; a dynamic plan's highest degree is all slots where it has no limit.
+    and memory are always among them; a dynamic plan's highest degree is all slots where it has no limit. GATHERS
+    is among them only if it is given, for otherwise train.memory decides when parameters are gathered.
     """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}
@@ -175,13 +183,14 @@ def _non_default_keys(config: RunConfig) -> set[str]:
 
 
 def _key_value(config: RunConfig, name: str) -> Any:
+    """Return the value of "section.key", a tuple as a list."""
     section, _, key = name.partition(".")
     value = key_value(getattr(config, section), key)
     return list(value) if isinstance(value, tuple) else value
 
 
 def count_degrees(plans: Sequence[Plan]) -> tuple[Degree, ...]:
-    """Count the degrees of the groups of some plans."""
+    """Count the groups of each degree in some plans, and the share of all tokens that they have."""
     groups, tokens = Counter[int](), Counter[int]()
     for row in (row for plan in plans for row in group_counts(plan)):
         groups[row["degree"]] += row["count"]

@@ -11,7 +11,7 @@ from longspan.plain_text import seconds_text, text_table
 from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.report.chart_documents import StackedBar, stack_document
 
-WIDTH = 110  # of a command's lines
+WIDTH = 110  # characters of a command's line
 MEASURE_WORDS = "none: all; selective: their input and attention's output; full: their input; auto: as chosen above"
 
 
@@ -34,10 +34,10 @@ def _time_lines(answer: Answer) -> Iterator[str]:
         yield f"a step is predicted to take {seconds_text(answer.step_seconds)}"
     else:
         hours, gpus = answer.hours or 0.0, answer.run.gpus.count
-        whole = f"{hours:,.2f} hours" if hours >= 1 else seconds_text(hours * 3600)
-        of = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
+        total_text = f"{hours:,.2f} hours" if hours >= 1 else seconds_text(hours * 3600)
+        sample_text = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
         yield (
-            f"{plural(answer.steps, 'step')} of {seconds_text(answer.step_seconds)}{of}: {whole}, "
+            f"{plural(answer.steps, 'step')} of {seconds_text(answer.step_seconds)}{sample_text}: {total_text}, "
             f"{hours * gpus:,.2f} GPU-hours, without evaluations and checkpoints"
         )
     if len(answer.degrees) == 1:
@@ -56,11 +56,11 @@ def bytes_table(columns: Sequence[Column]) -> str:
     rows = [["fits", *("yes" if column.fits else "no" for column in columns)]]
     if len({column.tokens for column in columns}) > 1:
         rows = [["longest", *(f"{column.tokens:,}" for column in columns)]]
-    for place in ("device", "host"):
+    for memory in ("device", "host"):
         for name in Bytes().to_json():
-            sizes = [None if c.memory is None else getattr(c.memory, place).to_json()[name] for c in columns]
-            if place == "device" or name == "total" or any(sizes):
-                rows.append([f"{place} {name}", *("-" if size is None else f"{size / 2**30:,.2f}" for size in sizes)])
+            sizes = [None if c.memory is None else getattr(c.memory, memory).to_json()[name] for c in columns]
+            if memory == "device" or name == "total" or any(sizes):
+                rows.append([f"{memory} {name}", *("-" if size is None else f"{size / 2**30:,.2f}" for size in sizes)])
     return text_table(names, rows)
 
 
@@ -77,7 +77,10 @@ def _table_notes(answer: Answer) -> Iterator[str]:
 
 
 def refusal_line(answer: Answer) -> str:
-    """Write why nothing fits, and what would fit, in one line."""
+    """Write why nothing fits, and what would fit, in one line.
+
+    Where the bytes would fit, the planner's own words say why; otherwise the bytes that are missing.
+    """
     run, memory = answer.run, answer.memory
     why = (
         f"at least {gib_text(memory.device.total)} ({memory.device.total:,} bytes) are needed of a GPU that may be "
@@ -97,7 +100,10 @@ def refusal_line(answer: Answer) -> str:
 
 
 def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list[str]:
-    """Repeat the words behind `longspan train` that asked, a flag with its values each, without those of `keys`."""
+    """Repeat a command from the `words` behind `longspan train`: the verb and its file first, then a flag each.
+
+    Flags of `keys`, which the answer gives anew, --dry-run and --json are left out with their values.
+    """
     repeated, is_left_out = [f"longspan train {shlex.quote(file)}" if file else "longspan train"], False
     for word in words:
         name = word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
@@ -105,13 +111,13 @@ def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list
             is_left_out = name in keys or name in ("dry_run", "json")
         if not is_left_out and name:
             repeated.append(shlex.quote(word))
-        elif not is_left_out and word != file:
+        elif not is_left_out and word != file:  # which stands behind the verb already
             repeated[-1] += f" {shlex.quote(word)}"
     return repeated
 
 
 def command_lines(command: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
-    """Write a command, a verb and its flags, with these keys behind it, over lines of a shell."""
+    """Write a command, a verb and its flags, and these keys over lines for a shell, with a backslash between lines."""
     lines, line = list[str](), command[0]
     for word in [*command[1:], *_key_words(keys)]:
         if len(line) + len(word) + 3 > WIDTH:

@@ -37,7 +37,7 @@ def dry_run(config: RunConfig, words: Sequence[str], file: str, *, world: int, o
     """
     ranks = world or (int(os.environ["WORLD_SIZE"]) if has_torchrun() else (usable_gpus() if on_gpus else 0) or 1)
     check_config(config, ranks)
-    if not is_reporting():
+    if not is_reporting():  # of torchrun's ranks the first answers for all
         return 0
     check_files(config)
     gpus = _choose_gpus(config, ranks, on_gpus=on_gpus)

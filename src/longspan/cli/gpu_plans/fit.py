@@ -65,7 +65,7 @@ def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fi
             continue
         if fastest_fit is None or fit.seconds < fastest_fit.seconds:
             fastest_fit = fit
-    if fastest_fit is None:
+    if fastest_fit is None:  # the leanest way has the fewest rows a slot and, of those, the widest degree
         raise min(refusals, key=lambda refusal: refusal[0])[1]
     return fastest_fit
 
@@ -81,12 +81,13 @@ def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
 
 
 def _row_limit(run: RunOnGpus) -> int:
+    """Return the most rows of a slot in a micro-batch; MOST_ROWS where the key is 0 (no limit) or "auto"."""
     rows = run.config.context.max_tokens_per_slot
     return rows if isinstance(rows, int) and rows else MOST_ROWS
 
 
 def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
-    """Yield the runs whose planner, degree and rows come into question."""
+    """Yield the run with each planner, degree and limit of rows to compare; a limit that is given stays."""
     lengths = [n for step in steps for n in step.lengths]
     for planned in _list_degree_runs(run, choices, same=len(set(lengths)) == 1):
         if not choices.rows and planned.config.context.max_tokens_per_slot != AUTO:
@@ -97,7 +98,11 @@ def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices
 
 
 def _list_degree_runs(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterator[RunOnGpus]:
-    """Yield fixed plans of documents of one length at each degree, else dynamic plans, unless the keys say which."""
+    """Yield the run once for each planner and degree to compare.
+
+    Documents of different lengths are planned dynamically; those of the `same` length, which gain nothing by it, at
+    each degree in turn. Where the keys say which, the run is yielded as it is.
+    """
     if choices.planner and choices.degree and not same and run.home.slots > 1:
         yield run.set_context(planner="dynamic")
     elif choices.degree and run.choice.has_one_degree:
@@ -126,20 +131,25 @@ def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
 
 
 def _one_batch_rows(run: RunOnGpus, step: Documents) -> int:
-    """Return the rows of the fullest slot if a step is one micro-batch."""
+    """Estimate the rows of the fullest slot if a step is one micro-batch.
+
+    They are those of the longest document or the mean over groups, whichever is more, and UNIT for uneven groups.
+    """
     degree = run.choice.degree if run.choice.has_one_degree else 1
     groups = run.home.slots // max(degree, 1)
     return max(max(step.lengths) // max(degree, 1), -(-sum(step.lengths) // max(degree, 1) // groups)) + UNIT
 
 
 def _round_to_unit(rows: int, unit: int) -> int:
+    """Round rows up to a multiple of `unit`."""
     return -(-rows // unit) * unit
 
 
 def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
     """Find the most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
 
-    0 tokens where not even these fit.
+    0 tokens where not even these fit. Lengths are tried by memory alone, on the plan of a short document changed to
+    each length; the length that is left is planned anew, and shortened by 1/256 at a time until its own plan fits too.
     """
     degree = degree or run.home.slots
     run = run.set_context(planner="fixed", context_parallel_size=degree)
@@ -149,18 +159,22 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
     short = _set_key_type(run.plan((unit * degree,)), run)
 
     def fits(rows: int, plan: Plan | None = None) -> bool:
+        """Return whether a document of so many rows a slot fits, by its own plan or by the changed short one."""
         plan = plan or _change_length(short, rows * degree)
         return any(memory.fits(run.budget) for memory in run.leanest_plans([plan], fixed))
 
     low = largest_fitting(lambda count: fits(count * unit), MOST_ROWS // unit)
     while low and not fits(low * unit, run.plan((low * unit * degree,))):  # its planner shares attention in another way
         low -= 1 + low // 256
-    low = max(low, 0)
+    low = max(low, 0)  # of the limit of rows below, 0 would mean none
     return low * unit * degree, run.set_context(max_tokens_per_slot=max(1, low) * unit)
 
 
 def _set_key_type(plan: Plan, run: RunOnGpus) -> Plan:
-    """Set the type of the keys in the plan of one document, so that "auto" is decided by each length."""
+    """Put "auto" back into the plan of one document where the keys have it.
+
+    The plan names the type that was chosen for its length, and another length may get another.
+    """
     types = run.choice.options.cp_comm_type
     if types != AUTO:
         return plan
@@ -177,7 +191,10 @@ def _change_length(plan: Plan, tokens: int) -> Plan:
 
 
 def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:
-    """Return the way whose slots hold fewest rows: the widest possible degree, and no more rows than it needs."""
+    """Return the run whose slots hold fewest rows: the widest possible degree, and no more rows than it needs.
+
+    Only keys that are open are changed; an open planner becomes "fixed", which has one degree for all documents.
+    """
     planned = run
     if choices.planner or run.choice.has_one_degree:
         planned = run.set_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
@@ -196,9 +213,9 @@ def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
     counts = [*range(run.gpus.count + 1, HOST_GPUS + 1), *range(2 * HOST_GPUS, MOST_GPUS + 1, HOST_GPUS)]
     counts = [count for count in counts if count > run.gpus.count]
     low, high = 0, len(counts)  # within a host one by one, then by halves: more hosts hold more
-    for place, count in enumerate(counts):
+    for index, count in enumerate(counts):
         if count > HOST_GPUS:
-            low = place
+            low = index
             break
         if fit := _try_count(run, count, steps, choices):
             return fit
@@ -223,7 +240,10 @@ def _try_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: 
 
 
 def one_measure(run: RunOnGpus, measure: str) -> FixedMemory:
-    """Set one measure for all layers on the device, with the run's other keys as they are."""
+    """Set one measure for all layers, kept on the device, with the run's other keys as they are.
+
+    What those leave to the choice (None) is off, so that a column of the table shows this measure alone.
+    """
     fixed = run.fixed
     changes: dict[str, Any] = {"measure": measure, "layers": None, "offload": False if measure != "none" else None}
     changes["gathered_once"] = fixed.gathered_once or False

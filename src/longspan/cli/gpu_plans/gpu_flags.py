@@ -145,7 +145,7 @@ def set_model(question: Question, folder: str) -> Question:
 
 
 def _split_words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with underscores, and the words behind it."""
+    """Yield each flag with underscores, and the words behind it; first "" and the words before any flag."""
     name, values = "", list[str]()
     for word in argv:
         if not word.startswith("--"):
@@ -160,11 +160,12 @@ def _split_words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _is_key(name: str) -> bool:
+    """Return whether a flag is a key of the configuration, --section.key."""
     return "." in name
 
 
 def _check_flag(name: str) -> None:
-    """Raise ConfigError for words without a flag, and for a flag that a question about GPUs does not read."""
+    """Raise ConfigError for a flag that a question about GPUs does not read; tyro refuses words without a flag."""
     if not name or name[2:] in (*OF_QUESTIONS, *OF_DOCUMENTS):
         return
     instead = {"--slots": "; --gpus N is how many GPUs there are", "--world": "; --gpus N is how many GPUs there are"}
@@ -177,7 +178,7 @@ def _check_flag(name: str) -> None:
 def find_source(flags: Any, question: Question) -> str:
     """Find which documents are asked about: "longest", "data", or the flag of their lengths.
 
-    >>> source_of(PlanFlags(same="1x262144"), question)  # doctest: +SKIP
+    >>> find_source(PlanFlags(same="1x262144"), question)  # doctest: +SKIP
     'same'
     """
     sources = [name for name in ("lengths", "same", "distribution") if getattr(flags, name)]
@@ -198,6 +199,7 @@ def find_source(flags: Any, question: Question) -> str:
 
 
 def _check_data_flags(question: Question, named: Collection[str]) -> None:
+    """Raise ConfigError for keys that only a run's data has where `named`, the question's sources, lack "data"."""
     for key in ("data.tokenizer", "train.epochs", "train.tokens_per_step"):
         if question.gives_any(key) and "data" not in named:
             raise ConfigError(f"{key} is of a run, whose documents --data names; add --data PATH, or leave it out")

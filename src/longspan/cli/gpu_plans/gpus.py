@@ -41,7 +41,7 @@ class Gpus:
 
     @property
     def words(self) -> str:
-        """How many of which they are."""
+        """Their number and name, as in "4 H100s" or "2 GPUs of 85,899,345,920 bytes"."""
         kind, of, size = self.name.partition(" of ")
         return f"{plural(self.count, kind)}{of}{size}"
 
@@ -74,7 +74,10 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
 
 
 def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machine, str, tuple[str, ...]]:
-    """Choose the machine that prices, the name of its GPU, and what of its speed is assumed."""
+    """Choose the machine that prices, the name of its GPU, and what of its speed is assumed.
+
+    run.machine prices in place of --gpu, whose bytes stay. Machine() has the speed of an H200, as measured.
+    """
     if not 0 <= tflops < math.inf:
         raise ConfigError(f"--tflops {tflops:g}: a speed must be above 0, such as --tflops 400")
     if tflops and run_machine:
@@ -103,7 +106,7 @@ def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[M
 def find_machine(name: str, key: str) -> Machine:
     """Find the machine of a GPU by name, or of a file. Raises ConfigError for a name that is neither."""
     if not is_known(name) and not Path(name).is_file():
-        try:
+        try:  # raises, with the names that are known
             return Machine.known(name)
         except PlanError as error:
             raise ConfigError(f"{key} {name}: {error}; other GPUs are --gpu-bytes N --tflops N") from error
@@ -114,7 +117,7 @@ def find_machine(name: str, key: str) -> Machine:
 
 
 def _set_speed(machine: Machine, tflops: float) -> Machine:
-    """Set another speed of a machine's products, attention and scans."""
+    """Scale a machine's rates of products, attention and scans so that products run at `tflops` * 1e12 FLOP/s."""
     scale = tflops * 1e12 / machine.product_flops_per_second
     rates = {name: value * scale for name, value in machine.rates().items() if name.endswith("flops_per_second")}
     return replace(machine, **rates, source=f"the model on GPUs of {tflops:g} TFLOP/s")

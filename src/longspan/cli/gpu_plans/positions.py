@@ -1,6 +1,6 @@
 """How long documents a model's positions reach, by its config.json, and the key that scales them. No torch.
 
-As `longspan.model.seams.rope` reads a configuration of transformers.
+`longspan.model.seams.rope` reads the same from a configuration object of transformers, and the two must agree.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ def position_limit(model: Any) -> int | None:
     kind, factor = _rope_type(rope), rope.get("factor") or 1.0
     if kind in ("linear", "dynamic"):
         return int(limit * factor)
-    if kind == "yarn":
+    if kind == "yarn":  # whose max_position_embeddings is the stretched length in some files
         return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
     return limit
 
@@ -42,7 +42,10 @@ def can_scale(model: Any) -> bool:
 
 
 def _rope_parameters(model: Any) -> Mapping[str, Any]:
-    """Return the rotary parameters of all layers, of a text model."""
+    """Return the rotary parameters that all layers share; {} if there are none, or if types of layers differ in them.
+
+    Versions of transformers name them rope_parameters or, before, rope_scaling.
+    """
     read = ConfigReader.read_whole(model)
     for name in ("rope_parameters", "rope_scaling"):
         value = read.value(name)
@@ -52,15 +55,17 @@ def _rope_parameters(model: Any) -> Mapping[str, Any]:
 
 
 def _is_nested(rope: Any) -> bool:
+    """Return whether rotary parameters are tables, one for each type of layer."""
     return isinstance(rope, Mapping) and any(isinstance(inner, Mapping) for inner in rope.values())
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
+    """Return the name of the scaling, whose key is `type` in older files; "default" is none."""
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _lacks_positions(model: Any) -> bool:
-    """Return whether a hybrid's attention has no positions."""
+    """Return whether a hybrid's attention has no rotary positions, so that they limit no document."""
     read = ConfigReader.of(model)
     if not has_mixers(model):
         return False

@@ -54,11 +54,12 @@ def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
 
 
 def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
-    """Return the degree of the longest document; 0: all slots."""
+    """Return the degree at which the longest document is sought: the one that is given, or 0 for all slots."""
     return int(run.config.context.context_parallel_size) if run.choice.has_one_degree and not choices.degree else 0
 
 
 def _scale_fit(fit: Fit, longest: int) -> Fit:
+    """Set model.rope_scaling in the run of a fit if its longest document, in tokens, needs that."""
     return replace(fit, run=scale_positions(fit.run, longest))
 
 
@@ -74,7 +75,11 @@ def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: froz
 
 
 def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
-    """Answer whether a run of these documents fits, with which keys, and how long it takes."""
+    """Answer whether a run of these documents fits, with which keys, and how long it takes.
+
+    The way is searched on two steps, the one with most attention of a sample and the longest document alone; then the
+    sampled steps are planned that way for the seconds. The keys that set the number of steps are always shown.
+    """
     sampled_steps = _sample_run_documents(documents, PRICED[False])
     longest_document = Documents((documents.longest,))
     searched_steps = [max(sampled_steps, key=lambda step: sum(n * n for n in step.lengths)), longest_document]
@@ -122,6 +127,7 @@ def _sample_run_documents(documents: RunDocuments, most: int) -> list[Documents]
 
 
 def _step_documents(documents: RunDocuments, step: int) -> Documents:
+    """Return the lengths of a step's documents, and how many of their tokens are predicted."""
     order = documents.order
     return Documents(tuple(order.lengths_of_step(step)), order.targets_of_step(step))
 
@@ -157,6 +163,7 @@ def _make_columns(fit: Fit) -> list[Column]:
 
 
 def _longest_tokens(fit: Fit) -> int:
+    """Return the tokens of the longest document of all plans."""
     return max(max(plan.lengths) for plan in fit.plans)
 
 
@@ -168,11 +175,14 @@ def _make_refusal(
     choices: Choices,
     error: PlanError | None = None,
 ) -> Answer:
-    """Make the answer where nothing fits: what the way that needs least holds, and the fewest GPUs that would do."""
+    """Make the answer where nothing fits: what the way that needs least holds, and what would do.
+
+    That is the same GPUs without measures given by hand or, if these are not to blame, the fewest GPUs.
+    """
     way = leanest_way(run, steps, choices)
     try:
         plans = [way.plan(step.lengths, step.targets) for step in steps]
-    except PlanError:  # of a limit of rows that is given
+    except PlanError:  # the limit of rows that is given is below what the longest document needs
         without_limit = way.set_context(max_tokens_per_slot=0)
         plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
     memory = next(way.leanest_plans(plans, run.fixed))

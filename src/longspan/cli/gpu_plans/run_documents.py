@@ -85,7 +85,7 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
             columns = (np.asarray(corpus.images.column(name)).tolist() for name in ("document", "rows"))
             for document, count in zip(*columns, strict=True):
                 images.setdefault(document, []).append(count)
-        longest_tokens, line = _longest_of_steps(config, order, lengths), documents_line(config, order)
+        longest_tokens, line = _longest_planned_length(config, order, lengths), documents_line(config, order)
         yield RunDocuments(config, order, longest_tokens, share, rows, line, images)
 
 
@@ -123,7 +123,7 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     return RunDocuments(
         config,
         order,
-        _longest_of_steps(config, order, lengths),
+        _longest_planned_length(config, order, lengths),
         1.0,
         0.0,
         f"{documents_line(config, order)}; estimated",
@@ -131,11 +131,15 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
 
 
 def _cut_lengths(tokens: int, limit: int) -> list[int]:
+    """Cut a text into documents of `limit` tokens and a last one of what is left, maybe 0; a limit of 0 cuts none."""
     return [tokens] if limit <= 0 else [*[limit] * (tokens // limit), tokens % limit]
 
 
-def _longest_of_steps(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
-    """Return the tokens of the longest document of a training step."""
+def _longest_planned_length(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
+    """Return the tokens of the longest document of a training step, held-out documents aside.
+
+    A pack counts as one document where attention goes across its documents; otherwise those are cut to its size.
+    """
     data = config.data
     if not data.pack_to:
         held_out = set(order.evaluation)

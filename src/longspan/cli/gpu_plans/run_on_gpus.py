@@ -62,7 +62,7 @@ class RunOnGpus:
             check(config)
         check_measures(config.train, gpu=True)
         check_parallel(config, home)
-        check_plans(replace(config, eval=()), home, training=True)
+        check_plans(replace(config, eval=()), home, training=True)  # an answer counts no evaluations
         return cls(config, gpus, home, planner_model(config))
 
     def change_count(self, count: int) -> "RunOnGpus":
@@ -83,7 +83,10 @@ class RunOnGpus:
 
     @cached_property
     def settings(self) -> MemorySettings:
-        """Return what of the keys decides the run's bytes."""
+        """Return what of the keys decides the run's bytes.
+
+        A step's rows of images are dealt to all slots; encoder.max_rows is the most that a slot encodes at once.
+        """
         rows, most_rows = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
         rows = min(rows, most_rows) if most_rows else rows
         return run_memory_settings(self.config, target_share=self.target_share, encoder_rows=rows)
@@ -100,7 +103,7 @@ class RunOnGpus:
 
     @property
     def node_size(self) -> int:
-        """Slots of one host."""
+        """Slots of one host: of the machine's, if the key leaves it open."""
         size = self.config.context.node_size
         return size if isinstance(size, int) else max(1, self.gpus.machine.node_size // self.home.tp)
 
@@ -111,7 +114,7 @@ class RunOnGpus:
 
     @cached_property
     def choice(self) -> PlanChoice:
-        """Return how its steps are planned."""
+        """Return how its steps are planned: with hosts of a known size, and with the parameters that a rank shares."""
         config = self.config
         if config.context.node_size == AUTO:
             config = replace(config, context=replace(config.context, node_size=self.node_size))
@@ -167,7 +170,10 @@ class RunOnGpus:
 
 
 def planner_model(config: RunConfig) -> Any:
-    """Return what names the model to planners: its folder or config.json, or the values of a preset."""
+    """Return what names the model to planners: its folder or config.json, or the values of a preset.
+
+    A preset without a number of embedding rows has one for each id of the run's tokenizer.
+    """
     if config.model.source:
         return config.model.source
     preset = PRESETS[config.model.preset_name]

@@ -168,13 +168,16 @@ def make_home(flags: CompareFlags) -> Layout:
 
 
 def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
-    """Return the cost of one of so many slots."""
+    """Return the cost of one slot, of `slots` in all: that of its first device, shared by its tp ranks."""
     training = not (flags.evaluation or flags.which_eval_degree)
     return read_price(flags, slots=slots, tp=flags.tp, mode=mode, training=training).shared_by(flags.tp)
 
 
 def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
-    """Return the options of all compared plans, priced for a slot of tp ranks."""
+    """Return the options of all compared plans, priced for a slot of tp ranks.
+
+    An interleaved schedule takes micro-batches only in multiples of the stages.
+    """
     cost, node_size = _slot_price(flags, home.slots, flags.mode), max(1, flags.node_size // flags.tp)
     return plan_options(
         flags,
@@ -187,7 +190,10 @@ def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
 
 
 def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
-    """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own."""
+    """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own.
+
+    Plans of evaluations, whose cost is of forward passes, are simulated without backward passes.
+    """
     for name, plan in _read_saved_plans(flags.plans):
         flags_price = _slot_price(flags, plan.slots, plan.mode)
         price = flags_price if flags.machine or flags.model else plan.cost
@@ -198,7 +204,7 @@ def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
 
 
 def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
-    """Yield the plans of these files and folders, each with a name."""
+    """Yield the plans in these files and folders, each with its name: the file's, or the step in a .jsonl file."""
     for file in _plan_files(names):
         if file.suffix == ".jsonl":
             yield from ((f"step {step}", plan) for step, plan in read_plans(file))
@@ -207,7 +213,10 @@ def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
 
 
 def _plan_files(names: Sequence[str]) -> Iterator[Path]:
-    """Yield the files that these names are or hold. Raises ConfigError for a name of no plan."""
+    """Yield the plan files that names on the command line mean: a file itself, or the JSON files of a folder.
+
+    A run's folder keeps plans in its folder `plans`. Raises ConfigError for a name without plans.
+    """
     for name in names:
         path = Path(name)
         folder = path / "plans" if (path / "plans").is_dir() else path
@@ -218,9 +227,9 @@ def _plan_files(names: Sequence[str]) -> Iterator[Path]:
 
 
 def _row_bytes(flags: CompareFlags, plan: Plan) -> RowBytes:
-    """Return the bytes of a row: of the named model in bfloat16, or of Qwen3-8B.
+    """Return what a row (a token in a slot) takes in activations, of --model or of Qwen3-8B, in bfloat16.
 
-    Depths count only in training steps.
+    Depths of multi-token prediction count only in training steps; all-to-all keeps heads that were exchanged.
     """
     depths = 0 if flags.evaluation else flags.mtp_depths
     exchanged, checkpointing = "a2a" in plan_type_text(plan), flags.activation_checkpointing
@@ -246,7 +255,7 @@ def _show_rows(
 def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
     """Print the degrees of an evaluation, and write their pictures."""
     options = _comparison_options(flags, home)
-    if options.cost.states:
+    if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
     comparison = which_degree(
         lengths,

@@ -34,7 +34,7 @@ _ACTIVATIONS = {
     "selective": "of layers recomputed selectively their inputs and outputs of attention",
     "none": "of layers without recomputation all that their backward passes read",
 }
-LEAST_DIFFERENCE = 5e-4  # of two plans, that is worth a number
+LEAST_DIFFERENCE = 5e-4  # relative, of two plans' times; a smaller one is told as "as much time as"
 NO_MACHINE = "no machine"
 UNTIMED = (
     "relative: the plans are of a run on CPUs, whose speed nothing told; the numbers only compare plans.\n"
@@ -45,7 +45,7 @@ closing: share of a free step that gathers sharded parameters before it and sums
 _SENSITIVITY_NOTE = """\
 rows moved: share of rows in groups of another degree or type. longer by: time of the plan that is made with the wrong
 constant over that of the right one, both at the right price; 0 also where it is faster by chance."""
-SAME = 5e-3  # relative difference up to which a dynamic plan is no line of its own
+SAME = 5e-3  # relative difference in time up to which the dynamic plan gets no line of its own in the picture
 _NOTE = """\
 filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
 under the fastest type of each degree (--cp-comm-type chooses one); micro-batches, rows (the most that a slot holds at
@@ -81,7 +81,10 @@ def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing:
 
 
 def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
-    """Compare the dynamic plan and the fastest plan of one degree, in a line; none if either is missing."""
+    """Compare the dynamic plan and the fastest plan of one degree, in a line.
+
+    There is none without plans of one degree, without a dynamic plan, and with several, as of saved steps.
+    """
     possible = list(_possible_simulations(rows))
     fixed, dynamic = ([row for row in possible if row[1].plan.planner == planner] for planner in ("fixed", "dynamic"))
     if not fixed or len(dynamic) != 1:
@@ -95,7 +98,7 @@ def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
 
 
 def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
-    """Draw a bar for the seconds of each plan, with its type, and a line at the least bound, as an SVG document."""
+    """Draw a bar for each plan's seconds, the dynamic one in a second colour, and a line at the least bound; an SVG."""
     simulations, timed = _possible_simulations(rows), _have_seconds(rows)
     bars = [
         NamedBar(name, s.seconds, _bar_words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations
@@ -110,7 +113,7 @@ def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
 
 
 def _bar_words(simulation: Simulation, timed: bool) -> str:
-    """Write the words behind the bar of a plan."""
+    """Write the words behind a plan's bar: seconds (if `timed`), communication type, and time over its bound."""
     bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
     return " · ".join(
         filter(None, [seconds_text(simulation.seconds) if timed else "", plan_type_text(simulation.plan), bound])
@@ -138,10 +141,12 @@ def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
 
 
 def _possible_simulations(rows: Sequence[NamedSimulation]) -> list[tuple[str, Simulation]]:
+    """Return the simulations with their names; plans that are not possible have a reason in place of one."""
     return [(name, simulation) for name, simulation in rows if isinstance(simulation, Simulation)]
 
 
 def _have_seconds(rows: Sequence[NamedSimulation]) -> bool:
+    """Return whether times are seconds: every plan's cost names the machine it is of."""
     return all(simulation.cost.source for _, simulation in _possible_simulations(rows))
 
 
@@ -161,7 +166,7 @@ def _simulation_cells(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _closing_share(simulation: Simulation) -> str:
-    """Return which share of a free plan's time closes the step; "none" in lockstep."""
+    """Return which share of a free plan's time gathers parameters and sums gradients; "none" in lockstep."""
     if simulation.plan.mode == "lockstep":
         return "none"
     share = simulation.closing_seconds / simulation.seconds
@@ -189,7 +194,10 @@ def _simulation_json(simulation: Simulation) -> dict[str, Any]:
 
 
 def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -> str:
-    """Write the degrees of an evaluation as text, what was left out, and which is fastest."""
+    """Write the degrees of an evaluation as text, what was left out, and which is fastest.
+
+    A document-step is one pass over one document; those that only fill up a micro-batch are wasted.
+    """
     names = ["cp", "type", "groups", "passes", "document-steps", "wasted", "filled", "planned"]
     names += ["micro-batches", "rows", "bubble"]
     rows = [
@@ -222,7 +230,10 @@ def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _fastest_text(comparison: DegreeComparison, accumulation: int) -> str:
-    """Compare the best degree, each document once, with the first degree filled up to keep the pipeline full."""
+    """Compare two times in words: the best degree with each document once, and the first degree filled up.
+
+    Filled up is a pass of `accumulation` micro-batches, in which documents are repeated to keep the pipeline full.
+    """
     filled, best = comparison.choices[0], comparison.best
     count = len(best.planned.plan.lengths)
     faster = filled.filled_seconds / best.planned.seconds

@@ -96,7 +96,10 @@ def _read_lengths_json(path: str) -> Any:
 
 
 def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
-    """Read the lengths of the documents of --data; returns them, and the words for where they come from."""
+    """Read the lengths of the documents of --data; returns them, and the words for where they come from.
+
+    Where tokens are estimated, a text of fewer bytes than one token has is left out.
+    """
     files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
     if flags.tokenizer:
         counts = _count_tokens(files, flags.tokenizer)
@@ -109,7 +112,7 @@ def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
 
 
 def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
-    """Count the tokens of each document that training would make, uncut."""
+    """Count the tokens of each document that training would make; texts of any size count, and none is cut."""
     from longspan.corpus.rows.encoding import RowEncoding
     from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.tokenizer import load_tokenizer
@@ -123,6 +126,7 @@ def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
 
 
 def _cut_lengths(counts: list[int], limit: int) -> list[int]:
+    """Cut each length into `limit` tokens as often as it holds them and what is left; a limit of 0 cuts none."""
     if limit <= 0:
         return counts
     return [n for count in counts for n in (*[limit] * (count // limit), count % limit) if n]

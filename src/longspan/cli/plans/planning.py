@@ -102,9 +102,11 @@ def check_degrees(flags: PlanningFlags) -> None:
 def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lockstep", training: bool = True) -> Cost:
     """Read the cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
 
-    A model on a machine has what FSDP2 gathers and sums in lockstep over so many slots, whose `tp` ranks share weights.
-    Raises ConfigError for a file without a cost and for depths without a model, PlanError for a model without a price.
+    In lockstep a model's price on a machine has what FSDP2 gathers and sums over `slots` slots, each of whose `tp`
+    ranks holds a part of the weights. Raises ConfigError for a file without a cost and for depths without a model,
+    PlanError for a model that cannot be priced.
     """
+    # --machine next to --tflops is refused below, and its file need not be read
     machine = read_machine(flags.machine, "--machine") if flags.machine and not flags.tflops else None
     _check_depths(flags, machine)
     depths = flags.mtp_depths if training else 0
@@ -120,7 +122,10 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
 
 
 def _check_depths(flags: PlanningFlags, machine: Machine | Cost | None) -> None:
-    """Raise ConfigError for depths below 0, and for depths without a model that they could belong to."""
+    """Raise ConfigError for depths of multi-token prediction below 0, and for depths without a --model.
+
+    A --machine file of an older version is a Cost: it was measured with the depths of its own model.
+    """
     depths, is_model_cost = flags.mtp_depths, isinstance(machine, Cost)
     if depths < 0 or (depths and (is_model_cost or not flags.model)):
         model = f"--machine {flags.machine}, which was measured with what it has" if is_model_cost else "no --model"
@@ -131,7 +136,7 @@ def _check_depths(flags: PlanningFlags, machine: Machine | Cost | None) -> None:
 
 
 def _price_model_on_tflops(flags: PlanningFlags, depths: int) -> Cost:
-    """Price a model on devices of so many TFLOP/s."""
+    """Price a model on devices of --tflops. Raises ConfigError for an impossible speed, or a --machine next to it."""
     if flags.machine or not 0 < flags.tflops < math.inf:
         reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed must be above 0"
         raise ConfigError(
@@ -142,7 +147,10 @@ def _price_model_on_tflops(flags: PlanningFlags, depths: int) -> Cost:
 
 
 def read_heads(flags: PlanningFlags) -> int | None:
-    """Read the query heads of the model that is planned for; None if it has none, or if no flag gives them."""
+    """Read the query heads of the model that is planned for; None if it has none, or if they are not known.
+
+    Without --heads and --model they are those of Qwen3-8B, except with an older --machine file of one unnamed model.
+    """
     if flags.heads < 0:
         raise ConfigError(f"--heads is {flags.heads}; give the model's number of query heads, such as 32")
     if flags.heads and flags.model:
@@ -154,7 +162,7 @@ def read_heads(flags: PlanningFlags) -> int | None:
 
 
 def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
-    """Make the planners' options: those of these flags, and those that a verb adds or sets itself."""
+    """Make the planners' options from flags; `options` are added, and win where both name one."""
     hybrid = (options.get("cost") or DEFAULT_COST).states is not None
     of_flags: dict[str, Any] = {
         "max_tokens_per_slot": flags.max_tokens_per_slot or None,
@@ -166,9 +174,9 @@ def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
 
 
 def type_notes(flags: PlanningFlags, types: str | None = None) -> Sequence[str]:
-    """Write lines below a plan about its communication type.
+    """Write the line below plans that says what unknown query heads mean for a2a; none where heads are known.
 
-    `types` are those of the plans if not those of the flags.
+    `types` is the communication type that the plans were made with; None: that of the flags.
     """
     if flags.model or read_heads(flags) is not None:
         return []
@@ -177,7 +185,10 @@ def type_notes(flags: PlanningFlags, types: str | None = None) -> Sequence[str]:
 
 
 def check_weights(flags: PlanningFlags, *, free: bool) -> None:
-    """Raise ConfigError for an impossible number, and in lockstep, where layers are gathered one by one."""
+    """Raise ConfigError for --weights or --dp-replicate where they are impossible or price nothing.
+
+    In lockstep --weights prices nothing: parameters are gathered layer by layer, within the micro-batches.
+    """
     if not 0 <= flags.weights < math.inf:
         raise ConfigError(f"--weights is {flags.weights:g}; give a model's number of parameters, such as 8.19e9")
     if flags.weights and not free:
@@ -193,7 +204,7 @@ def check_weights(flags: PlanningFlags, *, free: bool) -> None:
 
 
 def add_closing(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
-    """Add the closing micro-batch of these weights, which `tp` ranks of a slot share, to the cost."""
+    """Add to a cost free mode's closing micro-batch for --weights, of which each of a slot's `tp` ranks has a part."""
     if not flags.weights:
         return cost
     home = Layout(slots, dp_replicate=flags.dp_replicate)

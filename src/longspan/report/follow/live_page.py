@@ -32,9 +32,9 @@ def live_page(live: LiveRun, *, nonce: str) -> str:
 
 
 def live_title(live: LiveRun) -> str:
-    """What the browser shows on its tab."""
-    of = f"{live.step:,}/{live.steps:,}" if live.steps else f"{live.step:,}"
-    return f"{of} {_WORDS[live.state]} · {live.run.name} · longspan"
+    """Return what the browser shows on its tab: how far the run is, its state and its name."""
+    progress = f"{live.step:,}/{live.steps:,}" if live.steps else f"{live.step:,}"
+    return f"{progress} {_WORDS[live.state]} · {live.run.name} · longspan"
 
 
 def live_parts(live: LiveRun) -> dict[str, str]:
@@ -82,8 +82,8 @@ def _progress_words(live: LiveRun) -> Iterator[str]:
         elif live.state in ("done", "stopped"):
             yield "its report is report.html in its folder"
         return
-    of = f" of {live.steps:,}" if live.steps else ""
-    yield f"step {live.step:,}{of}" if live.step else f"sets up, before step 1{of}"
+    total = f" of {live.steps:,}" if live.steps else ""
+    yield f"step {live.step:,}{total}" if live.step else f"sets up, before step 1{total}"
     seconds = finite(live.run.train["seconds"])
     usual = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
     if usual > 0:
@@ -103,7 +103,7 @@ def _figure_cards(live: LiveRun) -> str:
 
 
 def _figures(live: LiveRun) -> Iterator[tuple[str, str, str]]:
-    """Name, value and detail of the newest figures."""
+    """Yield name, value and detail of the newest figures."""
     train = live.run.train
     loss, speed, seconds, peak = map(
         finite, (train[n] for n in ("loss", "tokens_per_second", "seconds", "memory_bytes"))
@@ -122,10 +122,12 @@ def _figures(live: LiveRun) -> Iterator[tuple[str, str, str]]:
 
 
 def _median_words(values: np.ndarray) -> str:
+    """Write over how many steps the median of these values is taken."""
     return f"median of the last {plural(min(RECENT, len(values)), 'step')}"
 
 
 def _loss_section(live: LiveRun) -> str:
+    """Return the chart of losses; "" before the first step and the first evaluation."""
     if not len(live.run.step) and not live.run.evaluations:
         return ""
     return section("Loss", *chart_at_both_widths(partial(loss_chart, live.run)))
@@ -214,7 +216,10 @@ def _save_section(live: LiveRun) -> str:
 
 
 def _rank_section(live: LiveRun) -> str:
-    """Return who holds the folder, the ranks, and what the run said before its first step."""
+    """Return who holds the folder, the ranks, and what the run said before its first step.
+
+    Its steps are told at the head of the page, and its report is not written yet.
+    """
     facts = live.run.facts
     items = [("at work", live.holder)] if live.holder else []
     if facts is not None:
@@ -227,12 +232,13 @@ def _rank_section(live: LiveRun) -> str:
 
 
 def _rank_words(home: dict[str, int], ranks: int) -> str:
-    """How many ranks there are, in how many slots."""
+    """Write how many ranks there are, in how many slots, and of how many ranks a slot is if of several."""
     of_slot = home.get("tp", 1) * home.get("pp", 1)
     return f"{ranks:,} in {plural(home['slots'], 'slot')}" + (f" of {of_slot}" if of_slot > 1 else "")
 
 
 def _note_section(live: LiveRun) -> str:
+    """Return the notes as a list, of each at most 500 characters, for they may quote damaged files."""
     if not live.notes:
         return ""
     return section("Notes", tag("ul", *(tag("li", text(note[:500])) for note in live.notes), class_="notes"))

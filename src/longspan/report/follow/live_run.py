@@ -65,30 +65,37 @@ class LiveRun:
 
     @property
     def steps(self) -> int:
-        """How many steps the run is to take; 0 where that is not known."""
+        """How many steps the run is to take; 0 where that is not known.
+
+        It is the first of run.json, summary.json and config.toml that has a number which a browser can hold.
+        """
         values = [self.run.facts.steps if self.run.facts else 0, self.run.summary.get("steps"), self._steps_key()]
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
 
     def _steps_key(self) -> object:
+        """Return what the configuration has as train.steps, whatever that is; 0 without a section [train]."""
         train = self.run.config.get("train")
         return train.get("steps") if isinstance(train, dict) else 0
 
     def last_line(self) -> str:
-        """Return what came of the run, in a sentence without a full stop, once it is not at work any more."""
-        of = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
+        """Return where the run is, or what came of it, in a sentence without a full stop.
+
+        Of the signal's name in the summary, a file that may hold anything, only a short word is repeated.
+        """
+        step_text = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
         match self.state:
             case "running":
-                return f"the run is at {of}"
+                return f"the run is at {step_text}"
             case "waiting":
                 return "no run has begun here"
             case "done":
-                return f"the run has come to its end at {of}"
+                return f"the run has come to its end at {step_text}"
             case "stopped":
                 signal = str(self.run.summary.get("stopped"))
                 signal = signal if signal.isalnum() and len(signal) < 16 else "a signal"
-                return f"the run was stopped by {signal} after {of}; the same command goes on"
+                return f"the run was stopped by {signal} after {step_text}; the same command goes on"
             case "broken":
-                return f"the run ended after {of} with an error or was killed; its own output says more"
+                return f"the run ended after {step_text} with an error or was killed; its own output says more"
 
 
 class LiveRecords:
@@ -99,6 +106,7 @@ class LiveRecords:
     """
 
     def __init__(self, path: Path) -> None:
+        """Begin with nothing read: steps, evaluations and saves are collected here as lines are added to the files."""
         self.path = path
         self._lock, self._read_at = Lock(), -AT_MOST_EVERY
         self._metrics, self._plans = Tail(path / "metrics.jsonl"), Tail(path / "plans.jsonl")
@@ -155,7 +163,7 @@ class LiveRecords:
         for name, column in self._columns.items():
             column.append(number(row.get(name)))
         figures = [number(row.get(name)) for name in ("save_bytes", "save_seconds", "save_shown_seconds")]
-        if all(figure >= 0 for figure in figures):
+        if all(figure >= 0 for figure in figures):  # NaN where the step knows of no save
             self._saves = [*(save for save in self._saves if save.step < step), Save(step, *figures)][-LAST_SAVES:]
 
     def _add_evaluation(self, row: Mapping[str, Any]) -> None:
@@ -207,7 +215,7 @@ class LiveRecords:
         notes += [*self._notes.values(), *_find_reports(self.path)]
         if self._damaged:
             notes.append(f"{plural(self._damaged, 'line')} of metrics.jsonl could not be read and left out")
-        plan = self._plan if len(self._step) or holder else None
+        plan = self._plan if len(self._step) or holder else None  # of a run that never took a step it says nothing
         state = _state_of(run, holder, is_empty=not self._step and not self._evaluations)
         return LiveRun(
             run=run,
@@ -223,23 +231,30 @@ class LiveRecords:
 
 
 def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
-    """Return whether a run is at work, and if not what came of it: its summary counts if it is of the last step."""
+    """Return whether a run is at work, and if not what came of it.
+
+    The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. Numbers that it
+    lacks are NaN, which equal nothing, so that a run without a summary is "broken".
+    """
     if holder:
         return "running"
     if is_empty and not run.summary:
         return "waiting"
-    summed, steps = number(run.summary.get("step")), number(run.summary.get("steps"))
-    last = int(run.step[-1]) if len(run.step) else summed
-    if summed != last:
+    summary_step, steps = number(run.summary.get("step")), number(run.summary.get("steps"))
+    last = int(run.step[-1]) if len(run.step) else summary_step
+    if summary_step != last:
         return "broken"
-    return "stopped" if run.summary.get("stopped") else "done" if summed >= steps else "broken"
+    return "stopped" if run.summary.get("stopped") else "done" if summary_step >= steps else "broken"
 
 
 def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the steps of the checkpoints in the run's folder, and of those that are not complete, in order."""
+    """Return the steps of the complete checkpoints in a run's folder, and of unfinished ones, both in order.
+
+    -1 is the step of a folder whose name has none.
+    """
     section = config.get("run")
     if isinstance(section, dict) and section.get("checkpoints"):
-        return (), ()  # elsewhere, perhaps in a store
+        return (), ()  # they are elsewhere, perhaps in an object store, which is not asked
     try:
         folder = path / "checkpoints"
         partial = {step_of(p) for p in folder.iterdir() if is_unfinished(p)} if folder.is_dir() else set[int]()

@@ -22,7 +22,7 @@ from longspan.report.follow.live_page import live_page, live_parts, live_title
 from longspan.report.follow.live_run import LiveRecords, LiveRun
 
 HOST = "127.0.0.1"
-HOSTS = {HOST, "localhost"}  # of addresses that a browser may ask: another one is that of a web page that guesses
+HOSTS = {HOST, "localhost"}  # that a browser may ask by; another name is of a web page, made to lead here
 KEY_BYTES = 32
 IDLE_SECONDS = 10.0  # of a connection, after which it is closed
 POLL_SECONDS = 0.5  # between two looks at the run
@@ -56,6 +56,7 @@ class Follower:
     """
 
     def __init__(self, run_dir: Path, port: int = 0, *, farewell: float = FAREWELL_SECONDS) -> None:
+        """Take the port and draw the key of the address; `farewell` is for how long an end stays to be fetched."""
         self.records: LiveRecords = LiveRecords(run_dir)
         self.key: str = secrets.token_urlsafe(KEY_BYTES)
         self.asked_at: float = -ASKS_WITHIN  # when a page asked last
@@ -70,16 +71,18 @@ class Follower:
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
 
     def __enter__(self) -> "Follower":
+        """Begin to answer, in a thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop answering, and give the port back."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def wait(self) -> LiveRun:
-        """Return the run once it has ended, and open pages show that. One that is not at work is waited for."""
+        """Return the run once it has ended, and open pages show that. A run that has not begun is waited for."""
         live, has_begun = self.records.read(), False
         while not is_over(live, has_begun=has_begun):
             has_begun |= live.state == "running"
@@ -97,11 +100,14 @@ def is_over(live: LiveRun, *, has_begun: bool) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
+    """Answers each request in a thread; threads of browsers that stay connected do not hold up the end."""
+
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
 
     def __init__(self, address: tuple[str, int], follower: Follower) -> None:
+        """Listen at an address; handlers find the run through `follower`."""
         self.follower = follower
         super().__init__(address, _Handler)
 
@@ -122,23 +128,25 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         key, _, name = path.removeprefix("/").partition("/")
         if not self._may_ask(key, follower):
-            return self._send(403, "text/plain", "the address has no valid key; use the one that longspan printed\n")
+            return self._send_text(
+                403, "text/plain", "the address has no valid key; use the one that longspan printed\n"
+            )
         if name not in ("", "parts"):
-            return self._send(404, "text/plain", "there is no such page\n")
+            return self._send_text(404, "text/plain", "there is no such page\n")
         live = follower.records.read()
         follower.asked_at = time.monotonic()
         if name == "":
             nonce = secrets.token_urlsafe(16)
-            return self._send(200, "text/html", live_page(live, nonce=nonce), nonce)
+            return self._send_text(200, "text/html", live_page(live, nonce=nonce), nonce)
         changes = _changes(live, dict(parse_qsl(query)), over=follower.is_over)
-        return self._send(200, "application/json", json.dumps(changes))
+        return self._send_text(200, "application/json", json.dumps(changes))
 
     def _may_ask(self, key: str, follower: Follower) -> bool:
         """Whether the key is right, compared in constant time, and the browser asked for this machine by its name."""
         host = str(self.headers.get("Host", "")).rpartition(":")[0] or self.headers.get("Host", "")
         return secrets.compare_digest(key.encode(), follower.key.encode()) and host in HOSTS
 
-    def _send(self, status: int, kind: str, words: str, nonce: str = "") -> None:
+    def _send_text(self, status: int, kind: str, words: str, nonce: str = "") -> None:
         """Send a text with its headers, compressed where it is long and the browser takes that."""
         body = words.encode("utf-8", "replace")
         packed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
@@ -164,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _changes(live: LiveRun, tags: dict[str, str], *, over: bool) -> dict[str, Any]:
-    """Return what a page has to change that shows parts with these tags."""
+    """Return the parts that a page has to change; `tags` has, by name, the hash of each part that the page shows."""
     changed = dict[str, tuple[str, str]]()
     for name, markup in live_parts(live).items():
         tag = blake2b(markup.encode("utf-8", "replace"), digest_size=8).hexdigest()

@@ -27,6 +27,7 @@ class Tail:
     """
 
     def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
+        """Begin at the head of a file, whose lines may have `most` bytes."""
         self.is_first: bool = False
         self._path, self._most = path, most
         self._file: tuple[int, int] | None = None  # device and number of the file that was read
@@ -66,7 +67,7 @@ class Tail:
             words = line[:COMPARED]
             while not line.endswith(b"\n") and is_long and (line := file.readline(CHUNK)):
                 length += len(line)
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n"):  # the writer is not done with it: it is read again from its beginning
                 return
             self._last_line, self._offset = (self._offset, words), self._offset + length
             if not is_long:

@@ -23,7 +23,7 @@ FILLS = (
     *("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#c9a6d9"),
     *("#5f93c8", "#d8714e", "#35a384", "#d6c46a", "#ea8ea2", "#7cc6ec", "#a3b322", "#b28cc5"),
 )
-HUES = 8
+HUES = 8  # colours of the light scheme; its shades follow in the same order
 MOST_COLORED = 2400  # bars, the largest ones, whose neighbours have other colours
 NEAR = 0.02  # of the whole time: bars of the same slots so close are neighbours
 
@@ -41,7 +41,9 @@ class Bar(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Documents too small to draw one by one, of neighbouring slots: their mean busy time ends at `stop`."""
+    """Documents too small to draw one by one, of neighbouring slots: their mean busy time ends at `stop`,
+    that of the slots between `least` and `most`.
+    """
 
     micro_batch: int
     slot: int
@@ -86,7 +88,8 @@ class PlanBars:
     def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
         """Select at most `limit` bars that are large enough to see at these scales (pixels a unit, pixels a slot).
 
-        The largest are drawn; returned with them are the others, summed up.
+        That is 1.2 pixels wide and 3 high. The largest are drawn; returned with them are the others, summed up over so
+        many slots that a summary is 3 pixels high too.
         """
         areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
         large_enough = [
@@ -116,11 +119,11 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     """
     neighbours, areas = _find_neighbours(bars), np.zeros(len(FILLS))
     colors: dict[int, int] = {}
-    for place, bar in enumerate(bars):
+    for index, bar in enumerate(bars):
         if bar.document in colors:
             continue
         used = {
-            colors[bars[neighbour].document] for neighbour in neighbours[place] if bars[neighbour].document in colors
+            colors[bars[neighbour].document] for neighbour in neighbours[index] if bars[neighbour].document in colors
         }
         hues = {color % HUES for color in used}
         colors[bar.document] = min(
@@ -171,7 +174,10 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 
 
 def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """Return panels and bars in rows: each micro-batch has a panel as wide as the cap."""
+    """Return panels and bars in rows: each micro-batch has a panel as wide as the cap, with a gap of 6% behind it.
+
+    `cost` is not read; it is there because both layouts are called alike.
+    """
     most_rows = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
     cap = float(plan.max_tokens_per_slot or most_rows)
     panels, bars = [], []
@@ -218,7 +224,10 @@ def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]
 
 
 def _summarize_bars(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
-    """Yield bars that are too small, over up to `merge` neighbouring slots of a micro-batch that begin together."""
+    """Yield summaries of bars that are too small, over up to `merge` neighbouring slots that begin together.
+
+    A document over several slots counts on its first one only.
+    """
     by_micro_batch: dict[int, list[Bar]] = {}
     for bar in small:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)
@@ -239,7 +248,10 @@ def _summarize_bars(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float
 
 
 def _runs_of_slots(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np.ndarray]:
-    """Yield runs of neighbouring slots that begin at about the same time, in pieces of at most `merge` slots."""
+    """Yield runs of neighbouring slots whose `first` times agree to about 4 pixels, at most `merge` slots in each.
+
+    Slots without small bars have an infinite time, and are left out.
+    """
     busy = np.flatnonzero(np.isfinite(first))
     if not len(busy):
         return

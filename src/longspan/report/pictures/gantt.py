@@ -65,19 +65,18 @@ def time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
     return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
 
 
-# Once a page: the patterns of a slot that has nothing to do, and of many short documents.
-
-
 class _Canvas:
     """Turns bars into SVG elements at one scale."""
 
     def __init__(self, picture: PlanBars, x_scale: float, height: float, cost: Cost, width: int) -> None:
+        """Set the scale: pixels a second or a row (`x_scale`), pixels a slot (`height`), and pixels of the drawing."""
         self.write_time = time_format(cost, picture.end)
         self.timed = bool(cost.source)
         self.picture, self.plan, self.x_scale, self.height = picture, picture.plan, x_scale, height
         self.bottom, self.right = _TOP + height * picture.plan.slots, width - _RIGHT
 
     def x(self, value: float) -> float:
+        """Return the x in pixels of a time in seconds, or of a number of rows."""
         return _LEFT + value * self.x_scale
 
     def panels(self) -> str:
@@ -136,12 +135,14 @@ class _Canvas:
         )
 
     def axes(self) -> str:
+        """Return both axes, and the names of micro-batches above the drawing."""
         return self._slot_axis() + self._value_axis() + self._panel_names()
 
     def _slot_axis(self) -> str:
         """Return the numbers of slots, as many as have room, and a line between nodes.
 
-        Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart.
+        Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart: at its middle if all are (n = 0),
+        else at its top.
         """
         slots, parts = self.plan.slots, [label("slot", _LEFT - 8, _TOP - 9, "end")]
         slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
@@ -167,6 +168,7 @@ class _Canvas:
         return "".join(parts) + label(words, self.right, self.bottom + 32, "end")
 
     def _tick(self, value: float) -> str:
+        """Write the value of a tick; a time of no machine as a share of the step."""
         if self.picture.unit == "rows":
             return number_text(value)
         return f"{value:g}" if self.timed else self.write_time(value)
@@ -198,14 +200,15 @@ class _Canvas:
         return "".join(parts)
 
     def _panel_name(self, index: int, panel: Panel) -> str:
+        """Name a micro-batch, in a panel narrower than 90 pixels by its number alone."""
         return f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
 
 
 def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
     """Return the data of the tooltip: for each drawn document its group, and for each such group its slots and rows."""
     times, write_time = group_times(plan, cost), time_format(cost, plan.timeline(cost).step_seconds)
-    places = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)
-    groups = {place: number for number, place in enumerate(places)}
+    drawn_groups = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)
+    groups = {group: number for number, group in enumerate(drawn_groups)}
     documents = {bar.document: [plan.lengths[bar.document], groups[bar.micro_batch, bar.group]] for bar in bars}
     described = [
         _group_facts(
@@ -217,8 +220,9 @@ def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, obje
 
 
 def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
-    """Return what the tooltip says of a group: micro-batch, slots, degree, communication, documents, rows, time,
-    padding.
+    """Return what the tooltip says of a group, in the order that `page.js` reads.
+
+    That is micro-batch, slots, degree, communication, number of documents, rows of a slot, time, and padding.
     """
     comm = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(dict.fromkeys(group.cp_comm_type))
     padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
@@ -229,7 +233,7 @@ def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
 def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
     """Return the plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document.
 
-    A document that several slots share has an event on each of them.
+    A document that several slots share has an event on each of them. The format's times are microseconds.
     """
     process, thread = {"ph": "M", "name": "process_name", "pid": 0}, {"ph": "M", "name": "thread_name", "pid": 0}
     events: list[dict[str, Any]] = [process | {"args": {"name": f"longspan plan of {plural(plan.slots, 'slot')}"}}]

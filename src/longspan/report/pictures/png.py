@@ -35,6 +35,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     figure = Figure(figsize=(14, inches), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    # at matplotlib's 100 pixels an inch: of 14 inches 13 are axes, of the height all but 1.4
     x_scale, y_scale = 1300 / (picture.end or 1.0), 100 * (inches - 1.4) / plan.slots
     bars, summaries = picture.select_bars(x_scale, y_scale, limit=6000)
     for panel in picture.panels:
@@ -61,7 +62,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
 def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float, y_scale: float) -> None:
     """Write the number and the length of its document into each bar, upright in narrow ones.
 
-    Where there is no room for both it is the number, or nothing. Scales are pixels a unit.
+    Where there is no room for both, only the number is written, or nothing. Scales are pixels a unit.
     """
     for b in bars:
         width, height = (b.stop - b.start) * x_scale, b.slots * y_scale
@@ -78,14 +79,14 @@ def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float
 
 
 def _legend_entries(unit: Unit) -> tuple[tuple[str, str], ...]:
-    """Yield the colour and the meaning of each entry of the legend."""
+    """Return the colour and the meaning of each entry of the legend."""
     idle = "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch"
     document = "a document: one block over the slots that share it, in another colour than its neighbours"
     return (FILLS[0], document), (MANY, "busy with documents too short to draw apart"), (IDLE, idle)
 
 
 def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
-    """Set limits, titles and ticks of the axes; `timed` says whether the cost is of a machine."""
+    """Set limits, titles and ticks of the axes: a number for each of up to 24 slots; `timed`: a machine is priced."""
     slots, seconds = picture.plan.slots, "predicted seconds" if timed else "predicted time, of no machine"
     axes.set(xlim=(0, picture.end or 1.0), ylim=(slots, 0), ylabel="slot")
     axes.set_xlabel(seconds if picture.unit == "seconds" else "rows of a slot, micro-batch after micro-batch")

@@ -41,7 +41,7 @@ def check_files(config: RunConfig) -> None:
     for key, path in (("model.path", model.path), ("model.config", model.config), ("data.tokenizer", data.tokenizer)):
         if path and not Path(path).expanduser().exists():
             raise ConfigError(f"{key} {path!r} does not exist; give a folder or file of this machine")
-    if not (Path(config.run.dir) / "corpus").exists():  # a run keeps its documents
+    if not (Path(config.run.dir) / "corpus").exists():  # a run that has its documents reads no texts
         if data.sources:
             for number, source in enumerate(data.sources):
                 find_root(source.path, key=f"data.sources[{number}].path")
@@ -108,7 +108,7 @@ def _check_passkey_set(entry: EvalConfig) -> None:
             )
         return
     try:
-        entry.passkey(0).check()
+        entry.passkey(0).check()  # with any seed
     except DataError as error:
         raise ConfigError(f"{entry.prefix}passkey_lengths, passkey_depths, passkey_samples: {error}") from error
 
@@ -123,4 +123,5 @@ def _check_metric_names(key: str, names: Iterable[str]) -> None:
 
 
 def _ordinal(number: int) -> str:
+    """Write which table of several is meant."""
     return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")

@@ -16,6 +16,7 @@ from longspan.model import PRESETS
 from longspan.plan.shape.model_shape import read_experts
 
 _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
+# By dtype of the parameters: in which dtypes a model may compute.
 _COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}
 _BITS = {"float64": 53, "float32": 24, "bfloat16": 8}  # of a number's significand
 TOWER_PARTS = frozenset((PROJECTOR, TOWER))
@@ -139,9 +140,10 @@ def _check_adapter_parts(config: RunConfig) -> None:
         raise ConfigError(f"lora.parts is {list(parts)}; name some of {', '.join(PARTS)}, each once")
     train = config.encoder.train
     trained_parts = {"all": (PROJECTOR, TOWER), "projector": (PROJECTOR,)}.get(train, ())
-    if both := [part for part in parts if part in trained_parts]:
+    if trained_whole := [part for part in parts if part in trained_parts]:
         raise ConfigError(
-            f"lora.parts has {both[0]!r}, and encoder.train is {train!r}, which trains its weights whole; leave one out"
+            f"lora.parts has {trained_whole[0]!r}, and encoder.train is {train!r}, which trains its weights whole; "
+            "leave one out"
         )
 
 
@@ -169,12 +171,12 @@ def check_mtp_section(config: RunConfig) -> None:
 
 
 def parts_with_adapter(config: RunConfig) -> list[str]:
-    """The parts of an encoder that get an adapter."""
+    """List the parts of an encoder that get an adapter."""
     return [part for part in config.lora.parts if config.lora.rank and part in TOWER_PARTS]
 
 
 def check_encoder_keys(config: RunConfig, home: Layout) -> None:
-    """Raise ConfigError for an encoder that cannot be trained so."""
+    """Raise ConfigError for an encoder.tp that does not divide the ranks, and for a rate where no part is trained."""
     encoder = config.encoder
     if len(home.ranks) % encoder.tp:
         fitting = ", ".join(str(tp) for tp in range(1, len(home.ranks) + 1) if len(home.ranks) % tp == 0)
@@ -187,7 +189,10 @@ def check_encoder_keys(config: RunConfig, home: Layout) -> None:
 
 
 def check_image_keys(config: RunConfig, images: int) -> None:
-    """Raise ConfigError where [encoder], or an adapter of it, is given and the data has no images."""
+    """Raise ConfigError where [encoder], or an adapter of it, is given and the data has no images.
+
+    [encoder] counts as given if it differs from its defaults, before and after encoder.train is resolved.
+    """
     if not images and (parts := parts_with_adapter(config)):
         raise ConfigError(
             f"lora.parts has {', '.join(parts)}, and no row of the data has images; leave it out, or give rows with "

@@ -21,7 +21,10 @@ MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
 
 
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
-    """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents."""
+    """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents.
+
+    Plans are tried with the longest document that the keys allow, or with one token where they allow any length.
+    """
     for key, kernel in _kernel_keys(config):
         _check_kernel_name(key, kernel)
     _check_mixer_kernels(config.context.mixer_kernels)
@@ -49,9 +52,9 @@ def check_longest(config: RunConfig, home: Layout, longest: int, name: str, head
     `heads` are the query heads of a model from a folder, which its communication type may not deal out to a group.
     """
     for choice, limit in _plan_choices(replace(config, eval=()), training=True, heads=heads):
-        packs = limit.key == "data.pack_to" and longest > limit.value  # held-out documents are not packed
-        tokens, of = (limit.value, "packs") if packs else (longest, name)
-        _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {of})")
+        packs = limit.key == "data.pack_to" and longest > limit.value  # such a document is held out, and not packed
+        tokens, origin = (limit.value, "packs") if packs else (longest, name)
+        _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {origin})")
 
 
 def check_longest_of_set(
@@ -95,6 +98,7 @@ def _kernel_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_kernel_name(key: str, name: str) -> None:
+    """Raise ConfigError for an unknown attention kernel; "" leaves the choice to longspan."""
     if name and name not in ATTENTION_KERNELS:
         raise ConfigError(f"{key} is {name!r}; {nearest_hint(name, ATTENTION_KERNELS)}")
 
@@ -111,7 +115,7 @@ def _check_mixer_kernels(names: tuple[str, ...]) -> None:
 
 
 def _check_degree_divides(choice: PlanChoice, home: Layout) -> None:
-    """Raise ConfigError, with degrees that fit, for a degree that does not divide the slots."""
+    """Raise ConfigError, with degrees that fit, for a degree that does not divide the slots; 0 is chosen later."""
     if not choice.degree or home.slots % choice.degree == 0:
         return
     fitting = [d for d in range(1, home.slots + 1) if home.slots % d == 0]

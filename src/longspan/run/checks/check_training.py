@@ -57,7 +57,10 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
 
 
 def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collection[str]:
-    """Return keys whose value is not needed, or is known later."""
+    """Return keys of a section whose bounds are not checked, for no value is given.
+
+    That is the learning rate where nothing is trained, and warm-up steps that follow from epochs of a corpus.
+    """
     if section != "train":
         return ()
     follows_from_corpus = config.train.epochs and config.train.warmup_steps == NOT_GIVEN  # it follows from the corpus

@@ -29,7 +29,7 @@ from longspan.files import as_json, json_values, name_file_in_errors, parse_json
 from longspan.run.loggers.run_loggers import RunLoggers
 
 _MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
-_MOST_STEPS = 1 << 53
+_MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no run takes so many
 
 
 class MetricsLog:
@@ -43,6 +43,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
+        """Rewrite the file with the rows that stay; `evaluated` are the steps and sets that have an evaluation."""
         self._loggers = loggers
         rows = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
         self.evaluated = find_evaluations(rows)

@@ -24,11 +24,12 @@ class PlanLog:
     """
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
+        """Open the file and cut later rows off; the first row that is written names its cost again."""
         self._file = None
         if path is not None:
             with name_file_in_errors(path):
                 self._file = path.open("a+b")
-                self._file.truncate(_bytes_up_to(path, after_step))
+                self._file.truncate(_length_to_keep(path, after_step))
         self._cost: Cost | None = None  # of the last row of this session
 
     def __enter__(self) -> "PlanLog":
@@ -49,7 +50,7 @@ class PlanLog:
             self._file.flush()
 
 
-def _bytes_up_to(path: Path, after_step: int) -> int:
+def _length_to_keep(path: Path, after_step: int) -> int:
     """Return the length of the file up to its first line that is torn, or of a later step."""
     length = 0
     with path.open("rb") as lines:

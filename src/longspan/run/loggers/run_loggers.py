@@ -111,6 +111,7 @@ class RunLoggers:
     """
 
     def __init__(self, loggers: Mapping[str, Logger], say: Callable[[str], None]) -> None:
+        """Take open loggers by name; `say` logs a line about one that fails."""
         self._loggers, self._say = dict(loggers), say
 
     @classmethod

@@ -69,6 +69,10 @@ class WandbLogger:
         self._run.finish()
 
     def _was_sent(self, row: Mapping[str, Any], step: int) -> bool:
+        """Return whether an earlier session sent this row, of a step that is repeated.
+
+        Of the last step that was sent, evaluations may be missing: each is looked for by itself.
+        """
         if not self._done < step <= self._sent:
             return False
         return "eval_loss" not in row or step < self._sent or _evaluation_key(row) in self._evaluated
@@ -86,6 +90,7 @@ class TensorBoardLogger:
     """Writes event files into `tensorboard/` of the run's folder, flushed row by row."""
 
     def __init__(self, start: RunStart) -> None:
+        """Keep what the first row needs, with which the file is opened."""
         self._start = start
         self._writer: SummaryWriter | None = None  # a session without a row leaves no file
 
@@ -103,8 +108,9 @@ class TensorBoardLogger:
             self._writer.close()
 
     def _open_writer(self) -> "SummaryWriter":
-        """Open the writer of TensorBoard's files, which drops rows after the step that was done, and write the run's
-        facts.
+        """Open the writer of TensorBoard's files, and write the run's facts.
+
+        It makes TensorBoard drop rows of an earlier session after the steps that are done.
         """
         from torch.utils.tensorboard import SummaryWriter
 

@@ -33,7 +33,7 @@ _FIXED_KEYS = (
 
 # What may differ where a finished run is shown: the hosts.
 _OF_HOSTS = ("node_size",)
-_OLD_NODE_SIZE = 8
+_OLD_NODE_SIZE = 8  # context.node_size of older versions by default, before it was "auto"
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
@@ -85,7 +85,7 @@ def drop_old_node_size(config: RunConfig, checkpoint: Path | None, world: World,
 
 
 def steps_done(checkpoint: Path, world: World) -> int:
-    """How many steps a checkpoint has; entered by all ranks."""
+    """Return how many steps were done when a checkpoint was saved; entered by all ranks."""
     return int(run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError).get("step", 0))
 
 
@@ -101,7 +101,7 @@ def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: Log
             f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
         )
     if state.get("step", 0) == config.train.steps:
-        _check_finished_run(*_both_configurations(config, state), checkpoint, log)
+        _check_finished_run(*_comparable_configurations(config, state), checkpoint, log)
 
 
 def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
@@ -135,21 +135,25 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _both_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration of a checkpoint and the present one, both as JSON."""
-    return _with_preset(state.get("config", {})), _with_preset(json.loads(json.dumps(config.tables())))
+def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configuration of a checkpoint and the present one in the same form: JSON that names the preset."""
+    return _name_preset(state.get("config", {})), _name_preset(json.loads(json.dumps(config.tables())))
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    """Raise ConfigError for a key that must stay as it was when the checkpoint was saved."""
+    """Raise ConfigError for a key that must stay as it was when the checkpoint was saved.
+
+    A key passes that the checkpoint of an older version lacks, or that is "auto" now. Raises CheckpointError where a
+    version that orders documents in another way saved it.
+    """
     if state.get("order") != ORDER:
         raise CheckpointError(
             f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
             f"order {ORDER}: resume it with the version that saved it, or set run.dir to a new folder"
         )
-    sections_before, sections_now = _both_configurations(config, state)
+    sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
-    fixed += ["encoder.train"] if config.lora.rank else []  # beside an adapter a checkpoint has what is trained alone
+    fixed += ["encoder.train"] if config.lora.rank else []  # beside an adapter, checkpoints hold only trained parts
     for name in (name for name in fixed if name not in _FREE_KEYS):
         section, _, key = name.partition(".")
         value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]
@@ -160,8 +164,8 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
             )
 
 
-def _with_preset(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the preset that it means: a default one may be left out or named."""
+def _name_preset(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration that names its preset, also a default one, which may have been left out."""
     model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
     return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
 

@@ -135,6 +135,7 @@ def set_up_model(
     check_image_keys(config, data.images)
 
     def load() -> Any:
+        """Make the model, without weights where a checkpoint has them all."""
         if resumed and not config.lora.rank:
             return unread_model(config, configuration=configuration, images=images)
         return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
@@ -148,6 +149,7 @@ def set_up_model(
 
 
 def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
+    """Return the number of ids of the tokenizer that data.tokenizer names, else data.vocab_size, that of a new one."""
     return data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
 
 
@@ -213,7 +215,7 @@ def _open_run_documents(
     config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
     node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world, log)
-    if config.model.path and checkpoint is None:
+    if config.model.path and checkpoint is None:  # missing weights are found before a corpus is made
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
     named_configuration = run_on_every_rank(
         world, lambda: model_configuration(config, config.data.vocab_size), ModelError
@@ -243,7 +245,10 @@ def _choose_run_partition(
 
 
 def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: World, done: int) -> RunMemory:
-    """Return what the measures of the remaining steps are chosen by."""
+    """Return what the measures of the remaining steps are chosen by.
+
+    The rows of images of a slot are the mean over slots times UNEVEN; encoder.max_rows is the most it encodes at once.
+    """
     ahead = ComingSteps(data.order.lengths_of_step, world.home, query_heads(data.model), done, config.train.steps)
     rows = math.ceil(UNEVEN * data.image_rows(config.train.tokens_per_step) / world.home.slots)
     return RunMemory(
@@ -281,6 +286,6 @@ def _model_cost(
 
 
 def _target_share(corpus: Corpus) -> float:
-    """The share of all tokens that are predicted."""
+    """Return the share of all tokens that are predicted; 1 for a corpus that marks no targets."""
     tokens = max(1, int(corpus.lengths.sum()))
     return 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)

@@ -60,7 +60,7 @@ def kind_of_group(group: Group) -> GroupKind:
     """Return the kind of a group: the warm-up runs the smallest group of each kind.
 
     >>> kind_of_group(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
-    Kind(degree=2, cp_comm_type='p2p', sizes=None, partition='zigzag', documents=0, whole=1, short=0)
+    GroupKind(degree=2, cp_comm_type='p2p', sizes=None, partition='zigzag', documents=0, whole=1, short=0)
 
     Groups are of one kind if they start the same kernels: one document, a few or many; none, one or several that have a
     row in every chunk; and for short chunks, in steps of SHORT_STEP, the longest chunk.
@@ -202,11 +202,11 @@ def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: 
     largest, batches = largest_micro_batch(plans), list[MicroBatch]()
     for group in groups.values():
         batches += repeat_on_all_slots(shorten_group(group), plans[0].slots)
-    training = number_plan(_fill_up([largest] * in_flight + batches, in_flight), plans[0])
+    training = number_plan(_fill_up_batches([largest] * in_flight + batches, in_flight), plans[0])
     mixed = _list_mixed_batches(plans[0])
     return WarmUp(
         training,
-        number_plan(_fill_up(mixed, in_flight), plans[0]) if mixed else None,
+        number_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
         None if evaluation is None else _forward_plan(evaluation, groups, in_flight, most=_most_rows(training)),
         len(smallest_group_of_each_kind([*plans, *([evaluation] if evaluation else [])])),
     )
@@ -230,7 +230,7 @@ def _forward_plan(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int, *
     batches = [shorten_batch(b) if _most_rows(largest) <= most else b for b in largest.micro_batches]
     for group in groups.values():
         batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
-    return number_plan(_fill_up(batches, in_flight), evaluation)
+    return number_plan(_fill_up_batches(batches, in_flight), evaluation)
 
 
 def _most_rows(plan: Plan) -> int:
@@ -238,8 +238,8 @@ def _most_rows(plan: Plan) -> int:
     return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
 
 
-def _fill_up(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Repeat the last micro-batch up to a multiple, which a pipeline takes."""
+def _fill_up_batches(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
+    """Repeat the last micro-batch until their number is a multiple of what a pipeline holds at once."""
     return batches + batches[-1:] * (-len(batches) % multiple)
 
 
@@ -254,7 +254,10 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
 
 
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
-    """Run a step over synthetic documents of the plan's lengths, without an update of weights."""
+    """Run a step over synthetic documents of the plan's lengths, without an update of weights.
+
+    A model without an embedding gets documents of two different tokens.
+    """
     model, chunk = find_language_model(training.model), training.config.train.loss_chunk_rows
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
     router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
@@ -298,10 +301,12 @@ def needs_warm_up(world: World) -> bool:
 
 
 def _coming_plans(run: TrainingRun) -> list[Plan]:
+    """Make the plans of the next steps, of which the kinds of groups are taken."""
     count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
     planner = make_step_planner(run.choice, run.order, run.world.home)
     return [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
 
 
 def _evaluation_plan(run: TrainingRun) -> Plan | None:
+    """Make the plan in which the held-out documents are evaluated; None if there are none."""
     return run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None
