@@ -27,9 +27,9 @@ from longspan.plan.shape.model_shape import ModelShape
 class Numbers:
     """Numbers of parameters: those that a rank gathers, those that are its share before sharding over slots.
 
-    `whole` are gathered at one time (experts divided by ep, the rest by tp), `trained` of them have gradients,
-    `adapters` of these are an adapter's. `share` is a rank's before it is divided by shards, which counts each
-    tensor-parallel rank's part.
+    `whole` are gathered at one time (experts divided by ep, the rest by tp); `trained` counts those with gradients, and
+    `adapters` those of adapters. `share` is what FSDP2 divides over its shards: a tensor-parallel rank's part, with the
+    experts of all ep ranks.
     """
 
     whole: float = 0.0
@@ -57,7 +57,7 @@ class Stage:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """All layers."""
+        """The layers of all chunks, by index."""
         return tuple(layer for chunk in self.chunks for layer in chunk)
 
 
@@ -230,6 +230,7 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
     counts = [1] * stages
     for _ in range(layers - stages):
+        # Of equally loaded stages the last gets the layer, as in `prepare`.
         least_loaded = min(range(stages), key=lambda stage: (load[stage], -stage))
         load[least_loaded] += 1
         counts[least_loaded] += 1
@@ -238,7 +239,7 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
 
 
 def make_stages(layers: int, home: Layout, settings: MemorySettings, *, of_depths: int = 0) -> tuple[Stage, ...]:
-    """Make what each pipeline rank holds of `layers`; those `of_depths` behind them stand with the last stage.
+    """Return what each pipeline rank holds of `layers`; further layers, `of_depths` many, go to the last stage.
 
     Layers are divided as evenly as `stage_layers` does. With virtual stages rank r has stages r, r + pp and so on, or
     for ZBV stage r from the front and from the end. Each rank's record says whether it has the first stage, and the
