@@ -61,7 +61,7 @@ class LayerBuilder:
         return tile_rows if tile_rows < self.load.rows else 0
 
     def make_tile(self, rows: Sequence[str]) -> "LayerBuilder":
-        """Make the builder of one tile of these tensors of rows: on its tape the first is "x", others keep their names."""
+        """Make the builder of one tile of these tensors of rows: on its tape the first is "x", others keep names."""
         settings, share = replace(self.settings, mlp_tile_rows=0), self.tile_rows / self.load.rows
         load = replace(self.load, rows=self.tile_rows)
         tile = LayerBuilder(self.read, settings, load, tp=self.tp, ep=self.ep, lean=self.lean)

@@ -147,7 +147,7 @@ class MemoryPrices:
 
     @cached_property
     def _exchange_seconds(self) -> dict[str, float]:
-        """Return, by measure, the seconds of a layer's repeated exchanges: of q, k and v; under "full" of its output too."""
+        """Return, by measure, the seconds of a layer's repeated exchanges: of q, k, v; under "full" of outputs too."""
         if not self.load.exchanged_rows:
             return {}
         shape = ModelShape.of(self.config, depths=self.place.settings.depths)

@@ -122,7 +122,7 @@ class StepPeak:
 
     @property
     def update_state_bytes(self) -> int:
-        """Bytes of states on the device during an update: all, or of states on the host the two buckets being copied."""
+        """Bytes of states on the device during an update: all, or of states on the host the two buckets in transit."""
         every = self._optimizer_state_bytes()
         return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every
 

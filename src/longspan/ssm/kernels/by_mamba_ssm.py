@@ -21,13 +21,13 @@ from longspan.ssm.kernels.packages import package_lack
 from longspan.ssm.kernels.runs import LocalRuns, pick_rows
 
 NAME = "mamba_ssm"
-_NEEDED = (2, 3)
-_CHUNK = 128
+_NEEDED = (2, 3)  # version
+_CHUNK = 128  # rows
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def mamba_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need for these kernels; "" if nothing."""
+    """Return what a recurrence would need to be run by these kernels, for an error; "" if they can run it."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     if recurrence.dtype not in _DTYPES:
@@ -44,12 +44,13 @@ class _Chunks:
         self.b, self.x = self.lay_out(inputs.k), self.lay_out(inputs.v)
         log_decays = self.lay_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
         self.sums = log_decays.cumsum(1).permute(2, 0, 1).contiguous().unsqueeze(0)
-        self.whole = self.sums[0, :, :, -1].t().contiguous()  # (N, H)
-        self.base_two = self.whole / math.log(2)
+        self.whole = self.sums[0, :, :, -1].t().contiguous()  # (N, H): log-decays of whole chunks
+        self.base_two = self.whole / math.log(2)  # as `scan_chunks` takes them
         self.steps = self.sums.new_ones(1).expand(self.sums.shape)  # dt: values come multiplied by it
 
     def lay_out(self, rows: Tensor) -> Tensor:
         """Lay rows (T, ·, ·) out in full chunks (1, L, ·, ·), zero where a run's last chunk has no row."""
+        # The row of each place; the number of rows, where the appended zeros lie, for a place without a row.
         places = self.runs.padded_rows
         if places is not None:
             rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, places)
@@ -86,6 +87,7 @@ class MambaForward:
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""
         chunks, (heads, size, width) = self._chunks, self._inputs.state_shape
+        # States of mamba_ssm are (V, K), transposed to ours.
         zero = chunks.sums.new_zeros((len(chunks.runs.lengths), heads, width, size))
         states = scan_chunks(chunks.additions(), chunks.base_two, zero, chunks.runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, chunks.runs.run_of_chunk, chunks.whole)
@@ -113,7 +115,7 @@ class MambaBackward:
         self._h = inputs.v[:0]
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs."""
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, with 0 at final states."""
         zero = torch.zeros_like(self._states)
         return pick_rows(self._chunk_sums(zero), runs).mT
 
@@ -150,17 +152,20 @@ class MambaBackward:
         return (dq if self._scale == 1.0 else dq * self._scale), dk, dv, dg.unsqueeze(-1)
 
     def _whole_decay_gradients(self, dh: Tensor) -> Tensor:
-        """Return gradients of the decays of whole chunks, by the states that went through them: (1, H, N)."""
+        """Return the gradients of whole chunks' log-decays: decay · Σ entering state · gradient behind, (1, H, N)."""
         passed = torch.linalg.vecdot(self._h.float().flatten(3), dh.float().flatten(3))
         return (passed * self._chunks.whole.exp()).transpose(1, 2)
 
     def _chunk_sums(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
-        """Sum over the chunks of each run, from the gradients at their final states."""
+        """Scan each run's chunks backwards: from gradients (R, H, V, K) at final states to those at entering states.
+
+        `into` gets the gradient at the state behind each chunk.
+        """
         chunks = self._chunks
         return scan_chunks(self._read, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)
 
 
 @cache
 def _mamba_function(module: str, name: str) -> Callable[..., Any]:
-    """Return `mamba_ssm.ops.triton.MODULE.NAME`."""
+    """Return `mamba_ssm.ops.triton.MODULE.NAME`; imported on first use, since the package may not be installed."""
     return getattr(import_module(f"mamba_ssm.ops.triton.{module}"), name)

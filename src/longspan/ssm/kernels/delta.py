@@ -10,14 +10,14 @@ from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
 
 def kimi_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need for Kimi's kernels; "" for nothing."""
+    """Return what a recurrence would need to be run by Kimi's kernels, for an error; "" if they can run it."""
     if not recurrence.delta or not recurrence.by_channel:
         return "a delta rule of a decay for each key number"
     return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class KimiForward:
-    """A forward pass; see `Forward`."""
+    """A forward pass of Kimi's delta rule, with a decay for each key number; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
@@ -42,7 +42,10 @@ class KimiForward:
 
 
 class KimiBackward:
-    """A backward pass; see `Backward`. Its kernels work out the states of chunks themselves, after the exchange."""
+    """A backward pass of Kimi's delta rule; see `Backward`.
+
+    Its kernels work out the states of chunks themselves, after the exchange.
+    """
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         """Compute again what the forward pass did not keep, and the gradients inside chunks."""
@@ -61,7 +64,7 @@ class KimiBackward:
         self.entry_gradients = self._states.entry_gradients
 
     def prepare_chunks(self) -> None:
-        """Do nothing ahead of the exchange."""
+        """Do nothing during the exchange: `gradients` computes the states of chunks too."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""
@@ -88,14 +91,14 @@ _WY = "ops.gated_delta_rule.wy_fast"
 
 
 def delta_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need for fla's gated delta rule; "" for nothing."""
+    """Return what a recurrence would need to be run by fla's gated delta rule, for an error; "" if it can run it."""
     if not recurrence.delta or recurrence.by_channel:
         return "a delta rule of one decay a head"
     return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class DeltaForward:
-    """A forward pass; see `Forward`."""
+    """A forward pass of the gated delta rule, with one decay a head; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
@@ -120,7 +123,7 @@ class DeltaForward:
 
 
 class DeltaBackward:
-    """A backward pass; see `Backward`."""
+    """A backward pass of the gated delta rule; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         """Compute what backward reads again: the products u and w of each chunk, and the gradients inside chunks."""
@@ -140,12 +143,15 @@ class DeltaBackward:
         self._h = self._new_values = inputs.v[:0]
 
     def prepare_chunks(self) -> None:
-        """Compute the states of chunks once more."""
+        """Compute once more, while gradients travel, the states of chunks, which forward did not keep."""
         rows = {"k": self._k, "w": self._w, "u": self._u, "g": self._g}
         self._h, self._new_values = compute_chunk_states(rows, self._entering, self._runs)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""
+        """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states.
+
+        Those of k and g have two parts: from the outputs, and from the products u and w of each chunk (WY).
+        """
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
         indices = run_indices(self._runs)
         arguments = {**self._read, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
