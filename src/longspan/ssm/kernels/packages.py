@@ -35,8 +35,8 @@ def match_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor,
 def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor:
     """Sum log-decays (T, H, …) from each chunk's start to (1, T, H, …), in base 2, which the kernels take.
 
-    `reverse` gives the gradients of log-decays from the kernels' gradients of such sums: it sums to the chunk's end, and
-    changes no base, since the kernels' gradients are those of natural log-decays.
+    `reverse` gives the gradients of log-decays from the kernels' gradients of such sums: it sums to the chunk's end,
+    and changes no base, since the kernels' gradients are those of natural log-decays.
     """
     sums = fla_function("ops.utils", "chunk_local_cumsum")
     base = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
@@ -77,7 +77,7 @@ def fla_device_lack(device: torch.device) -> str:
 
 
 def fla_lack(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
-    """Return what a recurrence would need to be run by fla's kernels; "" if nothing. Default sizes suit every kernel."""
+    """Return what a recurrence would need to be run by fla's kernels; "" if nothing. Default sizes suit each kernel."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     if dtype not in _HALF:
