@@ -33,6 +33,7 @@ class ItemDocuments:
         read: Callable[[int], Any] | Sequence[Any],
         positions: Callable[[int], Integers | None] | None = None,
     ) -> None:
+        """Check the items against the documents, and `read` against the items where it is a sequence."""
         self.tokens: Sequence[Any] = tokens
         self.items: tuple[Item, ...] = tuple(items)
         self._read, self._positions = read, positions

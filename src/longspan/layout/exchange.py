@@ -137,6 +137,7 @@ class Exchange:
                 )
 
     def _check_rank(self, rank: int) -> None:
+        """Raise LayoutError for a rank that takes no part."""
         if not 0 <= rank < self.degree:
             raise LayoutError(f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})")
 

@@ -44,6 +44,7 @@ class Layout:
     def __init__(
         self, ranks: int | Sequence[int], pp: int = 1, tp: int = 1, ep: int = 1, dp_replicate: int = 1
     ) -> None:
+        """Store ranks as a tuple and degrees as Python integers, and check that they fit."""
         values = {
             "ranks": _rank_tuple(ranks),
             "pp": check_degree("pp", pp),

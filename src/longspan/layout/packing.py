@@ -85,6 +85,7 @@ class Packing:
     pad_to_multiple: int = 1
 
     def __init__(self, lengths: Iterable[object], pad_to_multiple: int = 1) -> None:
+        """Check the values and store them as Python integers."""
         object.__setattr__(self, "lengths", check_lengths(lengths))
         object.__setattr__(self, "pad_to_multiple", check_degree("pad_to_multiple", pad_to_multiple))
 

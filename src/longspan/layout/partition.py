@@ -135,6 +135,7 @@ class Partition(ABC):
         return np.concatenate(parts)[first]
 
     def _check_member(self, member: int) -> None:
+        """Raise LayoutError for a member outside the group."""
         if not 0 <= member < self.degree:
             raise LayoutError(f"member {member} is outside a group of {self.degree} (members 0 to {self.degree - 1})")
 

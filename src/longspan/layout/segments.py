@@ -83,6 +83,7 @@ class Segments:
         return hash(self._column_bytes())
 
     def _column_bytes(self) -> tuple[bytes, ...]:
+        """The bytes of the four arrays, by which segments are compared and hashed."""
         return tuple(column.tobytes() for column in (self.document, self.start, self.stop, self.offset))
 
     def __reduce__(self) -> tuple[object, ...]:

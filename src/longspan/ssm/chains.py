@@ -44,6 +44,7 @@ class Chains:
     """The chains of one group, and which of their runs this member holds. Made once per shard, for all layers."""
 
     def __init__(self, part: ShardPart, device: torch.device) -> None:
+        """Take a part of a shard; chains are worked out when they are first asked for."""
         self.part: ShardPart = part
         self.device: torch.device = device
         self.member: int = part.member

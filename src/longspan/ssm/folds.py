@@ -108,6 +108,7 @@ class _GatheredSummaries:
     """
 
     def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, label: str) -> None:
+        """Lay this member's states and then its transitions out as rows, and begin to gather those of all members."""
         heads, self._shapes = states.shape[1], (states.shape[1:], transitions.shape[1:])
         self._sizes = self._shapes[0][1:].numel(), self._shapes[1][1:].numel()
         counts = passing.count_rows(*self._sizes)

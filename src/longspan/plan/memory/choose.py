@@ -284,6 +284,7 @@ def longest_document(
         return MemoryNeeds.of(config, home, plan, settings, machine=machine)
 
     def fits(rows: int) -> bool:
+        """Return whether such a document fits under these measures, or under any."""
         if measures != "auto":
             return row_needs(rows).under(measures).fits(budget)
         return _any_choice_fits(row_needs(rows), budget, fixed)

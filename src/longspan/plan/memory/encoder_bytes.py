@@ -22,6 +22,7 @@ class EncoderBytes:
     """
 
     def __init__(self, peak: StepPeak) -> None:
+        """Take the rank whose images are counted."""
         self._peak, self._settings = peak, peak.settings
         self.rows: int = peak.settings.encoder_rows
 

@@ -88,6 +88,7 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
     share = _add_router(builder, x, visits)
 
     def add_visits(builder: LayerBuilder, x: str) -> str:
+        """Add the experts to this builder's tape: the layer's, or that of one tile."""
         return _add_visits(builder, x, share, visits, gates, width, count)
 
     if builder.tile_rows:

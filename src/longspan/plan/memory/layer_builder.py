@@ -36,6 +36,7 @@ class LayerBuilder:
         ep: int = 1,
         lean: bool = False,
     ) -> None:
+        """Begin a tape with the layer's input "x", of which a rank has 1 / tp under sequence parallelism."""
         self.lean = lean
         self.in_mixer: bool = False  # what is added is of a state-space layer, which no graph holds
         self.in_tile: bool = False  # what is added is of one tile of several, for which weights in float8 stay

@@ -53,6 +53,7 @@ class Tape:
     """
 
     def __init__(self, sizes: dict[str, float], *, added_in_place: bool = True) -> None:
+        """Begin with these inputs and no operation."""
         self.sizes = dict(sizes)
         self.added_in_place = added_in_place
         self.operations: list[Operation] = []

@@ -39,6 +39,7 @@ class _Chunks:
     """Inputs in whole chunks: b, c (1, L, G, K), x (1, L, H, V), sums of log-decays inside chunks (1, H, N, C)."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Lay the inputs out; mamba_ssm names queries c, keys b and values x, and c takes the scale."""
         self.runs = runs.cut_chunks(_CHUNK)
         self.c = self.lay_out(inputs.q if scale == 1.0 else inputs.q * scale)
         self.b, self.x = self.lay_out(inputs.k), self.lay_out(inputs.v)
@@ -81,6 +82,7 @@ class MambaForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Lay the inputs out in chunks."""
         self._inputs, self._chunks = inputs, _Chunks(inputs, runs, scale)
         self.activations: tuple[()] = ()
 
@@ -107,11 +109,12 @@ class MambaBackward:
     """A backward pass; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Compute, for each chunk, the gradient of its outputs by the state that enters it: (N, H, V, K)."""
         self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
         self._chunks = chunks = _Chunks(inputs, runs, scale)
         self._dout = chunks.lay_out(saved.dout.to(inputs.v.dtype))
         gradients_of_states = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
-        self._read = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
+        self._added_gradients = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
         self._h = inputs.v[:0]
 
     def entry_gradients(self, runs: Integers) -> Tensor:
@@ -162,7 +165,7 @@ class MambaBackward:
         `into` gets the gradient at the state behind each chunk.
         """
         chunks = self._chunks
-        return scan_chunks(self._read, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)
+        return scan_chunks(self._added_gradients, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)
 
 
 @cache

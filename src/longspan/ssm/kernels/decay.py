@@ -74,6 +74,7 @@ class _Decays:
     """Log-decays (base 2): `g` (1, T, H) summed from each chunk's start, and `whole` (N, H) over whole chunks."""
 
     def __init__(self, g: Tensor, runs: LocalRuns) -> None:
+        """Take summed log-decays; those of whole chunks are the sums at the chunks' last rows."""
         self.g = g
         self.whole = g.squeeze(0).index_select(0, runs.last_rows)  # (N, H)
         self._of_row = runs.chunk_of_row
@@ -91,6 +92,7 @@ class DecayForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Compute what each chunk adds to the state, which does not depend on the entering states."""
         self._inputs, self._runs, self._scale = inputs, runs, scale
         self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
         self._added = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
@@ -118,6 +120,7 @@ class DecayBackward:
     """A backward pass; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Compute, for each chunk, the gradient of its outputs by the state that enters it."""
         self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()

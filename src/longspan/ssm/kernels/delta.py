@@ -135,10 +135,10 @@ class DeltaBackward:
         recompute = fla_function(_WY, "recompute_w_u_fwd")
         self._w, self._u = recompute(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **indices)
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
-        self._read = {"q": self._q, "k": self._k, "g": self._g, "do": self._do}
+        self._shared_rows = {"q": self._q, "k": self._k, "g": self._g, "do": self._do}
         chunk_kernel = fla_function("ops.common.chunk_o", "chunk_bwd_dv_local")
-        dv = chunk_kernel(**self._read, scale=scale, chunk_size=CHUNK, **indices)
-        self._states = DeltaGradients({**self._read, "w": self._w, "dv": dv}, pieces, transitions, scale)
+        dv = chunk_kernel(**self._shared_rows, scale=scale, chunk_size=CHUNK, **indices)
+        self._states = DeltaGradients({**self._shared_rows, "w": self._w, "dv": dv}, pieces, transitions, scale)
         self.entry_gradients = self._states.entry_gradients
         self._h = self._new_values = inputs.v[:0]
 
@@ -154,7 +154,7 @@ class DeltaBackward:
         """
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
         indices = run_indices(self._runs)
-        arguments = {**self._read, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
+        arguments = {**self._shared_rows, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         outputs_backward = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk_outputs, dw, dg_outputs = outputs_backward(**arguments, scale=self._scale, chunk_size=CHUNK, **indices)
         arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}

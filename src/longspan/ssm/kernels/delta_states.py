@@ -122,6 +122,7 @@ class DeltaGradients:
     """Backward: gradients of the outputs by the states that enter pieces, and gradients at the states of chunks."""
 
     def __init__(self, rows: Named, pieces: Pieces, transitions: Tensor, scale: float) -> None:
+        """Take what the kernels read; gradients by entering states are computed when they are first asked for."""
         self._rows, self._pieces, self._transitions, self._scale = rows, pieces, transitions, scale
         self._entry_gradients: Tensor | None = None
 

@@ -31,6 +31,7 @@ class LocalRuns:
     def __init__(
         self, lengths: Integers, device: torch.device, shared: Flags | None = None, *, chunk: int = CHUNK
     ) -> None:
+        """Take runs, of which none shares its document unless `shared` says so."""
         self.lengths: Integers = lengths
         self.device: torch.device = device
         self.chunk: int = chunk
@@ -124,6 +125,7 @@ class LocalRuns:
         return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * self.chunk, self.chunk)
 
     def _to_device(self, rows: Integers) -> Tensor:
+        """Copy integers to the device."""
         return to_device(np.ascontiguousarray(rows), self.device)
 
 
@@ -143,6 +145,7 @@ def put_runs(into: Tensor, rows: Integers, values: Tensor) -> None:
 
 
 def _are_consecutive(rows: Integers) -> bool:
+    """Return whether there are rows, each one more than the row before."""
     return len(rows) > 0 and bool((np.diff(rows) == 1).all())
 
 

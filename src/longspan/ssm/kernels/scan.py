@@ -171,6 +171,7 @@ class TorchForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Take the inputs; nothing is saved for backward, which scans again."""
         self._inputs, self._runs = _repeat_heads(inputs, scale), runs
         self.activations: tuple[()] = ()
 

@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._live: dict[int, int] = {}
+        self._live: dict[int, int] = {}  # bytes of each storage that is alive, by its address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and note what it made, without subclasses of Tensor, whose own storage holds nothing."""

@@ -309,6 +309,7 @@ class _Probes:
         return self._below or math.inf
 
     def _round_rows(self, rows: float) -> int:
+        """Round rows down to what a plan's slots hold, a multiple of tp under sequence parallelism."""
         return int(rows // self._multiple) * self._multiple
 
 

@@ -257,6 +257,7 @@ class _Copies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Make the two streams; none for a CPU."""
         self.device = device
         on_gpu = device.type == "cuda"
         self._to_device = torch.cuda.Stream(device) if on_gpu else None

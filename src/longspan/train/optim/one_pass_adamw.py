@@ -65,6 +65,7 @@ class OnePassAdamW(AdamW):
         maximize: bool = False,
         rounding: RoundingBits | None = None,
     ) -> None:
+        """Take torch's settings of AdamW; `foreach` is off, as `step` here replaces torch's."""
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=False
         )
@@ -103,7 +104,7 @@ class OnePassAdamW(AdamW):
             self._parts = {}
 
     def take_back_counts(self, state: Mapping[Any, dict[str, Any]] | None = None) -> None:
-        """Count the last step as not taken, because the kernel left everything as it was (its scale was not a number).
+        """Count the last step as not taken: its scale was not a number and nothing changed, or it only made states.
 
         `state` has the counts if they are not in this optimizer's own state, as with states on the host.
         """

@@ -95,6 +95,7 @@ class RoundingBits:
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
+        """Take the parameters' names, and the world whose step is read at each update."""
         self._world = world
         # Copies on several pipeline stages have one name.
         self._names = {parameter: name for name, parameter in model.named_parameters()}

@@ -69,7 +69,7 @@ class Part:
 
 
 def local_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor on the mesh of `like` that claims to be replicated, so that operations on its numbers are local."""
+    """Make a DTensor on the mesh of `like` that claims to be replicated, so that operations on numbers stay local."""
     mesh = like.device_mesh
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
