@@ -120,7 +120,7 @@ class Partition(ABC):
     def assemble(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Join each member's rows to the whole array: the inverse of `take`.
 
-        Where members share a row, the first has it.
+        Of a row that several members hold, the first member's is taken.
 
         Raises LayoutError where a part has not the member's number of rows, or where ids leave gaps.
         """

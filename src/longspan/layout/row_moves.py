@@ -193,7 +193,10 @@ def _pool_begins(counts: Sequence[int], me: int) -> Integers:
 
 
 def _list_further_addends(later: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
-    """List the second, third, … addends of blocks that have several, from columns (block, pool begin, number)."""
+    """List the second, third, … addends of the `summed` blocks, from columns (block, pool begin, number) of `later`.
+
+    Targets count the rows of these blocks one after another, as `several` of RowMoves does.
+    """
     target = np.cumsum(size[summed]) - size[summed]
     rounds = list[Placement]()
     for number in range(1, int(later[2].max(initial=0)) + 1):

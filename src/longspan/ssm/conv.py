@@ -100,10 +100,8 @@ class Halo:
             x for i, end in enumerate(ends.tolist()) for x in (source_before[i], np.arange(end - lengths[i], end))
         ]
         source = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
-        runs_with_arrivals = np.flatnonzero(arrived >= 0)
-        run, column = np.divmod(
-            runs_with_arrivals[np.argsort(arrived.reshape(-1)[runs_with_arrivals])], max(self._width, 1)
-        )
+        filled_cells = np.flatnonzero(arrived >= 0)  # of the table, in which each arriving row stands once
+        run, column = np.divmod(filled_cells[np.argsort(arrived.reshape(-1)[filled_cells])], max(self._width, 1))
         indices = source, np.flatnonzero(source < rows), run, column + 1
         return Before(self._width, *(to_device(x, self._device) for x in indices))
 
@@ -177,8 +175,8 @@ class _Convolved(torch.autograd.Function):
     def forward(
         ctx: Any, chains: tuple[Chains, ...], kernel: ConvolutionKernel, silu: bool, x: Tensor, *parameters: Tensor
     ) -> Tensor:
-        """Convolve all parts: rows for other members leave first, and the first rows of runs are written when theirs
-        arrive.
+        """Convolve all parts: rows for other members leave first, and the first rows of runs are written again when the
+        rows before them have arrived.
         """
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1

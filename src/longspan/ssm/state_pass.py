@@ -175,7 +175,7 @@ def _member_kernel(kernel: ScanKernel, chains: Chains) -> ScanKernel:
 
 
 def join_part_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Join the rows of all parts of a shard, one after another; of a single part without a copy."""
+    """Join the rows of all parts of a shard, one after another: a single part without a copy, no part as zeros."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts)) if parts else torch.zeros_like(like)

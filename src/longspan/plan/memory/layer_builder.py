@@ -127,7 +127,10 @@ class LayerBuilder:
         return tape.run(name, (even,), self.rows(width), saves=saves, work=Work(0.0, even_size))
 
     def add_gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
-        """Add a norm with a gate before it (Mamba 2) or after it (gated delta nets); return its output."""
+        """Add a norm with a gate before it (Mamba 2) or after it (gated delta nets); return its output.
+
+        A kernel keeps its inputs and a root for each group; torch's operations keep what they make in float32 too.
+        """
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
             return tape.run(name, (x, gate), self.rows(width), saves=(x, gate), also=roots)

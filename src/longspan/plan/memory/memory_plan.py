@@ -78,7 +78,7 @@ class MemoryPlan:
         return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
-        """Return the settings of a cost with this plan's recomputed layers, as most of them are, and its gathers."""
+        """Return the settings of a cost under this plan: how many layers recompute, all as most do, and its gathers."""
         return replace(
             settings,
             recomputation=self.recomputation,
@@ -107,7 +107,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
-        """Return what layers keep and what is filled, in one line."""
+        """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
         counts = Counter(self.measures)
         parts = [f"{count} {_WORDS[word]}" for word, count in counts.items()]
         first_part, *further_parts = parts

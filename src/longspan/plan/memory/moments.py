@@ -44,7 +44,7 @@ class MicroBatchMoments:
     measures: tuple[Measure, ...]
 
     def all(self) -> Iterator[Bytes]:
-        """Yield all moments."""
+        """Yield the bytes of every moment, in the order of a step; without a backward pass only forward and loss."""
         yield from self._forward_moments()
         yield from self._loss_moments()
         if self.peak.settings.backward:
@@ -60,7 +60,7 @@ class MicroBatchMoments:
     def _waiting_bytes(self) -> list[LayerBytes]:
         """Return what each layer keeps from forward until its segment runs backward.
 
-        Of a segment that is the input of the first layer; without segments each layer keeps all of its own.
+        Of a segment only the first layer's input waits; without segments each layer keeps what its measure says.
         """
         peak, words = self.peak, [self.measures[i] for i in self.peak.stage.layers]
         if peak.settings.segment_layers < 2:

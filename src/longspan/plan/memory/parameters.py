@@ -151,7 +151,8 @@ def _layer_numbers(
 
     Linear layers are split over tp, experts over ep, and norms are on every rank: one before each of the layer's parts.
     `share` has the experts of all ep neighbours, which are among the ranks that it is sharded over. With adapters only
-    their numbers are trained: rank · (inputs + outputs) of each linear that has one.
+    their numbers are trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the
+    experts that a token visits, so experts are counted apart from it.
     """
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:
@@ -205,7 +206,10 @@ def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | Non
 
 
 def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
-    """Count the tower and projector of a model that sees, over all slots; nothing without images."""
+    """Count an encoder's tower and projector, which are sharded over all slots; nothing without images.
+
+    Which of the two are trained is a setting; neither is split over tp.
+    """
     if not settings.encoder_rows:
         return Numbers(), None
     shape = EncoderShape.of(config)

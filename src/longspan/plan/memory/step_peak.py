@@ -113,7 +113,7 @@ class StepPeak:
         )
 
     def _optimizer_state_bytes(self) -> int:
-        """Return the bytes of the optimizer's states of this rank's shards: of all that is trained, the tower apart."""
+        """Return the bytes of the optimizer's states of this rank's shards; of a tower only its trained part counts."""
         settings, numbers, tower = self.settings, self.all_numbers, self.numbers.tower
         if not settings.backward:
             return 0
@@ -127,8 +127,8 @@ class StepPeak:
         return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every
 
     def _communicator_bytes(self) -> int:
-        """Return the bytes of CUDA's context and NCCL's communicators: two of slots, one of each other kind, and the
-        plan's.
+        """Return the bytes of CUDA's context and NCCL's communicators: two over all slots, one for each other axis, and
+        those of the plan's groups.
         """
         if not self.settings.gpu:
             return 0

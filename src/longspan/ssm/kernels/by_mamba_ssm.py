@@ -87,7 +87,7 @@ class MambaForward:
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""
+        """Return what runs `leaving` add to the state, and the decays over runs `carrying`, as `Forward.summaries`."""
         chunks, (heads, size, width) = self._chunks, self._inputs.state_shape
         # States of mamba_ssm are (V, K), transposed to ours.
         zero = chunks.sums.new_zeros((len(chunks.runs.lengths), heads, width, size))

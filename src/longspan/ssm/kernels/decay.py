@@ -99,7 +99,7 @@ class DecayForward:
         self.activations: tuple[Tensor] = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return the states that these runs add, and the decays of those, as `Forward.summaries`."""
+        """Return what runs `leaving` add to the state, and the decays over runs `carrying`, as `Forward.summaries`."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = scan_chunks(self._added, self._decays.whole, zero, self._runs)

@@ -27,6 +27,7 @@ class KimiForward:
         self._g = chunk_cumsum(inputs.g, self._runs)
         chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
         arguments = {"q": self._q, "k": k, "v": v, "gk": self._g, "beta": beta, "scale": scale}
+        # w and u as in `delta_states`; kg: keys decayed to the chunk's end; qk, kk: matrices of a chunk's pairs of rows.
         w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, chunk_size=CHUNK, **run_indices(self._runs))
         self._states = DeltaStates({"k": kg, "w": w, "u": u, "gk": self._g}, pieces)
         self.summaries = self._states.summaries
@@ -107,6 +108,7 @@ class DeltaForward:
         self._q, self._k, v, _, beta = add_batch_dim(inputs)
         self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
         chunk_kernel = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
+        # w and u as in `delta_states`; a: an inverse matrix of each chunk's pairs of rows, T in `scan`.
         w, u, a = chunk_kernel(k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_indices(self._runs))
         self._states = DeltaStates({"k": self._k, "w": w, "u": u, "g": self._g}, pieces)
         self.summaries = self._states.summaries

@@ -94,7 +94,7 @@ class DeltaStates:
         self._states, self.transitions = run_maps({name: x[:, inside] for name, x in rows.items()}, map_runs)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""
+        """Return what runs `leaving` add to the state, and M of runs `carrying`, as `Forward.summaries`."""
         either = np.union1d(leaving, carrying)
         states, transitions = self._pieces.run_maps(self._states, self.transitions, either)
         return pick_rows(states, np.searchsorted(either, leaving)), pick_rows(

@@ -176,7 +176,7 @@ class TorchForward:
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return the states that these runs add, and their transitions, as `Forward.summaries`."""
+        """Return what runs `leaving` add to the state, and M of runs `carrying`, as `Forward.summaries`."""
         _, k, v, g, beta = self._inputs
         return summaries(k, v, g, beta, self._runs.lengths, leaving, carrying)
 

@@ -23,9 +23,10 @@ _KERNELS = (
 
 
 def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> ScanKernel:
-    """Choose the first kernel that can do this recurrence, or the named one: `mamba_ssm` if it has no delta term.
+    """Choose the named kernel, or the first that can do this recurrence.
 
-    Raises LayoutError if the named one cannot, or is unknown.
+    "torch" may be named, and "mamba_ssm", which counts only for recurrences without a delta term. Raises LayoutError if
+    the named one cannot be used, or is unknown.
     """
     check_kernel_names(kernel_names)
     if TORCH_ONLY in kernel_names:

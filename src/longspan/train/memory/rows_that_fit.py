@@ -277,7 +277,8 @@ class _Probes:
     def choose_second_rows(self) -> int:
         """Choose the rows of the second probe: more than the first had if they surely fit, otherwise half as many.
 
-        They are at most half of the rows that are known not to fit: a probe must not run out of memory.
+        More means a quarter more at least, as closer probes make no good line; and at most half of the rows that are
+        known not to fit, as a probe must not run out of memory.
         """
         rows, bytes_of_ranks = self._probed[0]
         room = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
@@ -320,7 +321,7 @@ def _largest_rows(probes: Sequence[tuple[int, int]], budget: float) -> float:
 
 
 def _fit_line(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Return the bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
+    """Return the bytes of a row, 1 at least, and those for any number of rows, from two measurements (rows, bytes)."""
     (fewer_rows, fewer_bytes), (more_rows, more_bytes) = probes
     row_bytes = max((more_bytes - fewer_bytes) / (more_rows - fewer_rows), 1.0)
     return row_bytes, max(fewer_bytes - row_bytes * fewer_rows, 0.0)

@@ -184,7 +184,8 @@ class OffloadedStates(Optimizer):
     def _update_bucket(self, bucket: Bucket, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Let the inner optimizer update the bucket's parts; returns their states on the device.
 
-        `states` is emptied: an optimizer that makes new tensors need not keep all of the old ones meanwhile.
+        `states` is emptied: an optimizer that makes new tensors need not keep all of the old ones meanwhile. Settings
+        that it changes in its group, such as counts, go back to the bucket's group.
         """
         inner, stand_ins = self.inner, [part.make_stand_in() for part in bucket.parts]
         group = {**bucket.group, "params": stand_ins}

@@ -164,7 +164,7 @@ class StateSizes:
         self._bytes = dict[Any, tuple[int, ...]]()
 
     def parameter_bytes(self, group: int, parameter: nn.Parameter) -> int:
-        """Return the bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
+        """Return the bytes of a parameter's states under this group's settings, each rounded up to ALIGNMENT bytes."""
         local = local_tensor(parameter.detach())
         shape = (1,) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
         key = group, local.dtype, shape
@@ -257,6 +257,8 @@ def _update_difference(
     optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]
 ) -> str:
     """Describe how an update of all parameters differs from updates of one after another; "" if it does not.
+
+    Parameters of these shapes are made in the types and on the devices of those in `like`.
 
     Two equal sets of random parameters take STEPS steps along equal gradients, one set at once, the other parameter by
     parameter. Neither values nor the group's settings, in which some optimizers count steps, may differ in one bit.
