@@ -121,8 +121,8 @@ def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory)
 def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
     """Return whether any choice fits.
 
-    It is enough to try the measures that keep least, one on the device and one on the host, with weights that are not
-    kept between forward and backward unless `fixed` says so: all others need more.
+    It is enough to try the measures that keep least (the last of those on the device, and of those on the host), with
+    weights that are not kept between forward and backward unless `fixed` says so: all others need more.
     """
     leanest_measures: list[Measure] = [
         words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words

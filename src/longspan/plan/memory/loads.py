@@ -76,8 +76,9 @@ def _slot_load(
     """Return what one slot works on in one micro-batch: its rows, and how many of them are exchanged, travel or are
     gathered.
 
-    `of` is a model, its settings, a machine and `tp`. A slot without rows counts one, the padding row that a model
-    gets there; the sum is rounded up as the plan pads it.
+    `of` is a model, its settings, a machine and `tp`. Rows of a group of one slot, or of a model without attention
+    heads, do not move. A slot without rows counts one, the padding row that a model gets there; the sum is rounded up
+    as the plan pads it.
     """
     rows = exchanged = ring = gathered = runs = 0
     keys = 0.0

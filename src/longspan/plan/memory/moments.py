@@ -114,7 +114,10 @@ class MicroBatchMoments:
 
     @cached_property
     def _whole_gradients(self) -> float:
-        """Return the whole gradients that micro-batches add up, and that wait for the sum over slots."""
+        """Return the bytes of whole gradients, to which micro-batches add until they are summed over slots at the end.
+
+        0 where weights do not stay whole: then each layer's gradients are summed at once.
+        """
         peak = self.peak
         if not peak.stays_whole or not peak.settings.backward:
             return 0.0

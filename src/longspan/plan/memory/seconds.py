@@ -174,7 +174,7 @@ class MemoryPrices:
     @cached_property
     def _gather_seconds(self) -> float:
         """Return the seconds of the second gather of weights in a micro-batch: copies, and the part of the wire's time
-        that shows.
+        that shows; 0 where weights are not sharded, or stay whole.
         """
         place, machine = self.place, self.machine
         if place.shards == 1 or place.stays_whole:

@@ -240,7 +240,7 @@ _CHANNELS = 8
 
 
 def _conv1d_lack(x: Tensor, weight: Tensor) -> str:
-    """Return what causal_conv1d needs that is not there; "" if nothing."""
+    """Return what causal_conv1d would need to be used here, for an error; "" if it can be used."""
     channels, width = weight.shape
     if x.dtype not in _DTYPES:
         return f"bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')}"

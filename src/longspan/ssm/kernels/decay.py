@@ -95,14 +95,14 @@ class DecayForward:
         """Compute what each chunk adds to the state, which does not depend on the entering states."""
         self._inputs, self._runs, self._scale = inputs, runs, scale
         self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
-        self._added = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
+        self._additions = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
         self.activations: tuple[Tensor] = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """Return what runs `leaving` add to the state, and the decays over runs `carrying`, as `Forward.summaries`."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
-        states = scan_chunks(self._added, self._decays.whole, zero, self._runs)
+        states = scan_chunks(self._additions, self._decays.whole, zero, self._runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, self._runs.run_of_chunk, self._decays.whole.float())
         return pick_rows(states, leaving), torch.exp2(pick_rows(total, carrying))[:, :, None, None]
 
@@ -110,7 +110,7 @@ class DecayForward:
         """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         q, k, v, _ = add_batch_dim(self._inputs)
         h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
-        scan_chunks(self._added, self._decays.whole, states, self._runs, into=h)
+        scan_chunks(self._additions, self._decays.whole, states, self._runs, into=h)
         out = fla_function("ops.common.chunk_o", "chunk_fwd_o")
         arguments = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
         return out(**arguments, scale=self._scale, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)

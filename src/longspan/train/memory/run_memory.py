@@ -158,7 +158,7 @@ def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan |
 def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> MemoryPlan | None:
     """Plan the memory of a run whose rows of a slot are known; entered by all ranks.
 
-    None on CPUs without `memory_bytes`, and where the model's bytes cannot be counted.
+    None on CPUs without `memory_bytes`, where no budget is known, and where the model's bytes cannot be counted.
     """
     if not (run.gpu or run.config.train.memory_bytes):
         return None
