@@ -49,7 +49,9 @@ def gib_text(size: float) -> str:
 
 
 def bytes_hint(size: int) -> str:
-    """Return the hint for a number of bytes too small for the memory of a GPU or host: one to 4096 were meant as GiB.
+    """Return the hint for a number of bytes too small for the memory of a GPU or host.
+
+    A number from 1 to 4096 was probably meant in GiB; for another one the example is 80 GiB.
 
     >>> bytes_hint(80)
     'it is a number of bytes, and fewer than a CUDA context takes; 80 GiB are 85899345920'

@@ -120,7 +120,7 @@ class MambaBackward:
     def entry_gradients(self, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, with 0 at final states."""
         zero = torch.zeros_like(self._states)
-        return pick_rows(self._chunk_sums(zero), runs).mT
+        return pick_rows(self._scan_backwards(zero), runs).mT
 
     def prepare_chunks(self) -> None:
         """Compute the states of chunks once more."""
@@ -134,7 +134,7 @@ class MambaBackward:
         gradient of log-decays sums what each position's decay has scaled, over the positions behind it.
         """
         chunks, dh = self._chunks, torch.empty_like(self._h)
-        self._chunk_sums(leaving.mT.contiguous(), into=dh)
+        self._scan_backwards(leaving.mT.contiguous(), into=dh)
         products, groups = chunks.products(), self._inputs.k.shape[1]
         inside = (chunks.x, chunks.steps, chunks.sums)
         dx, *_ = _mamba_function("ssd_combined", "_chunk_scan_chunk_state_bwd_dx")(
@@ -159,7 +159,7 @@ class MambaBackward:
         passed = torch.linalg.vecdot(self._h.float().flatten(3), dh.float().flatten(3))
         return (passed * self._chunks.whole.exp()).transpose(1, 2)
 
-    def _chunk_sums(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
+    def _scan_backwards(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
         """Scan each run's chunks backwards: from gradients (R, H, V, K) at final states to those at entering states.
 
         `into` gets the gradient at the state behind each chunk.

@@ -89,7 +89,7 @@ def fla_lack(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_
 
 @cache
 def fla_function(module: str, name: str) -> Any:
-    """Return `fla.MODULE.NAME`."""
+    """Return `fla.MODULE.NAME`; imported on first use, since the package may not be installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportWarning)  # it names other packages that it could use
         return getattr(import_module(f"fla.{module}"), name)

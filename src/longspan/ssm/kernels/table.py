@@ -41,7 +41,7 @@ def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: 
     """Raise LayoutError for names that are no kernels, and for kernels that cannot be used in this dtype here."""
     check_kernel_names(kernel_names)
     if MAMBA.name in kernel_names:
-        # Of sizes that every kernel takes; those of a model are checked when it runs.
+        # Sizes here are ones that the kernels take; those of a model are checked when it runs.
         refuse_kernel(MAMBA.name, MAMBA.lacks(Recurrence(dtype, device, 2, 2, delta=False, by_channel=False)))
     if PACKAGE_CONVOLUTION.name in kernel_names:
         rows, weight = (torch.empty(n, dtype=dtype, device=device) for n in ((1, 8), (8, 4)))

@@ -185,7 +185,10 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
 
 
 def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
-    """Return the bytes that this rank may fill of its device and of its host, which its host's ranks share."""
+    """Return the bytes that this rank may fill of its device and of its host, which its host's ranks share.
+
+    Of a host that does not tell its free memory it is none.
+    """
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     if config.train.memory_bytes:
         return config.train.memory_bytes, host
