@@ -16,7 +16,7 @@ _exchange = lru_cache(maxsize=32)(Exchange)  # planned once for a layout that co
 
 
 def forget_plans() -> None:
-    """Plan every layout anew from now on, as a benchmark of planning does."""
+    """Empty the caches of planned exchanges and moves, so that a benchmark measures planning itself."""
     _exchange.cache_clear()
     forget_moves()
 
@@ -38,14 +38,15 @@ class Bridge:
     twice and none that it has.
 
     Entered by all ranks, forward and backward, with zero rows where a rank has or needs none; a rank that neither sends
-    nor receives sends no message. Backward is entered where `y_local` takes part in the loss, and rows that are copied
-    among others by `index_copy` do, also where they are none. Making a bridge plans on the host, once for a layout that
+    nor receives sends no message. Autograd enters backward only where `y_local` takes part in the loss: splice it by
+    `index_copy`, with which zero rows take part too. Making a bridge plans on the host, once for a layout that
     comes again, and in a home of several planes makes the group of all ranks once. Raises LayoutError for rows that
     nobody has, for partitions that do not have one list for each rank of the home, and where tensor-parallel ranks of a
     slot that carry the same gradient need a row differently often.
     """
 
     def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
+        """Plan the exchange among all ranks, with the tensor-parallel ranks of each slot as indices among them."""
         self.exchange: Exchange = _exchange(have, need)
         self.gradient: RowGradient = gradient
         everyone = world.channels.everyone

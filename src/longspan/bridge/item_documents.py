@@ -33,6 +33,7 @@ class ItemDocuments:
         read: Callable[[int], Any] | Sequence[Any],
         positions: Callable[[int], Integers | None] | None = None,
     ) -> None:
+        """Check the items against the documents, and `read` against the items where it is a sequence."""
         self.tokens: Sequence[Any] = tokens
         self.items: tuple[Item, ...] = tuple(items)
         self._read, self._positions = read, positions
@@ -43,6 +44,7 @@ class ItemDocuments:
                 f"read has {plural(count, 'value')} for {plural(len(self.items), 'item')}; give what the "
                 "encoder is given for each item, in their order"
             )
+        # Made now rather than on first use, because it checks the items.
         _ = self.item_table
 
     @cached_property
@@ -95,6 +97,7 @@ def items_at_placeholders(
                 f"{placeholder}), its {plural(len(counts), 'item')} have {sum(counts)} rows ({list(counts)}); the "
                 "processor that made the token ids and the encoder must agree"
             )
+        # Without items np.split would still return one part, an empty one.
         for item_places in np.split(places, np.cumsum(counts)[:-1]) if len(counts) else []:
             spans = Partition.from_rows([item_places]).runs(0).tolist()
             items.append(Item(document, tuple((start, stop) for start, stop in spans), modality))
@@ -102,20 +105,19 @@ def items_at_placeholders(
 
 
 def count_text_targets(documents: Any, items: ItemTable) -> tuple[int, ...]:
-    """Count the tokens that each document predicts.
+    """Count the tokens that each document predicts: all but its first token and its placeholders.
 
-    These are all but the first and placeholders, or those with a label where a document has labels.
-
-    A document with labels has `targets`, their number beyond position 0, and `labels(positions)`, −100 where none is,
-    which are read only for placeholders.
+    A document with labels predicts the tokens that have a label and are no placeholders. It has `targets`, the number
+    of labels beyond position 0, and `labels(positions)`, −100 where there is none, which is read only at placeholders.
     """
     return tuple(_count_targets(documents[document], document, items) for document in range(len(items.lengths)))
 
 
 def _count_targets(document: Any, number: int, items: ItemTable) -> int:
-    """Count the targets of a document that do not lie on placeholders.
+    """Count the targets of the document with this number that do not lie on placeholders.
 
-    The first token is never a target, so a placeholder there hides none.
+    Without labels the table of items has the count. The first token is never a target, so a placeholder there hides
+    none.
     """
     if not (hasattr(document, "labels") and hasattr(document, "targets")):
         return items.targets[number]
@@ -125,9 +127,9 @@ def _count_targets(document: Any, number: int, items: ItemTable) -> int:
 
 
 def find_item_table(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
-    """Find the items of any object with `items`; None where it has none to speak of."""
+    """Return the table of the items of documents with these lengths; None for documents without `items`."""
     items = getattr(documents, "items", None)
-    if items is None or callable(items):  # a mapping's
+    if items is None or callable(items):  # callable: the method of a mapping
         return None
     table = getattr(documents, "item_table", None)
     return table if isinstance(table, ItemTable) and table.lengths == tuple(lengths) else ItemTable(lengths, items)

@@ -12,8 +12,9 @@ AHEAD = "tokens_ahead"  # the keyword of an input embedding that is called for l
 def splice_rows(embeddings: Tensor, shard: SequenceShard, ahead: int = 0) -> Tensor:
     """Put the rows of `shard.derived.spliced` into token embeddings (1, T, D); into a copy if there are any.
 
-    The embeddings are those of the tokens `ahead` further on than the shard's rows. The rows (n, D) are cast to the
-    embeddings' type; what they replace gets a zero gradient.
+    The embeddings are those of the tokens `ahead` positions after the shard's rows (multi-token prediction). `spliced`
+    has local row indices (n,) and rows (n, D), which are cast to the embeddings' type; what they replace gets a zero
+    gradient.
     """
     for places, rows in shard.derived.spliced.get(ahead, ()):
         embeddings = embeddings.index_copy(1, places, rows.to(embeddings.dtype)[None])
@@ -30,7 +31,10 @@ def embedding_arguments(shard: Any, ahead: int) -> dict[str, int]:
 
 
 def add_rows(hidden: Tensor, shard: SequenceShard, layer: int) -> Tensor:
-    """Add what `shard.derived.added` has for a decoder layer to the hidden states (1, T, D) that it returned."""
+    """Add the rows of `shard.derived.added` for a decoder layer to the hidden states (1, T, D) that the layer returned.
+
+    `added` has local row indices (n,) and rows (n, D) for each layer.
+    """
     for places, rows in shard.derived.added.get(layer, ()):
         hidden = hidden.index_add(1, places, rows.to(hidden.dtype)[None])
     return hidden

@@ -46,6 +46,7 @@ class Exchange:
         self._check_supply()
 
     def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the two partitions alone, without the moves planned so far."""
         return Exchange, (self.have, self.need)
 
     @property
@@ -69,21 +70,24 @@ class Exchange:
         return len(np.setdiff1d(self.need.rows(rank), self.have.rows(rank)))
 
     def send(self, rank: int, to: int) -> Integers:
-        """Return the rows that go to `to`, as they travel: indices in `rank`'s order of `have`."""
+        """Return the rows that `rank` sends to `to`, in the order of travel: indices into its rows of `have`."""
         self._check_rank(to)
         moves = self.moves(rank)
         begin = sum(moves.sends[:to])
         return make_read_only(moves.leaves[begin : begin + moves.sends[to]])
 
     def receive(self, rank: int, frm: int) -> Placement:
-        """Return where the rows from `frm` go, as they travel: indices in `rank`'s order of `need`."""
+        """Return where `rank` puts the rows from `frm`: from numbers in the order of travel to indices into `need`.
+
+        A row that is needed several times has several entries.
+        """
         self._check_rank(frm)
         moves = self.moves(rank)
         return _find_placement(moves, sum(moves.receives[:frm]), moves.receives[frm])
 
     def keep(self, rank: int) -> Placement:
-        """Return the rows that stay: indices in `rank`'s order of `have`, and where they go in its order of `need`."""
-        moves = self.moves(rank)
+        """Return the rows that stay: indices into `rank`'s rows of `have`, and where they go in its rows of `need`."""
+        moves = self.moves(rank)  # rows that stay lie in the pool behind those that arrive
         place, target = _find_placement(moves, sum(moves.receives), len(moves.stays))
         return Placement(make_read_only(moves.stays[place]), target)
 
@@ -107,6 +111,7 @@ class Exchange:
 
     @cached_property
     def _moves(self) -> dict[int, RowMoves]:
+        """The moves planned so far, by rank; `moves` fills it."""
         return {}
 
     def reverse(self) -> "Exchange":
@@ -132,6 +137,7 @@ class Exchange:
                 )
 
     def _check_rank(self, rank: int) -> None:
+        """Raise LayoutError for a rank that takes no part."""
         if not 0 <= rank < self.degree:
             raise LayoutError(f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})")
 
@@ -140,7 +146,7 @@ class Exchange:
 
 
 def _find_placement(moves: RowMoves, begin: int, count: int) -> Placement:
-    """Find which of `count` rows of the pool, from `begin` on, go where, in their order."""
+    """Find where rows `begin` to `begin + count` of the pool of `RowMoves` go; sources ascend, from 0 for `begin`."""
     target = np.flatnonzero((moves.places >= begin) & (moves.places < begin + count))
     order = np.argsort(moves.places[target], kind="stable")
     return Placement(make_read_only(moves.places[target][order] - begin), make_read_only(target[order]))

@@ -14,7 +14,7 @@ from longspan.errors import LayoutError, plural
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in its home."""
+    """Where a rank stands in its home: its pipeline stage, slot and tensor-parallel index, each from 0."""
 
     pp: int
     slot: int
@@ -44,6 +44,7 @@ class Layout:
     def __init__(
         self, ranks: int | Sequence[int], pp: int = 1, tp: int = 1, ep: int = 1, dp_replicate: int = 1
     ) -> None:
+        """Store ranks as a tuple and degrees as Python integers, and check that they fit."""
         values = {
             "ranks": _rank_tuple(ranks),
             "pp": check_degree("pp", pp),
@@ -58,7 +59,7 @@ class Layout:
     def _check_degrees(self) -> None:
         """Raise LayoutError for degrees that do not divide the ranks or slots."""
         world, model = len(self.ranks), self.pp * self.tp
-        if world % model:
+        if world % model:  # name the multiples next below, unless that is 0, and next above
             fitting = [count for count in (world // model * model, (world // model + 1) * model) if count]
             raise LayoutError(
                 f"{plural(world, 'rank')} {'is' if world == 1 else 'are'} not divisible by "
@@ -119,6 +120,7 @@ class Layout:
 
     @cached_property
     def _index(self) -> dict[int, int]:
+        """The index of each global rank in `ranks`."""
         return {rank: place for place, rank in enumerate(self.ranks)}
 
 
@@ -145,12 +147,12 @@ def check_degree(name: str, value: object) -> int:
 
 
 def _as_integer(value: object) -> int | None:
-    """Return the value as a Python integer, also numpy's; None for what is none, as a bool or a float."""
+    """Return a Python or numpy integer as an int; None for anything else, bools and floats included."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
         return index(value)
-    except TypeError:
+    except TypeError:  # a numpy array has `__index__` too, and refuses here unless it is one integer
         return None
 
 

@@ -16,7 +16,7 @@ from longspan.layout.layout import check_degree, excerpt
 from longspan.layout.segments import Integers, make_read_only
 
 NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
-_MOST_ROWS = 2**63 - 1
+_MOST_ROWS = 2**63 - 1  # the largest int64
 
 
 def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[int, ...]:
@@ -65,6 +65,7 @@ def is_integer(kind: type) -> bool:
 
 
 def _refuse_length(what: str, index: int, value: object, advice: str) -> NoReturn:
+    """Raise LayoutError for one entry of a list of lengths, with its index, value and type."""
     raise LayoutError(f"{what} {index} is {value!r} ({type(value).__name__}); {advice}")
 
 
@@ -84,10 +85,12 @@ class Packing:
     pad_to_multiple: int = 1
 
     def __init__(self, lengths: Iterable[object], pad_to_multiple: int = 1) -> None:
+        """Check the values and store them as Python integers."""
         object.__setattr__(self, "lengths", check_lengths(lengths))
         object.__setattr__(self, "pad_to_multiple", check_degree("pad_to_multiple", pad_to_multiple))
 
     def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the lengths and the multiple alone, without the arrays made so far."""
         return Packing, (self.lengths, self.pad_to_multiple)
 
     def __repr__(self) -> str:
@@ -121,8 +124,9 @@ class Packing:
 
 
 def find_runs(member: int, rows: Iterable[int]) -> Integers:
-    """Find the runs of consecutive ids in a member's list of rows."""
+    """Find the runs of consecutive ids in a member's list of rows: (runs, 2), half-open (start, stop) in list order."""
     ids = _row_ids(member, rows)
+    # A run opens where an id is not one more than the id before; -2 is one before no id, so the first id opens one.
     opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
     closes = np.append(opens, len(ids))[1:] - 1
     return make_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
@@ -141,6 +145,7 @@ def check_runs(member: int, runs: Integers) -> Integers:
     if wrong.any():
         start, stop = runs[wrong][0].tolist()
         raise LayoutError(f"member {member} has a run from row {start} to {stop}; runs are non-empty, from row 0 on")
+    # The first run, if there is one, opens a joined run, and so does each that begins elsewhere than the last stopped.
     opens = np.flatnonzero(np.append([True] * (len(runs) > 0), runs[1:, 0] != runs[:-1, 1]))
     closes = np.append(opens, len(runs))[1:] - 1
     return make_read_only(np.stack([runs[opens, 0], runs[closes, 1]], axis=1).astype(np.int64))

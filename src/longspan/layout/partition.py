@@ -120,7 +120,7 @@ class Partition(ABC):
     def assemble(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Join each member's rows to the whole array: the inverse of `take`.
 
-        Where members share a row, the first has it.
+        Of a row that several members hold, the first member's is taken.
 
         Raises LayoutError where a part has not the member's number of rows, or where ids leave gaps.
         """
@@ -135,30 +135,37 @@ class Partition(ABC):
         return np.concatenate(parts)[first]
 
     def _check_member(self, member: int) -> None:
+        """Raise LayoutError for a member outside the group."""
         if not 0 <= member < self.degree:
             raise LayoutError(f"member {member} is outside a group of {self.degree} (members 0 to {self.degree - 1})")
 
 
 @dataclass(frozen=True, repr=False)
 class _LengthPartition(Partition):
+    """A partition that follows from the documents' lengths and the degree alone."""
+
     lengths: tuple[int, ...]
     degree: int
 
     @property
     def total(self) -> int:
+        """Rows of all documents."""
         return int(self._starts[-1])
 
     @cached_property
     def _starts(self) -> Integers:
+        """The row at which each document starts, and the total: (documents + 1,)."""
         return make_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
 
     @property
     def counts(self) -> tuple[int, ...]:
+        """How many rows each member holds: in every such partition the first total % degree members hold one more."""
         base, extra = divmod(self.total, self.degree)
         return (base + 1,) * extra + (base,) * (self.degree - extra)
 
     @cached_property
     def _recent_segments(self) -> dict[int, Segments]:
+        """The segments of the members that were last asked for, the latest last."""
         return {}
 
     def segments(self, member: int) -> Segments:
@@ -203,13 +210,15 @@ class _DocumentShares(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class _Zigzag(_LengthPartition):
+    """What `Partition.zigzag` makes."""
+
     @cached_property
     def _document_shares(self) -> _DocumentShares:
         """Work out how many rows of each document the chunks have, and which members have one row more.
 
         Every member has `base` rows of a document, and `extra` members from `first` on have one more. A member cuts its
         rows into an early and a late chunk; where they are odd, one chunk gets a row more, early and late in turn from
-        member to member. `turn`, 0 or 1 for each document, says which of both begins.
+        member to member. `turn` of a document is 0 if the first of these takes it late, 1 if early.
         """
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree
@@ -218,14 +227,15 @@ class _Zigzag(_LengthPartition):
         turn = (np.arange(len(length), dtype=np.uint64) * GOLDEN >> np.uint64(63)).astype(np.int64)
         return _DocumentShares(length, base, extra, first, turn)
 
-    def _count_rows_before(self, member: int) -> tuple[Integers, Integers]:
-        """Count the rows of each document in the early and the late chunks of all members before this one.
+    def _find_chunk_borders(self, member: int) -> tuple[Integers, Integers]:
+        """Find where in each document a member's early chunk starts and its late chunk stops: two arrays (documents,).
 
-        A member has `base` rows of a document, and one more if it is one of the `extra` members from `first` on,
-        around. An early chunk has half of its member's rows; where these are odd, the odd row goes to early and late
-        chunks in turn.
+        Early chunks lie in the order of members from the document's start on, late ones in reverse up to its end. So
+        the early chunk starts behind the rows of all early chunks of members before, and the late one stops in front of
+        those of their late chunks. A chunk has half of its member's rows; an odd row goes to early and late in turn.
         """
         length, base, extra, first, turn = self._document_shares
+        # Members before this one with an extra row: those from `first` on, and those reached past the last member.
         extras = np.clip(member - first, 0, extra) + np.clip(first + extra - self.degree, 0, member)
         rows = member * base + extras
         odd = np.where(base % 2 > 0, member - extras, extras)  # members before this one with an odd number of rows
@@ -234,8 +244,8 @@ class _Zigzag(_LengthPartition):
 
     def _make_segments(self, member: int) -> Segments:
         """Make the segments of a member: an early and a late run of each document."""
-        early_start, late_stop = self._count_rows_before(member)
-        early_stop, late_start = self._count_rows_before(member + 1)
+        early_start, late_stop = self._find_chunk_borders(member)
+        early_stop, late_start = self._find_chunk_borders(member + 1)
         document = np.repeat(np.arange(len(self.lengths), dtype=np.int64), 2)
         start = np.stack([early_start, late_start], axis=1).reshape(-1)
         stop = np.stack([early_stop, late_stop], axis=1).reshape(-1)
@@ -244,14 +254,17 @@ class _Zigzag(_LengthPartition):
 
 @dataclass(frozen=True, repr=False)
 class _Contiguous(_LengthPartition):
+    """What `Partition.contiguous` makes."""
+
     def _border(self, member: int) -> int:
-        """Return the first row of a member."""
+        """Return the first row of a member; of member `degree` the number of all rows."""
         base, extra = divmod(self.total, self.degree)
         return member * base + min(member, extra)
 
     def _make_segments(self, member: int) -> Segments:
         """Make the segments of a member: the part of each document between its two borders."""
         begin, end = self._border(member), self._border(member + 1)
+        # Documents that reach between the borders.
         touched = slice(
             int(np.searchsorted(self._starts, begin, side="right")) - 1, int(np.searchsorted(self._starts, end))
         )
@@ -262,6 +275,8 @@ class _Contiguous(_LengthPartition):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _ListedPartition(Partition):
+    """What `Partition.from_rows` and `from_runs` make."""
+
     member_runs: tuple[Integers, ...]
     degree: int
 
@@ -271,6 +286,7 @@ class _ListedPartition(Partition):
 
     @cached_property
     def _total(self) -> int:
+        """The number of distinct rows, counted once, since it expands all runs."""
         return len(np.unique(np.concatenate([self.rows(member) for member in range(self.degree)])))
 
     @property

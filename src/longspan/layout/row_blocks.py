@@ -57,7 +57,7 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
 
 
 def _cuts_inside_runs(runs: Integers, step: int) -> Integers:
-    """Return the multiples of `step` inside runs (n, 2)."""
+    """Return the multiples of `step` inside runs (n, 2); a run of one row has no inside."""
     begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T
     return expand_runs(begin // step + 1, -(-end // step)) * step
 
@@ -65,7 +65,8 @@ def _cuts_inside_runs(runs: Integers, step: int) -> Integers:
 def _number_cuts(cuts: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
     """Number the distinct cuts, ascending; return them, and a function from cuts to their numbers.
 
-    The function looks numbers up in a table over all row ids, or, if the cuts are few among them, by bisection.
+    The function looks numbers up in a table over all row ids, or, if the cuts are few among them, by bisection. Up to
+    65,536 ids the table is always small enough.
     """
     last = max(int(rows.max(initial=-1)) for rows in cuts)
     if last > SPARSE * sum(rows.size for rows in cuts) + (1 << 16):

@@ -84,17 +84,17 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     )
 
 
-def _arriving_blocks(target: Blocks, once: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
+def _arriving_blocks(target: Blocks, distinct_blocks: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
     """Return for each member the blocks that it brings here, in the order in which they are first needed.
 
-    Of each group one member brings a block: this one itself where it can, else one of those that have it, by turns, so
-    that each sends as much. `once` are the distinct blocks of every member, `order` where a block is first needed
-    here (−1 for one that is not). Of n holders the one that is chosen is known by its rank among them.
+    Of each group one member brings a block: this one itself if it has the block, else one of the members that have it,
+    chosen so that each sends as much. `order` says where a block is first needed here (−1: nowhere). The holders of a
+    block are numbered within their group; the chosen one is known by that number.
     """
     needed = target.members[me][_first_occurrences(target.members[me], target)]
     order = np.full(len(target.size), -1, dtype=np.int64)
     order[needed] = np.arange(len(needed))
-    arriving = [blocks[order[blocks] >= 0] for blocks in once]
+    arriving = [blocks[order[blocks] >= 0] for blocks in distinct_blocks]
     for group in groups:
         holder_counts, rank_of_holder = _count_holders([arriving[member] for member in group], target)
         is_here = np.zeros(len(target.size), dtype=np.bool_)
@@ -107,38 +107,45 @@ def _arriving_blocks(target: Blocks, once: Sequence[Integers], me: int, groups: 
     return arriving
 
 
-def _leaving_blocks(target: Blocks, once: Sequence[Integers], me: int, group: Sequence[int]) -> list[Integers]:
+def _leaving_blocks(
+    target: Blocks, distinct_blocks: Sequence[Integers], me: int, group: Sequence[int]
+) -> list[Integers]:
     """Return for each member the blocks that this one brings it, in the order in which that member first needs them.
 
-    It is the counterpart of `_arriving_blocks`: a member of the group that has a block itself is brought none.
+    The counterpart of `_arriving_blocks`: a member of this one's group that has a block itself is not brought it.
     """
-    holder_counts, rank_of_holder = _count_holders([once[member] for member in group], target)
+    holder_counts, rank_of_holder = _count_holders([distinct_blocks[member] for member in group], target)
     own_rank = np.full(len(target.size), -1, dtype=np.int64)
-    own_rank[once[me]] = rank_of_holder[group.index(me)]
+    own_rank[distinct_blocks[me]] = rank_of_holder[group.index(me)]
+    # Marks the blocks that the receiver has; marks of earlier receivers differ, so the array is not cleared.
     holder = np.full(len(target.size), -1, dtype=np.int64)
     leaving = list[Integers]()
     for member, blocks in enumerate(target.members):
         blocks = blocks[own_rank[blocks] >= 0]
         if member in group:
-            holder[once[member]] = member
+            holder[distinct_blocks[member]] = member
             blocks = blocks[holder[blocks] != member]
         blocks = blocks[_first_occurrences(blocks, target)]
         leaving.append(blocks[_choose_holder(blocks, holder_counts, member) == own_rank[blocks]])
     return leaving
 
 
-def _count_holders(once: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
-    """Count how many of these members have each block, and for each member's blocks how many members before it do."""
-    several, holders_before = np.zeros(len(blocks.size), dtype=np.int64), list[Integers]()
-    for numbers in once:
-        holders_before.append(several[numbers])
-        several[numbers] += 1
-    return several, holders_before
+def _count_holders(distinct_blocks: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
+    """Count how many members have each block, and, for each of a member's blocks, how many members before it do."""
+    holder_counts, holders_before = np.zeros(len(blocks.size), dtype=np.int64), list[Integers]()
+    for numbers in distinct_blocks:
+        holders_before.append(holder_counts[numbers])
+        holder_counts[numbers] += 1
+    return holder_counts, holders_before
 
 
-def _choose_holder(blocks: Integers, several: Integers, receiver: int) -> Integers:
-    """Choose which of the members that have a block brings it to a receiver: blocks are spread evenly over them."""
-    count = several[blocks]
+def _choose_holder(blocks: Integers, holder_counts: Integers, receiver: int) -> Integers:
+    """Choose which holder of each block sends it to a receiver, as a number from 0 below the block's number of holders.
+
+    A hash of the block spreads blocks evenly over holders, and the receiver shifts it, so that receivers of one block
+    ask different holders. A block without holders gets any number: no member sends it.
+    """
+    count = holder_counts[blocks]
     spread = (blocks.astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * count >> 32
     return (spread + receiver) % np.maximum(count, 1)
 
@@ -186,7 +193,10 @@ def _pool_begins(counts: Sequence[int], me: int) -> Integers:
 
 
 def _list_further_addends(later: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
-    """List the second, third, … addends of blocks that have several, from columns (block, pool begin, number)."""
+    """List the second, third, … addends of the `summed` blocks, from columns (block, pool begin, number) of `later`.
+
+    Targets count the rows of these blocks one after another, as `several` of RowMoves does.
+    """
     target = np.cumsum(size[summed]) - size[summed]
     rounds = list[Placement]()
     for number in range(1, int(later[2].max(initial=0)) + 1):
@@ -205,7 +215,10 @@ def _list_further_addends(later: Integers, summed: Integers, size: Integers) -> 
 
 
 def _list_repeats(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
-    """List the second, third, … occurrences of each row here, round by round, to be added to its first."""
+    """List the second, third, … occurrences of each row here, a Placement for each round, to be added to its first.
+
+    `number` counts the occurrences of a block from 0, in the order of blocks.
+    """
     blocks, places = source.members[me], source.block_begins(me)
     order = np.argsort(blocks, kind="stable")
     firsts = np.flatnonzero(np.diff(blocks[order], prepend=-1))

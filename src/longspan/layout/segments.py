@@ -66,6 +66,7 @@ class Segments:
 
     @property
     def _opens(self) -> Flags:
+        """Which runs are the first of their document here."""
         return np.diff(self.document, prepend=-1) != 0
 
     def __len__(self) -> int:
@@ -82,9 +83,11 @@ class Segments:
         return hash(self._column_bytes())
 
     def _column_bytes(self) -> tuple[bytes, ...]:
+        """The bytes of the four arrays, by which segments are compared and hashed."""
         return tuple(column.tobytes() for column in (self.document, self.start, self.stop, self.offset))
 
     def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the runs without offsets, which follow from them; arrays are read-only again when they are loaded."""
         return segments_from_runs, (self.document, self.start, self.stop)
 
     def __repr__(self) -> str:
@@ -109,7 +112,7 @@ def segments_from_runs(document: Integers, start: Integers, stop: Integers) -> S
 
 
 def expand_runs(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
-    """Return the integers of half-open runs, one run after another."""
+    """Return the integers of half-open runs, one run after another; runs of one integer each are returned at once."""
     sizes = stop - start
     total = int(sizes.sum())
     if total == len(sizes) and (sizes == 1).all():

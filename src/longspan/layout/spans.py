@@ -32,9 +32,10 @@ class Spans:
 
     @staticmethod
     def of(by_document: SpansOfDocuments, documents: Sequence[int], lengths: Sequence[int]) -> "Spans":
-        """Sort the spans of a group's documents, of these ids and lengths, without runs of one row, which see no more.
+        """Collect the spans of a group's documents, in the group's order, with document ids as indices into the group.
 
-        Raises LayoutError, naming the document, for what is not integers, empty, outside it, or not ascending.
+        Runs of one row are left out: the row has no later row to see. Raises LayoutError, naming the document, for
+        spans that are not integers, empty, outside the document, or not ascending.
         """
         rows = [
             (index, start, stop)
@@ -52,7 +53,7 @@ class Spans:
         return int((rows * (rows - 1) // 2).sum())
 
     def find_rows(self, segments: Segments) -> Segments:
-        """Find the rows of these segments that lie in runs, each run as a document of its own, numbered as here.
+        """Find the rows of these segments that lie in runs; `document` of the result is the index of the run here.
 
         Positions of all documents are put on one line, `document · stride + position`, so that two sorted searches give
         the runs that each segment meets.
@@ -68,8 +69,9 @@ class Spans:
         return Segments(number, begin, end, segments.offset[segment] + begin - segments.start[segment])
 
     def run_ends(self, segments: Segments) -> Integers:
-        """Return where the run of each of these segments' last row ends, or itself where that is in none: (n,)."""
+        """Return for each segment where the run of its last row ends, or the segment's stop if it is in none: (n,)."""
         inside, ends = self.find_rows(segments), segments.stop.copy()
+        # The segment in which each part of a run lies.
         at_end = np.searchsorted(segments.offset, inside.offset, side="right") - 1
         last = inside.stop == segments.stop[at_end]
         ends[at_end[last]] = self.stop[inside.document[last]]

@@ -21,7 +21,10 @@ from longspan.ssm.kernels.runs import LocalRuns
 
 
 class Runs(NamedTuple):
-    """Runs of all members, chain after chain, each in the order of its positions: arrays of equal length."""
+    """Runs of all members, chain after chain, each in the order of its positions: arrays of equal length.
+
+    A run is rows `start` to `stop` (half open) of `document`, at `place` in its chain; `last` are the last of a chain.
+    """
 
     member: Integers
     document: Integers
@@ -32,7 +35,7 @@ class Runs(NamedTuple):
     last: Flags
 
     def member_runs(self, member: int) -> Integers:
-        """Return a member's runs among all, in the order in which it holds them."""
+        """Return the indices of a member's runs, in the order in which the member holds them."""
         runs = np.flatnonzero(self.member == member)
         return runs[np.argsort(self.offset[runs], kind="stable")]
 
@@ -41,22 +44,23 @@ class Chains:
     """The chains of one group, and which of their runs this member holds. Made once per shard, for all layers."""
 
     def __init__(self, part: ShardPart, device: torch.device) -> None:
+        """Take a part of a shard; chains are worked out when they are first asked for."""
         self.part: ShardPart = part
         self.device: torch.device = device
         self.member: int = part.member
         self.degree: int = part.degree
-        self.halos: dict[int, Any] = {}  # by width, of `conv.py`
+        self.halos: dict[int, Any] = {}  # `conv.Halo` by width, as `conv.find_halo` makes them
 
     @property
     def channel(self) -> Channel:
-        """Among the members. Raises CommError where the world has been left."""
+        """The channel among the group's members. Raises CommError where the world has been left."""
         return world_of(self.part.world_key).channels.find_channel(self.part.group.slots)
 
     @cached_property
     def runs(self) -> Runs:
-        """Return every run of every member, in the order of documents.
+        """Return every run of every member, sorted by document and position.
 
-        They are local runs alone for padding, and for a group of a single member.
+        The place of a run is its index less that of the first run of its document.
         """
         segments = [self.part.segments(member) for member in range(self.degree)]
         columns = [
@@ -72,7 +76,7 @@ class Chains:
 
     @cached_property
     def local_indices(self) -> Integers:
-        """This member's runs among all, in the order in which it holds them."""
+        """Indices into `runs` of this member's runs, in the order in which it holds them."""
         return self.runs.member_runs(self.member)
 
     @cached_property
@@ -82,25 +86,35 @@ class Chains:
 
     @cached_property
     def local_runs(self) -> LocalRuns:
-        """This member's runs, as kernels take them."""
+        """This member's runs, as kernels take them; shared are those whose document has further runs."""
         shared = (self.runs.place > 0) | ~self.runs.last
         return LocalRuns(self.lengths, self.device, shared[self.local_indices])
 
     @cached_property
     def forward(self) -> "Passing":
-        """States that runs leave to those after them; the first of a chain needs no transition for that."""
+        """Which runs pass their final state on: all but the last of a chain.
+
+        The first of a chain sends no transition, for the state that enters it is zero.
+        """
         return Passing(self, leaves=~self.runs.last, carries=(self.runs.place > 0) & ~self.runs.last)
 
     @cached_property
     def backward(self) -> "Passing":
-        """What runs owe to the state that entered them; a last one's transition moves nothing."""
+        """Which runs pass the gradient at their entering state back: all but the first of a chain.
+
+        The last of a chain sends no transition, for no gradient comes from behind it.
+        """
         return Passing(self, leaves=self.runs.place > 0, carries=(self.runs.place > 0) & ~self.runs.last)
 
 
 class Passing:
-    """Which runs give the others a state, and also a transition, and how all of them lie in the gathered rows."""
+    """Which runs send a state (or its gradient), and which also a transition, and where each lies in the gathered rows.
+
+    `leaving` and `carrying` number the senders among this member's runs; `any` says whether any member sends anything.
+    """
 
     def __init__(self, chains: Chains, leaves: Flags, carries: Flags) -> None:
+        """Take two flags for each of all runs: whether it sends a state (`leaves`), and a transition (`carries`)."""
         self.chains: Chains = chains
         self._leaves, self._carries = leaves, carries
         local_indices = chains.local_indices
@@ -111,7 +125,7 @@ class Passing:
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 
     def count_rows(self, state_rows: int, transition_rows: int) -> list[int]:
-        """Count the rows that each member gives: its states one after another, then its transitions."""
+        """Count the rows that each member sends, for states and transitions of so many rows each."""
         sizes = state_rows, transition_rows
         if sizes not in self._counts:
             members = (self.chains.runs.member[senders] for senders in (self._leaves, self._carries))
@@ -120,7 +134,10 @@ class Passing:
         return self._counts[sizes]
 
     def first_rows(self, state_rows: int, transition_rows: int, starts: tuple[int, ...]) -> tuple[Integers, Integers]:
-        """Return the first gathered row of each run's state and of its transition; −1 for what no run sends."""
+        """Return the first gathered row of each run's state and of its transition; −1 for what a run does not send.
+
+        `starts` are the first gathered rows of each member.
+        """
         key = state_rows, transition_rows, starts
         if key not in self._places:
             self._places[key] = self._find_first_rows(*key)
@@ -141,10 +158,9 @@ class Passing:
 
     @cached_property
     def local_chains(self) -> Integers:
-        """Return the chains of several runs of which this member has one or more: (chains, most runs) of runs.
+        """Return the chains of two runs or more in which this member has one: (chains, most runs) of indices of runs.
 
-        A chain is all runs of a document, and −1 stands past its end. Longer chains come first, so that those with a
-        run at some place are the first few.
+        −1 stands past a chain's end. Longer chains come first, so that those with a run at a place are the first few.
         """
         runs = self.chains.runs
         heads = np.flatnonzero(runs.place == 0)
@@ -161,7 +177,7 @@ class Passing:
 
     @cached_property
     def local_places(self) -> range:
-        """Return the range from the first to the last place at which this member has a run of its chains."""
+        """Return the range from the first to the last place at which this member has a run in `local_chains`."""
         table = self.local_chains
         places = np.flatnonzero(((table >= 0) & (self.local_numbers[table] >= 0)).any(0))
         return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
@@ -184,7 +200,7 @@ def shard_chains(shard: SequenceShard) -> tuple[Chains, ...]:
     return chains_by_shard[shard]
 
 
-_CPU = torch.device("cpu")
+_CPU = torch.device("cpu")  # of chains that only count bytes
 
 
 def state_bytes(
@@ -205,6 +221,6 @@ def state_bytes(
     sizes = {"heads": heads, "key_size": key_size, "value_size": value_size, "bytes_per_number": bytes_per_number}
     if wrong := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise LayoutError(f"state_bytes got {', '.join(wrong)}; each is at least 1")
-    chains = Chains(ShardPart(group, 0, group.slots[0], 0, world_key=-1), _CPU)
+    chains = Chains(ShardPart(group, 0, group.slots[0], 0, world_key=-1), _CPU)  # of no world: nothing is sent
     numbers_of_head = sum(chains.forward.count_rows(key_size * value_size, key_size**2 if delta else 1))
     return numbers_of_head * heads * bytes_per_number

@@ -33,17 +33,17 @@ from longspan.ssm.state_pass import join_part_rows, refuse_no_shard
 class Halo:
     """The rows before each run of a member, `width` of them where its document has as many: who sends which to whom.
 
-    `sends[m]` of this member's rows go to member m, those of `rows` one after another; `receives[m]` arrive. A row
-    that this member needs and holds itself goes the same way. `before`: where the rows that arrive lie; `isolated`: the
-    same for rows that are convolved while they travel, with zeros in their place; `first`: what reads them.
+    `rows` are the local rows that leave, `sends[m]` of them to member m, one member after another; `receives[m]` rows
+    arrive from m. A row that this member needs and holds itself goes the same way. `before` says where arrived rows lie
+    before each run; `isolated` is the same with zeros in their place, for the convolution that runs while rows travel;
+    `first` are the first rows of runs, which read the arrived ones and are written again.
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
         """Find the rows before each run that other members hold: which of ours go to whom, and where arriving ones lie.
 
-        Every member works out the needs of all, in one order, so that nothing is asked for. A need is a run and a row
-        of the document (`at`) that lies in it; `rows` are the local rows that this member sends, by receiver. `before`
-        are the tables of rows before each run, `isolated` the same as if no row arrived.
+        Every member works out the needs of all, in one order, so that no member has to ask. A need is the run that has
+        the row, and the row's position in the document (`at`).
         """
         self._runs, self._width, self._device = chains.runs, width, chains.device
         needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
@@ -61,8 +61,8 @@ class Halo:
         self.first: FirstRows = self._index_first_rows(chains.lengths, arrived)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
-        """Return the rows before each run of a member, run after run: the index of the run that has each, and its
-        position.
+        """Return the rows before each run of a member, run after run: the index of the run that has the row, and the
+        row's position in its document.
 
         One sorted search finds that run: `document · stride + position` is in the order of documents and of positions.
         """
@@ -75,7 +75,11 @@ class Halo:
         return owner_run, position
 
     def _arrival_table(self, chains: Chains, owners: Integers) -> Integers:
-        """Make the table (runs, width) of which arriving rows, member by member, lie before each run; −1 for none."""
+        """Make the table (runs, width) of which arriving row lies in each column before a run; −1 for none.
+
+        `owners` are the members that send the rows, run by run; rows arrive ordered by owner. A run near its document's
+        start has fewer rows before it: these take its last columns.
+        """
         runs, local_indices, width = self._runs, chains.local_indices, self._width
         arrived = np.empty(len(owners), dtype=np.int64)
         arrived[np.argsort(owners, kind="stable")] = np.arange(len(owners))
@@ -87,7 +91,8 @@ class Halo:
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> Before:
         """Index runs of these lengths as one row, each behind the rows that arrive for it.
 
-        Sources count the own rows, then the arriving ones, then one row of zeros for what no member has.
+        Sources count the own rows, then the arriving ones, then one row of zeros for what no member has. The columns of
+        arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the first.
         """
         rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
         source_before = np.where(arrived >= 0, rows + arrived, rows + count)
@@ -95,15 +100,13 @@ class Halo:
             x for i, end in enumerate(ends.tolist()) for x in (source_before[i], np.arange(end - lengths[i], end))
         ]
         source = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
-        runs_with_arrivals = np.flatnonzero(arrived >= 0)
-        run, column = np.divmod(
-            runs_with_arrivals[np.argsort(arrived.reshape(-1)[runs_with_arrivals])], max(self._width, 1)
-        )
+        filled_cells = np.flatnonzero(arrived >= 0)  # of the table, in which each arriving row stands once
+        run, column = np.divmod(filled_cells[np.argsort(arrived.reshape(-1)[filled_cells])], max(self._width, 1))
         indices = source, np.flatnonzero(source < rows), run, column + 1
         return Before(self._width, *(to_device(x, self._device) for x in indices))
 
     def _index_first_rows(self, lengths: Integers, arrived: Integers) -> FirstRows:
-        """Index the first rows of the runs that rows arrive for: only these read rows of other members."""
+        """Index the first rows, `width` at most, of the runs that rows arrive for: only these read arrived rows."""
         readers = np.flatnonzero((arrived >= 0).any(1))
         start, count = (np.cumsum(lengths) - lengths)[readers], np.minimum(lengths[readers], self._width)
         arrived = np.ascontiguousarray(arrived[readers])
@@ -113,7 +116,7 @@ class Halo:
 
 
 def find_halo(chains: Chains, width: int) -> Halo:
-    """Find the `width` rows before each run of a member, worked out once."""
+    """Return the halo of `width` rows before each run, made once for these chains."""
     if width not in chains.halos:
         chains.halos[width] = Halo(chains, width)
     return chains.halos[width]
@@ -172,8 +175,8 @@ class _Convolved(torch.autograd.Function):
     def forward(
         ctx: Any, chains: tuple[Chains, ...], kernel: ConvolutionKernel, silu: bool, x: Tensor, *parameters: Tensor
     ) -> Tensor:
-        """Convolve all parts: rows for other members leave first, and the first rows of runs are written when theirs
-        arrive.
+        """Convolve all parts: rows for other members leave first, and the first rows of runs are written again when the
+        rows before them have arrived.
         """
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1
@@ -234,7 +237,7 @@ class _Convolved(torch.autograd.Function):
 
 
 class _Part(NamedTuple):
-    """The backward pass over one part of a shard."""
+    """The backward pass over one part of a shard: x (T, C), arrived rows, and the output's gradient `dout` (T, C)."""
 
     dout: Tensor
     x: Tensor
@@ -244,6 +247,7 @@ class _Part(NamedTuple):
 
     @property
     def halo(self) -> Halo:
+        """The halo of the forward pass."""
         return find_halo(self.chains, self.convolution.weight.shape[1] - 1)
 
     def arrived_gradients(self, kernel: ConvolutionKernel) -> Tensor:
@@ -255,13 +259,14 @@ class _Part(NamedTuple):
     def gradients(self, kernel: ConvolutionKernel) -> ConvolutionGradients:
         """Return the gradients of this member's own rows and of the parameters."""
         if not len(self.x):
-            return self.x, None, None  # others wait for this member's part
+            return self.x, None, None  # no rows, and kernels take at least one; exchanges are entered all the same
         return kernel.backward(
             self.dout, self.x, self.arrived, self.convolution, self.chains.local_runs, self.halo.before
         )
 
 
 def _sum_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Sum a parameter's gradients over parts; None if no part has one."""
     present = [x for x in gradients if x is not None]
     return sum(present[1:], start=present[0]) if present else None
 

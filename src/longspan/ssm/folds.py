@@ -18,9 +18,13 @@ from longspan.ssm.kernels.runs import apply_maps, index_on_device, pick_rows, pu
 
 
 class ForwardFold:
-    """Sends the summaries of one part's runs to the members, and folds the states that enter this member's runs."""
+    """Sends the summaries of one part's runs to the members, and folds the states that enter this member's runs.
+
+    `transitions` (m, H, K, K) or (m, H, 1, 1) are those that this member sent; backward sends them again.
+    """
 
     def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
+        """Compute the summaries and begin to send them; nothing where no run of the group passes a state on."""
         self.chains: Chains = chains
         self.inputs: Inputs = inputs
         self.transitions = inputs.k.new_zeros(0)
@@ -28,14 +32,15 @@ class ForwardFold:
         if not self._passing.any:
             return
         states, transitions = scan.summaries(self._passing.leaving, self._passing.carrying)
-        self.transitions: Tensor = transitions  # backward gives them once more
+        self.transitions: Tensor = transitions
         self._gathered = _GatheredSummaries(chains, self._passing, states, transitions, "states of runs")
 
     def entering_states(self) -> Tensor:
         """Fold the state (R, H, K, V) that enters each run of this member.
 
         Chains are followed place by place: the state that enters a run is the transition of the run before it, applied
-        to the state that entered that one, plus the state that it made.
+        to the state that entered the run before, plus the state that its own rows made. At place 1 that entering state
+        was zero, so the made state is all.
         """
         v = self.inputs.v
         shape = (len(self.chains.local_indices), *self.inputs.state_shape)
@@ -62,6 +67,7 @@ class BackwardFold:
     def __init__(
         self, chains: Chains, states: Tensor, transitions: Tensor, entry_gradients: Callable[[Integers], Tensor]
     ) -> None:
+        """Begin to send the gradients of the outputs by the states that entered runs, with the forward transitions."""
         self._chains, self._zero = chains, states
         if chains.backward.any:
             runs = chains.backward.leaving
@@ -72,7 +78,9 @@ class BackwardFold:
     def leaving_gradients(self) -> Tensor:
         """Fold the gradient (R, H, K, V) at the final state of each run of this member.
 
-        Chains are followed backwards, by the transposed transitions.
+        Chains are followed from their ends: the gradient at the state that enters a run is that of the run's outputs,
+        plus the one at its final state through the transposed transition. It is the gradient at the final state of the
+        run before. A chain's last run has no gradient at its final state.
         """
         passing, leaving = self._chains.backward, torch.zeros_like(self._zero)
         if not passing.any:
@@ -94,12 +102,13 @@ class BackwardFold:
 
 
 class _GatheredSummaries:
-    """States and transitions of a group's runs on their way: rows of H numbers, as many for each as it has.
+    """States and transitions of a group's runs on their way, as rows of H numbers.
 
-    A state (H, K, V) is K · V such rows, a transition (H, K, K) is K · K, and one of a number for each head is one.
+    A state (H, K, V) is K · V such rows, a transition (H, K, K) is K · K, a transition (H, 1, 1) one.
     """
 
     def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, label: str) -> None:
+        """Lay this member's states and then its transitions out as rows, and begin to gather those of all members."""
         heads, self._shapes = states.shape[1], (states.shape[1:], transitions.shape[1:])
         self._sizes = self._shapes[0][1:].numel(), self._shapes[1][1:].numel()
         counts = passing.count_rows(*self._sizes)
@@ -112,7 +121,7 @@ class _GatheredSummaries:
         self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, label)
 
     def wait(self) -> "_GatheredSummaries":
-        """Wait until states and transitions may be read; returns the same."""
+        """Wait until states and transitions may be read; return this object."""
         self._rows = self._handle.wait()
         return self
 
@@ -125,7 +134,10 @@ class _GatheredSummaries:
         return self._select_runs(runs, 1)
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:
-        """Select the gathered states (`which` 0) or transitions (1) of these runs; a view if they are consecutive."""
+        """Select the gathered states (`which` 0) or transitions (1) of these runs; a view if they are consecutive.
+
+        Others are picked from windows of `size` rows, one of which begins at every gathered row.
+        """
         first_rows, size, shape = self._places[which][runs], self._sizes[which], (len(runs), *self._shapes[which])
         if len(first_rows) and (np.diff(first_rows) == size).all():
             return self._rows[int(first_rows[0]) : int(first_rows[-1]) + size].view(shape)
@@ -134,7 +146,7 @@ class _GatheredSummaries:
 
 
 def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
-    """Put values into[run] where this member has the run."""
+    """Put each value into the row of its run, by the run's number among this member's (−1: not here, left out)."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):
         put_runs(into, local_numbers[local], pick_rows(values, local))

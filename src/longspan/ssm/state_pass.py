@@ -28,7 +28,7 @@ from longspan.ssm.kernels.packages import fla_function, fla_lack
 def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
     """Compute x / √(Σ x² + epsilon) over the last dimension.
 
-    Half precision becomes float32, which kernels of GPUs round again.
+    By fla's kernel half precision stays half precision; by torch's operations it becomes float32.
     """
     if not fla_lack(x.dtype, x.device):
         return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
@@ -81,7 +81,7 @@ def scan_kernel(
 
 
 def refuse_no_shard(caller: str, shard: object) -> None:
-    """Raise LayoutError for anything but a shard."""
+    """Raise LayoutError, naming the calling function, for anything but a SequenceShard."""
     if not isinstance(shard, SequenceShard):
         raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
 
@@ -119,6 +119,8 @@ def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor 
 
 
 class _StatePass(torch.autograd.Function):
+    """The scan of all parts of a shard, in which states and their gradients pass between members."""
+
     @staticmethod
     def forward(ctx: Any, chains: tuple[Chains, ...], kernel: ScanKernel, scale: float, *tensors: Tensor) -> Tensor:
         """Scan all parts: each run's summary leaves first, then outputs are computed from the state that entered each
@@ -148,7 +150,7 @@ class _StatePass(torch.autograd.Function):
         """Return the gradients of the inputs, part by part, the last first: as the states went, their gradients come
         back.
         """
-        tensors = ctx.saved_tensors  # once: recomputation gives them no second time
+        tensors = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
         inputs, activations_and_states, dout = Inputs(*tensors[:5]), list(tensors[5:]), gradients[0]
         parts = list[tuple[Tensor, ...]]()
         for chains, count in reversed(list(zip(ctx.chains, ctx.counts, strict=True))):
@@ -168,12 +170,12 @@ class _StatePass(torch.autograd.Function):
 
 
 def _member_kernel(kernel: ScanKernel, chains: Chains) -> ScanKernel:
-    """Return the kernel; torch's operations where this member has no rows."""
+    """Return the kernel, or torch's operations where this member has no rows, which other kernels need."""
     return kernel if len(chains.lengths) else TORCH
 
 
 def join_part_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Join the rows of all parts of a shard, one after another; of a single part without a copy."""
+    """Join the rows of all parts of a shard, one after another: a single part without a copy, no part as zeros."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts)) if parts else torch.zeros_like(like)

@@ -6,8 +6,8 @@ from math import ceil
 
 LEAST_OF_GPU = 1 << 30  # a CUDA context takes more: fewer bytes are GiB or MiB, written as bytes
 QUERY_GRADIENT_BYTES = 1 << 30
-"""Of a gradient of queries in float32, which backward of attention holds next to what it makes of it: of more bytes,
-some heads are computed after others. They are 64K rows of Qwen3-8B, over which a key/value head fills a GPU."""
+"""The most bytes of a float32 gradient of queries that backward of attention makes at once; of a larger one, heads are
+computed in groups, one after another. It is that of 64K rows of Qwen3-8B, with which one key/value head fills a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,9 @@ def gib_text(size: float) -> str:
 
 
 def bytes_hint(size: int) -> str:
-    """Return what a number says that is too small for the memory of a GPU or host, and what may be meant.
+    """Return the hint for a number of bytes too small for the memory of a GPU or host.
+
+    A number from 1 to 4096 was probably meant in GiB; for another one the example is 80 GiB.
 
     >>> bytes_hint(80)
     'it is a number of bytes, and fewer than a CUDA context takes; 80 GiB are 85899345920'
@@ -59,7 +61,9 @@ def bytes_hint(size: int) -> str:
 
 
 def count_head_groups(query_bytes: float, kv_heads: int) -> int:
-    """Return in how many groups of key/value heads backward of attention computes, of queries so large in float32.
+    """Return the groups of key/value heads that backward of attention computes one after another: at most one a head.
+
+    `query_bytes` are those of the gradient of queries in float32.
 
     >>> count_head_groups(5 << 29, 8)
     3

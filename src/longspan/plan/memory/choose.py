@@ -18,10 +18,10 @@ from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, Memor
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 
-TILE_ROWS = 16384  # of an MLP that the plan runs in tiles: products of so many rows are as fast as those of all
-SEGMENT_LAYERS = 4  # of a segment that the plan chooses, where nothing else fits
-_UNTILED = ("llama4",)  # families whose experts are not of transformers' interface
-_ROWS = 1024  # of a slot, by which the longest document is found
+TILE_ROWS = 16384  # rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
+SEGMENT_LAYERS = 4  # layers of a segment that the plan chooses, where nothing else fits
+_UNTILED = ("llama4",)  # families whose experts do not have transformers' common interface
+_ROWS = 1024  # rows of a slot by which the longest document grows while it is sought
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class FixedMemory:
     def words(self) -> tuple[Measure, ...]:
         """Return the measures that layers may have, in the order of MEASURES.
 
-        A word is what layers recompute, with "+host" if what is left waits on the host. "none" with offload given by
-        hand stays only if the measure is free. "exchanged" is the finer form of "selective", and is tried when that one
-        is asked for. Raises PlanError where the keys leave none.
+        A measure names what layers recompute, with "+host" if what they keep waits on the host. "none" has no "+host"
+        form: with `offload` true it is a choice only if `measure` is not fixed. "exchanged" is "selective" that keeps
+        more, and is tried with it unless it would wait on the host. Raises PlanError where the keys leave none.
         """
         words: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
         if self.offload is not None:
@@ -84,14 +84,14 @@ def choose_memory(
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    if fitting := _fitting_or_set_segments(needs, budget, fixed):
+    if fitting := _list_fitting_plans(needs, budget, fixed):
         return min(fitting, key=prices.seconds)
     leanest = min(leanest_plans(needs, fixed), key=lambda memory: memory.excess(budget))
     raise PlanError(_refusal_text(leanest, budget, home, fixed))
 
 
-def _fitting_or_set_segments(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> list[MemoryPlan]:
-    """Return the plans that fit; those with segments, which run layers once more, only where there are no others."""
+def _list_fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> list[MemoryPlan]:
+    """List the plans that fit; those with segments, which run layers once more, only where there are no others."""
     for size in _segment_choices(needs, fixed):
         if fitting := list(_fitting_plans(_set_segments(needs, size), budget, fixed)):
             return fitting
@@ -99,18 +99,19 @@ def _fitting_or_set_segments(needs: MemoryNeeds, budget: MemoryBudget, fixed: Fi
 
 
 def _segment_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
-    """Return the layers of a segment that are tried: none, and then those that were chosen for all machines."""
+    """Return the sizes of segments to try, in layers: 0 for no segments, then SEGMENT_LAYERS where layers recompute."""
     if fixed.segment_layers is not None:
         return [fixed.segment_layers]
     return [0, SEGMENT_LAYERS] if needs.places[0].settings.backward and fixed.measure != "none" else [0]
 
 
 def _set_segments(needs: MemoryNeeds, size: int) -> MemoryNeeds:
+    """Return the same needs with segments of `size` layers; 0 for none."""
     return needs.with_settings(replace(needs.places[0].settings, segment_layers=size))
 
 
 def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """Yield the plan that fits with the fewest layers of the slower measure, by pair of measures and setting."""
+    """Yield, for each setting and pair of measures, the fitting plan with the fewest layers of the slower measure."""
     for changed_needs in _needs_by_setting(needs, fixed):
         for fast, slow in _measure_pairs(_distinct_measures(needs, fixed.words)):
             if (memory := _fit_fewest_layers(changed_needs, slow, fast, budget, fixed)) is not None:
@@ -118,7 +119,11 @@ def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory)
 
 
 def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
-    """Return whether any choice fits: those in which layers keep least decide, on the device or on the host."""
+    """Return whether any choice fits.
+
+    It is enough to try the measures that keep least (the last of those on the device, and of those on the host), with
+    weights that are not kept between forward and backward unless `fixed` says so: all others need more.
+    """
     leanest_measures: list[Measure] = [
         words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words
     ]
@@ -132,26 +137,26 @@ def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemor
 
 
 def _measure_pairs(words: Sequence[Measure]) -> list[tuple[Measure, Measure]]:
-    """Pair each measure with itself, and with those that are slower."""
+    """Pair each measure with itself and with those that are slower, from measures of which the fastest is first."""
     return [(fast, slow) for place, fast in enumerate(words) for slow in words[place:]]
 
 
 def _split_by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measure]]:
-    """Split measures into those that keep on the device, and those that keep on the host."""
+    """Split measures by where layers keep what they do not recompute: on the device, or on the host."""
     return [word for word in words if "+" not in word], [word for word in words if "+" in word]
 
 
 def _distinct_measures(needs: MemoryNeeds, words: Sequence[Measure]) -> list[Measure]:
-    """Return the measures without those that equal another one, as where no head is exchanged."""
+    """Return the measures without "exchanged" where no load exchanges heads, for then it equals "selective"."""
     exchanges = any(load.exchanged_rows for load in needs.loads)
     return [word for word in words if exchanges or word != "exchanged"]
 
 
 def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
-    """Yield the needs under each choice of settings that is not fixed, from the fastest to the smallest.
+    """Yield the needs under each combination of settings that are not fixed, the fastest first, the smallest last.
 
-    Parameters that are gathered once a step need a backward pass over shards; states can wait on the host where there
-    are any, on a GPU. Otherwise there is no choice.
+    To gather weights once is a choice only for sharded weights with a backward pass, and to keep the optimizer's states
+    on the host only on a GPU with states.
     """
     place = needs.places[0]
     settings = place.settings
@@ -167,13 +172,16 @@ def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[Memory
 
 
 def _tile_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
-    """Return the rows of a tile that are tried: whole MLPs, and tiles where a slot has more rows than one."""
+    """Return the rows of a tile to try: 0 for whole MLPs, and TILE_ROWS where a slot has more rows than that.
+
+    MLPs run in tiles only with a backward pass: tiles save what it would keep.
+    """
     if fixed.mlp_tile_rows is not None:
         return [fixed.mlp_tile_rows]
     rows = max(load.rows for load in needs.loads)
     place = needs.places[0]
-    can = place.settings.backward and not place.read.family.startswith(_UNTILED)
-    return [0, TILE_ROWS] if can and rows > TILE_ROWS else [0]
+    can_tile = place.settings.backward and not place.read.family.startswith(_UNTILED)
+    return [0, TILE_ROWS] if can_tile and rows > TILE_ROWS else [0]
 
 
 def _fit_fewest_layers(
@@ -181,7 +189,8 @@ def _fit_fewest_layers(
 ) -> MemoryPlan | None:
     """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
 
-    More such layers take less of the device, so that halving finds the fewest.
+    More such layers take less of the device, so that halving finds the fewest. With a fixed number of layers, whose
+    others keep all, there is one plan for each measure: the pair of the measure with itself stands for it.
     """
     most_layers = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:
@@ -197,17 +206,19 @@ def _fit_fewest_layers(
 
 
 def _plan_if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None:
+    """Return the plan if it fits the budget, else None."""
     return memory if memory.fits(budget) else None
 
 
 def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """Yield the plans in which every layer keeps as little as these keys let it, on the device or on the host.
+    """Yield the plans in which layers keep as little as the fixed keys allow, on the device or on the host.
 
-    The first one has least on the device.
+    The first plan needs least of the device: all that may wait on the host does.
     """
-    kinds = ("full", "selective") if fixed.measure is None else (fixed.measure,)
-    places = [True, False] if fixed.offload is None else [fixed.offload]
-    words = dict.fromkeys(f"{kind}+host" if host and kind != "none" else kind for host in places for kind in kinds)
+    measures = ("full", "selective") if fixed.measure is None else (fixed.measure,)
+    on_host = [True, False] if fixed.offload is None else [fixed.offload]
+    # dict.fromkeys: "none" has no host form, and would come twice.
+    words = dict.fromkeys(f"{word}+host" if host and word != "none" else word for host in on_host for word in measures)
     leanest = replace(fixed, gathered_once=bool(fixed.gathered_once), mlp_tile_rows=max(_tile_choices(needs, fixed)))
     segmented = _set_segments(needs, max(_segment_choices(needs, fixed)))
     for changed_needs in reversed(list(_needs_by_setting(segmented, leanest))):  # states on the host first
@@ -229,9 +240,9 @@ def _refusal_text(leanest: MemoryPlan, budget: MemoryBudget, home: Layout, fixed
 
 
 def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> int:
-    """Return the largest number that fits, or 0, where smaller ones do too.
+    """Return the largest number that fits, or 0 for none; if a number fits, all smaller ones do.
 
-    The search goes up to the first power of two from a limit on.
+    Numbers double until one does not fit or reaches the limit, and halving finds the last that fits below it.
 
     >>> largest_fitting(lambda count: count <= 37)
     37
@@ -256,21 +267,24 @@ def longest_document(
     cp_comm_type: str = "auto",
     fixed: FixedMemory | None = None,
 ) -> tuple[int, MemoryPlan | None]:
-    """Return the most tokens of one document over all slots that fit, in 1024 rows of a slot, and its plan of memory.
+    """Return the most tokens of one document over all slots that fit, and its plan of memory.
 
     >>> tokens, memory = longest_document("Qwen3-8B/config.json", home, MemorySettings(), budget)  # doctest: +SKIP
 
-    `measures` "auto" takes those that need least; a word is that of all layers. 0 and None where nothing fits. Raises
-    PlanError for a model that cannot be counted.
+    Tokens grow by 1024 rows a slot (times tp with sequence parallelism, which splits rows). `measures` "auto" takes
+    those that need least; any other is that of all layers. 0 and None where nothing fits. Raises PlanError for a model
+    that cannot be counted.
     """
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     multiple = home.tp if settings.sequence_parallel else 1
 
     def row_needs(rows: int) -> MemoryNeeds:
+        """Return the needs of one document with so many rows on every slot."""
         plan = plan_fixed([rows * home.slots], home, cp=home.slots, cp_comm_type=cp_comm_type)
         return MemoryNeeds.of(config, home, plan, settings, machine=machine)
 
     def fits(rows: int) -> bool:
+        """Return whether such a document fits under these measures, or under any."""
         if measures != "auto":
             return row_needs(rows).under(measures).fits(budget)
         return _any_choice_fits(row_needs(rows), budget, fixed)
@@ -283,4 +297,4 @@ def longest_document(
     if measures != "auto":
         return low * step * home.slots, needs.under(measures)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    return low * step * home.slots, min(_fitting_or_set_segments(needs, budget, fixed), key=prices.seconds)
+    return low * step * home.slots, min(_list_fitting_plans(needs, budget, fixed), key=prices.seconds)

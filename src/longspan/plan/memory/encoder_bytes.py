@@ -10,9 +10,9 @@ from functools import cached_property
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.memory.step_peak import StepPeak
 
-_BLOCK_ROWS = 8  # tensors so wide as the tower that a block keeps: two norms' inputs and outputs, q, k, v, output
-_BACKWARD_ROWS = 3  # tensors as wide as an MLP, of gradients in its backward pass
-_ROTARY = 4  # bytes of a number of queries and keys while they are turned
+_BLOCK_ROWS = 8  # tensors as wide as the tower that a block keeps: two norms' inputs and outputs, q, k, v, output
+_BACKWARD_ROWS = 3  # tensors of gradients as wide as the MLP in a block's backward pass
+_ROTARY = 4  # bytes of a number of queries and keys while rotary angles are applied, in float32
 
 
 class EncoderBytes:
@@ -22,16 +22,22 @@ class EncoderBytes:
     """
 
     def __init__(self, peak: StepPeak) -> None:
+        """Take the rank whose images are counted."""
         self._peak, self._settings = peak, peak.settings
         self.rows: int = peak.settings.encoder_rows
 
     @cached_property
     def _shape(self) -> EncoderShape | None:
+        """The tower's shape; None without images."""
         return self._peak.numbers.tower_shape if self.rows else None
 
     @cached_property
     def _patches(self) -> float:
-        """Return the patches of this rank's rows of images; a shape that does not merge patches has its own ratio."""
+        """Return the patches of this rank's rows of images.
+
+        A tower that merges a fixed number of patches to a row has that many a row; another one as many as its image
+        of `patches` and `rows`.
+        """
         shape = self._shape
         return (
             0.0 if shape is None else self.rows * (shape.patch_count(1) if shape.merge else shape.patches / shape.rows)
@@ -39,7 +45,10 @@ class EncoderBytes:
 
     @cached_property
     def _mlp_width(self) -> float:
-        """Return how many numbers a patch has inside a block's MLP, in all of its products together."""
+        """Return how many numbers a patch has inside a block's MLP, over all of its products (two, or three if gated).
+
+        A block's weights are those of attention, 4 · width², and width times this number.
+        """
         shape = self._shape
         assert shape is not None
         layers = shape.full_layers + shape.window_layers
@@ -47,7 +56,7 @@ class EncoderBytes:
 
     @cached_property
     def _block_bytes(self) -> float:
-        """Return bytes that all blocks keep of the images, if all of the tower is trained."""
+        """Return bytes that all blocks keep of the images; 0 unless the whole tower is trained, and so has a graph."""
         shape, number = self._shape, self._settings.compute_bytes
         if shape is None or self._settings.encoder_trained != "all":
             return 0.0
@@ -56,6 +65,7 @@ class EncoderBytes:
 
     @property
     def _output_bytes(self) -> float:
+        """Bytes of the encoded rows, which the language model takes."""
         return self.rows * self._peak.row_bytes
 
     @property
@@ -70,13 +80,16 @@ class EncoderBytes:
 
     @property
     def whole_bytes(self) -> float:
-        """Bytes of a whole tower, which is gathered at once, and whose gradients are summed at once."""
+        """Bytes of a whole tower, which is gathered at once, and whose gradients are summed at once.
+
+        Over several slots the weights are there twice: as they arrived, and laid out.
+        """
         tower = self._peak.numbers.tower
         return self._peak.whole(tower) * (1 + (self._peak.shards > 1)) + self._peak.summing_bytes(tower)
 
     @property
     def block_work(self) -> float:
-        """Return bytes of the backward pass of one block."""
+        """Return bytes of the backward pass of one block; an MLP's width is half of the numbers of its two products."""
         if self._shape is None:
             return 0.0
         turned = 2 * self._shape.width * _ROTARY

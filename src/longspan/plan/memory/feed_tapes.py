@@ -12,17 +12,20 @@ from longspan.plan.memory.tape import Work
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import Weights, feed_forward_weights
 
-_INDEX = 8  # bytes of the number of a row
-_OWN_GATES = {"gpt_oss": 4}  # families with another gate, and tensors that it saves between its input and its output
+_INDEX = 8  # bytes of an index (int64)
+_OWN_GATES = {"gpt_oss": 4}  # families with a gate of their own, and how many tensors it saves besides its input
 
 
 def dense_width(read: ConfigReader) -> int:
-    """Return how many numbers a row has inside an MLP."""
+    """Return how many numbers a row has inside an MLP: its last product's weights over the hidden size."""
     return feed_forward_weights(read, "dense").last // read.count("hidden_size")
 
 
 def has_gate(read: ConfigReader) -> bool:
-    """Return whether MLPs and experts have three products, of which one is a gate."""
+    """Return whether MLPs and experts have three products, of which one is a gate.
+
+    Families without a gate are those whose configuration has `mlp_hidden_act`.
+    """
     return read.value("mlp_hidden_act") is None
 
 
@@ -36,7 +39,9 @@ def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
 def _add_tiles(builder: LayerBuilder, name: str, rows: tuple[str, ...], add: Callable[[LayerBuilder], str]) -> str:
     """Add what runs in tiles (`model/activations/tiles.py`): rows are saved, and all else is of one tile at a time.
 
-    Weights in float8 stay for all tiles of a pass, in backward their columns too.
+    While it runs, a pass holds as much as the rows once more (its result, or their gradients), the peak of one tile,
+    and in backward the sums of the weights' gradients, in float32 at least. Weights in float8 stay for all tiles of a
+    pass, in backward their columns too.
     """
     tape, tile = builder.tape, builder.make_tile(rows)
     add(tile)
@@ -83,6 +88,7 @@ def add_experts(builder: LayerBuilder, x: str) -> str:
     share = _add_router(builder, x, visits)
 
     def add_visits(builder: LayerBuilder, x: str) -> str:
+        """Add the experts to this builder's tape: the layer's, or that of one tile."""
         return _add_visits(builder, x, share, visits, gates, width, count)
 
     if builder.tile_rows:
@@ -102,7 +108,7 @@ def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, gates: i
     """
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
     of_experts = count * builder.number * trained
-    visited = partial(builder.rows, bytes_per_number=1)
+    visited = partial(builder.rows, bytes_per_number=1)  # bytes of rows in float8
     narrow = read.count("moe_latent_size") or builder.hidden
     size = builder.rows(visits * narrow)
     copies = tape.run("going", (x,), size)
@@ -155,7 +161,11 @@ def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
 
 
 def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
-    """Add the product of the two halves of a gated MLP; return its output."""
+    """Add the gate of experts, whose first product `inner` has a gate and values side by side; return their product.
+
+    Without a gate it is an activation of `inner`. A gate saves its input, on a CPU one tensor more, and those of
+    `_OWN_GATES` several, which also hold two gradients at a time in backward.
+    """
     tape, size = builder.tape, builder.rows(width)
     between = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
     if not has_gate(builder.read):
@@ -169,8 +179,9 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
 def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
     """Add the experts that every row visits as one MLP, for some families with a weight for each row.
 
-    Their width follows from the counted weights: what is neither the router's nor of experts nor of narrow projections;
-    a remainder of one row is the weight's. Return the sum with `out`.
+    Their width follows from the counted weights: those left without the router, the experts, and the projections to and
+    from a latent size. If a vector of the hidden size remains, it makes the weight for each row. Return the sum with
+    `out`.
     """
     read, hidden = builder.read, builder.hidden
     narrow = read.count("moe_latent_size")

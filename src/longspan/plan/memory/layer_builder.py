@@ -22,7 +22,7 @@ class LayerBuilder:
     `lean` attention saves its local rows under types that exchange heads.
 
     >>> builder = LayerBuilder(read, MemorySettings(), SlotLoad(rows=1024))  # doctest: +SKIP
-    >>> builder.norm("normed", "x", builder.hidden)  # doctest: +SKIP
+    >>> builder.add_norm("normed", "x", builder.hidden)  # doctest: +SKIP
     'normed'
     """
 
@@ -36,6 +36,7 @@ class LayerBuilder:
         ep: int = 1,
         lean: bool = False,
     ) -> None:
+        """Begin a tape with the layer's input "x", of which a rank has 1 / tp under sequence parallelism."""
         self.lean = lean
         self.in_mixer: bool = False  # what is added is of a state-space layer, which no graph holds
         self.in_tile: bool = False  # what is added is of one tile of several, for which weights in float8 stay
@@ -61,7 +62,7 @@ class LayerBuilder:
         return tile_rows if tile_rows < self.load.rows else 0
 
     def make_tile(self, rows: Sequence[str]) -> "LayerBuilder":
-        """Make the builder of one tile, whose tape begins with "x" of the first of these rows, and the others."""
+        """Make the builder of one tile of these tensors of rows: on its tape the first is "x", others keep names."""
         settings, share = replace(self.settings, mlp_tile_rows=0), self.tile_rows / self.load.rows
         load = replace(self.load, rows=self.tile_rows)
         tile = LayerBuilder(self.read, settings, load, tp=self.tp, ep=self.ep, lean=self.lean)
@@ -71,6 +72,7 @@ class LayerBuilder:
         return tile
 
     def _begin_tape(self, sizes: dict[str, float]) -> Tape:
+        """Begin a tape with these inputs; in a compiled layer one kernel adds all gradients of a tensor at its end."""
         return Tape(sizes, added_in_place=self.compile_kind != "layers")
 
     @property
@@ -102,7 +104,9 @@ class LayerBuilder:
     def add_norm(self, name: str, x: str, width: float, groups: float = 1, *, made_again: bool = False) -> str:
         """Add an RMS norm of `groups` parts of a row; return its output.
 
-        A compiled one does not keep an input that is `made_again` from what else is kept.
+        A compiled one does not keep an input that is `made_again` from what else is kept. Without kernels rows become
+        float32 (`wide`), are divided by their root mean square (`even`), and multiplied by the weight; transformers'
+        modules, except Gemma's, round before that product, torch's own norm does not.
         """
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
@@ -123,7 +127,10 @@ class LayerBuilder:
         return tape.run(name, (even,), self.rows(width), saves=saves, work=Work(0.0, even_size))
 
     def add_gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
-        """Add a norm with a gate before it (Mamba 2) or after it (gated delta nets); return its output."""
+        """Add a norm with a gate before it (Mamba 2) or after it (gated delta nets); return its output.
+
+        A kernel keeps its inputs and a root for each group; torch's operations keep what they make in float32 too.
+        """
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
             return tape.run(name, (x, gate), self.rows(width), saves=(x, gate), also=roots)
@@ -136,7 +143,10 @@ class LayerBuilder:
         return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
 
     def float8_work(self, rows_in: float, rows_out: float, weights: float) -> Work:
-        """Return what a product holds in float8 while it runs: its rows, or their gradient, and its weights."""
+        """Return what a product holds in float8 while it runs: its rows, or their gradient, and its weights.
+
+        Inside a tile weights are not counted here: they stay for all tiles, and `float8_weights` counts them once.
+        """
         if not self.settings.float8:
             return Work()
         self.float8_weights += weights
@@ -144,7 +154,11 @@ class LayerBuilder:
         return Work(rows_in + weights, rows_out + weights)
 
     def add_linear(self, name: str, target: str, x: str, width_in: float, width_out: float) -> str:
-        """Add a product with a weight of these widths, with its adapter if the linear `target` has one."""
+        """Add a product with a weight of these widths, with its adapter if the linear `target` has one.
+
+        Only a trained weight saves the input. An adapter's two products (down to its rank, and up) are scaled and added
+        to those of the frozen weight.
+        """
         settings, size, weights = self.settings, self.rows(width_out), width_in * width_out
         work = self.float8_work(self.rows(width_in, 1), self.rows(width_out, 1), weights)
         if settings.trains_all:

@@ -21,9 +21,9 @@ from longspan.plan.shape.mixer_shape import read_mixer_shape
 
 HEAD_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3")  # families with a norm of each query and key
 POST_NORMS = ("gemma2", "gemma3", "glm4")  # families with a norm after attention and after the MLP too
-KEPT_OF_ATTENTION = ("out", "lse")  # by "selective"
-EXCHANGED = ("q_moved", "k_moved", "v_moved", "out_moved")  # by "exchanged" besides
-_ROTARY_WORK = 3  # tensors of queries while they are turned
+KEPT_OF_ATTENTION = ("out", "lse")  # tensors that a layer under "selective" keeps besides its input
+EXCHANGED = ("q_moved", "k_moved", "v_moved", "out_moved")  # and further ones under "exchanged"
+_ROTARY_WORK = 3  # tensors as large as the queries that are alive while rotary angles are applied
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LayerTapes:
     """Makes the tape of a layer from its kind and a slot's rows.
 
     >>> tapes = LayerTapes(ConfigReader.of(config), MemorySettings())  # doctest: +SKIP
-    >>> tapes.tape(kind, SlotLoad(rows=16384)).bytes_saved()  # doctest: +SKIP
+    >>> tapes.make_tape(kind, SlotLoad(rows=16384)).bytes_saved()  # doctest: +SKIP
     """
 
     read: ConfigReader
@@ -74,17 +74,20 @@ class LayerTapes:
 
 
 def _has_post_norms(read: ConfigReader) -> bool:
+    """Return whether the family has a norm after attention and after the MLP too."""
     return read.family.startswith(POST_NORMS)
 
 
 def _add_post_norm(builder: LayerBuilder, name: str, out: str) -> str:
+    """Add the norm behind attention or an MLP if the family has one; return its output, else `out`."""
     return builder.add_norm(name, out, builder.hidden) if _has_post_norms(builder.read) else out
 
 
 def _add_attention(builder: LayerBuilder, x: str) -> str:
     """Add projections, norms of heads, rotary angles, attention, and for some families a gate; return the output.
 
-    A gate is what the counted weights have beyond the four projections; it comes out of the product of queries.
+    A gate is what the counted weights have beyond the four projections; it comes out of the product of queries. With
+    more tensor-parallel ranks than key/value heads, each rank has a copy of one head.
     """
     read, tape, tp, hidden = builder.read, builder.tape, builder.tp, builder.hidden
     widths, kv_heads = attention_widths(read), key_value_heads(read)

@@ -19,8 +19,8 @@ class SlotLoad:
 
     `exchanged_rows` of them are in groups that exchange heads, with key/value heads for `exchanged_key_rows` (more,
     where members need copies of a head). A ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a
-    group whose keys and values are gathered. Documents lie on the slot in so many `runs`. `later` micro-batches find
-    the gradients of earlier ones.
+    group whose keys and values are gathered. Documents lie on the slot in so many `runs`. A `later` micro-batch is not
+    the first of its step: gradients of earlier ones are there.
     """
 
     rows: int
@@ -76,7 +76,9 @@ def _slot_load(
     """Return what one slot works on in one micro-batch: its rows, and how many of them are exchanged, travel or are
     gathered.
 
-    `of` is a model, its settings, a machine and `tp`.
+    `of` is a model, its settings, a machine and `tp`. Rows of a group of one slot, or of a model without attention
+    heads, do not move. A slot without rows counts one, the padding row that a model gets there; the sum is rounded up
+    as the plan pads it.
     """
     rows = exchanged = ring = gathered = runs = 0
     keys = 0.0
@@ -103,10 +105,10 @@ def _slot_load(
 def group_exchange(
     group: Group, read: ConfigReader, settings: MemorySettings, machine: Machine, node_size: int, tp: int
 ) -> tuple[str, int]:
-    """Return the type of most layers of a group, and how many members exchange heads under it.
+    """Return the communication type of most layers of a group, and how many members exchange heads under it.
 
-    "auto" is the type that the settings name, or the one that the machine expects to be fastest. Without heads to
-    exchange it is one member.
+    "auto" is the type that the settings name, or else the one that the machine expects to be fastest. Under a type that
+    exchanges no heads the number is 1; "a2a+p2p" without sizes exchanges between 2.
     """
     kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     kind, sizes = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes

@@ -78,7 +78,7 @@ class MemoryPlan:
         return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
-        """Return the settings of a cost with this plan's recomputed layers, as most of them are, and its gathers."""
+        """Return the settings of a cost under this plan: how many layers recompute, all as most do, and its gathers."""
         return replace(
             settings,
             recomputation=self.recomputation,
@@ -107,7 +107,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
-        """Return what layers keep and what is filled, in one line."""
+        """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
         counts = Counter(self.measures)
         parts = [f"{count} {_WORDS[word]}" for word, count in counts.items()]
         first_part, *further_parts = parts
@@ -191,7 +191,7 @@ class MemoryNeeds:
         return len(self.places[0].numbers.kinds)
 
     def with_settings(self, settings: MemorySettings) -> "MemoryNeeds":
-        """Return the same run under other settings."""
+        """Return the needs of the same run under other settings."""
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
     def words(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
@@ -203,7 +203,7 @@ class MemoryNeeds:
         return tuple(words)
 
     def under(self, measures: str | Sequence[str]) -> MemoryPlan:
-        """Return the plan if layers keep this."""
+        """Return the plan of memory where layers keep what `measures` says: a word for all, or one for each."""
         words, settings = layer_measures(measures, self.layers), self.places[0].settings
         moments = [moment for place in self.places for moment in step_moments(place, self.loads, words)]
         hosts = [place.host_bytes(self.loads, words) for place in self.places]
@@ -220,7 +220,7 @@ class MemoryNeeds:
 
 
 def _count_communicators(plans: Sequence[Plan]) -> int:
-    """Count the groups of several slots, other than all, that a slot is in; each has a communicator."""
+    """Count the groups of plans that the busiest slot is in, of several slots but not all; each has a communicator."""
     groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
     several = [slots for slots in groups if 1 < len(slots) < max(plan.slots for plan in plans)]
     counts = Counter(slot for slots in several for slot in slots)

@@ -34,7 +34,8 @@ def _add_short_convolution(builder: LayerBuilder, x: str, mixer: MixerShape) -> 
 def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     """Add a Mamba 2 mixer and return its output: projection, convolution, scan with its states, gated norm, projection.
 
-    One projection gives gate, rows of the convolution and steps, which are parts of one tensor.
+    One projection gives gate, rows of the convolution and steps, which are parts of one tensor. Autograd saves four
+    float32 tensors between a step as projected and its decay.
     """
     tape, tp = builder.tape, builder.tp
     inner, channels, heads = mixer.last / builder.hidden / tp, mixer.channels / tp, mixer.heads / tp
@@ -89,7 +90,10 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
 
 
 def _add_unit_vectors(builder: LayerBuilder, rolled: str, keys: float) -> tuple[str, str]:
-    """Add queries and keys of length 1: by a kernel that keeps its output, or in float32, which keeps its input too."""
+    """Add queries and keys of length 1: by a kernel that keeps its output, or in float32, which keeps its input too.
+
+    The kernel also keeps one root for each head; a head of keys is taken to have 128 numbers.
+    """
     tape, size, units = builder.tape, _scan_row_bytes(builder, keys), list[str]()
     for name in ("queries", "keys"):
         x, parts = rolled, {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
@@ -100,7 +104,7 @@ def _add_unit_vectors(builder: LayerBuilder, rolled: str, keys: float) -> tuple[
 
 
 def _scan_row_bytes(builder: LayerBuilder, width: float) -> float:
-    """Return the bytes of rows as scans take them."""
+    """Return the bytes of all local rows so wide in the dtype of scans: the compute dtype by kernels, else float32."""
     return builder.rows(width, builder.number if builder.scans_by_kernels else WIDE)
 
 

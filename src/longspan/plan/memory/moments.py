@@ -20,11 +20,11 @@ from longspan.plan.memory.step_peak import LayerBytes, StepPeak
 
 _CHUNK_BYTES = {True: 2 << 30, False: 64 << 20}  # of logits at a time (train/loss.py)
 _AT_THE_LOSS = 3  # rows between layers: before the last norm and after it, and the gradient; of each depth one more
-_OF_WIDE_NORM = 2  # as many more, where the last norm is computed in float32 step by step
+_OF_WIDE_NORM = 2  # so many rows more where no fused kernel runs the last norm, which then goes through float32
 
 
 def step_moments(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
-    """Yield the bytes at every moment of steps with these loads, and at the optimizer's.
+    """Yield the bytes at the optimizer's update, and at every moment of a micro-batch of each of these loads.
 
     >>> max(step_moments(peak, loads, ["full"] * 36), key=lambda moment: moment.total)  # doctest: +SKIP
     """
@@ -37,14 +37,14 @@ def step_moments(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[M
 
 @dataclass(frozen=True)
 class MicroBatchMoments:
-    """One micro-batch of a load."""
+    """The moments of one micro-batch with this load, on one rank whose layers keep these measures."""
 
     peak: StepPeak
     load: SlotLoad
     measures: tuple[Measure, ...]
 
     def all(self) -> Iterator[Bytes]:
-        """Yield all moments."""
+        """Yield the bytes of every moment, in the order of a step; without a backward pass only forward and loss."""
         yield from self._forward_moments()
         yield from self._loss_moments()
         if self.peak.settings.backward:
@@ -53,13 +53,14 @@ class MicroBatchMoments:
 
     @cached_property
     def _layer_bytes(self) -> list[LayerBytes]:
+        """What each layer of this stage keeps and holds if it is in no segment."""
         return [self.peak.layer_bytes(i, self.load, self.measures[i]) for i in self.peak.stage.layers]
 
     @cached_property
     def _waiting_bytes(self) -> list[LayerBytes]:
         """Return what each layer keeps from forward until its segment runs backward.
 
-        Of a segment that is the input of the first layer; without segments each layer keeps all of its own.
+        Of a segment only the first layer's input waits; without segments each layer keeps what its measure says.
         """
         peak, words = self.peak, [self.measures[i] for i in self.peak.stage.layers]
         if peak.settings.segment_layers < 2:
@@ -76,6 +77,7 @@ class MicroBatchMoments:
 
     @cached_property
     def _places(self) -> list[int]:
+        """The number of each layer within its segment, from 0."""
         words = [self.measures[i] for i in self.peak.stage.layers]
         return places_in_segments(words, self.peak.settings.segment_layers)
 
@@ -90,11 +92,13 @@ class MicroBatchMoments:
 
     @cached_property
     def _whole_weights(self) -> list[float]:
+        """Bytes of each layer's gathered weights, and of their float8 copies where these stay."""
         layers = [self.peak.numbers.layers[i] for i in self.peak.stage.layers]
         return [self.peak.whole(numbers) + self.peak.float8_bytes(numbers) for numbers in layers]
 
     @cached_property
     def _root_weights(self) -> float:
+        """Bytes of the gathered weights of embedding and head."""
         return self.peak.whole(self.peak.root_numbers)
 
     @cached_property
@@ -104,13 +108,16 @@ class MicroBatchMoments:
 
     @cached_property
     def _shard_bytes(self) -> float:
-        """Shards of gradients that were there before."""
+        """Bytes of this rank's shards of gradients that earlier micro-batches left; 0 where gradients stay whole."""
         every = self.peak.gradient_bytes(self.peak.all_numbers)
         return every if self.load.later and not self.peak.stays_whole else 0.0
 
     @cached_property
     def _whole_gradients(self) -> float:
-        """Return the whole gradients that micro-batches add up, and that wait for the sum over slots."""
+        """Return the bytes of whole gradients, to which micro-batches add until they are summed over slots at the end.
+
+        0 where weights do not stay whole: then each layer's gradients are summed at once.
+        """
         peak = self.peak
         if not peak.stays_whole or not peak.settings.backward:
             return 0.0
@@ -144,10 +151,10 @@ class MicroBatchMoments:
         """Return the bytes of whole weights while layer i runs forward.
 
         Those are the root's, the layer's (with `gathered_once` also those of the layers before), and as much as the
-        layer's once more where weights arrive from other slots.
-        Where weights stay whole, or are not sharded, they are all layers'.
+        layer's once more where weights arrive from other slots. Where weights stay whole they are those of all layers;
+        unsharded weights count as resident, and only their float8 copies here.
         """
-        if self.peak.stays_whole or not self.peak.settings.shard_parameters:  # then of weights in float8
+        if self.peak.stays_whole or not self.peak.settings.shard_parameters:
             return self._root_weights + sum(self._whole_weights)
         laid_out = sum(self._whole_weights[: i + 1]) if self.peak.settings.gathered_once else self._whole_weights[i]
         return self._root_weights + laid_out + self._arrival_factor * self._whole_weights[i]
@@ -211,7 +218,8 @@ class MicroBatchMoments:
         In the first a layer runs backward; in the second, if weights are sharded, its gradients are summed over ranks.
         What the layer kept for backward is freed between them. Meanwhile the gradients of the layer behind are still
         being sent (`sent_bytes`), and what the layer before keeps on the host is fetched. In a `later` micro-batch
-        the gradients of all layers are there from its start.
+        the gradients of all layers are there from its start. Where weights stay whole, gradients are summed at the end
+        instead (`_end_moments`).
         """
         peak, stage = self.peak, self.peak.stage
         activations, summed = (
@@ -244,7 +252,11 @@ class MicroBatchMoments:
             summed += 0.0 if self.load.later else peak.gradient_bytes(numbers)
 
     def _other_weights_backward(self, i: int) -> float:
-        """Return the bytes of whole weights and gradients in the backward pass of layer i, without the layer's own."""
+        """Return the bytes of whole weights and gradients in the backward pass of layer i, without the layer's own.
+
+        Besides the root they are of the layer before, whose weights are fetched ahead; with `gathered_once` of all
+        layers before, and where weights stay whole of all others.
+        """
         peak = self.peak
         root_numbers = peak.numbers.head.trained * peak.stage.predicts
         if peak.settings.depths and not peak.numbers.tied:  # depths read the embedding: it has a gradient by now

@@ -27,9 +27,9 @@ from longspan.plan.shape.model_shape import ModelShape
 class Numbers:
     """Numbers of parameters: those that a rank gathers, those that are its share before sharding over slots.
 
-    `whole` are gathered at one time (experts divided by ep, the rest by tp), `trained` of them have gradients,
-    `adapters` of these are an adapter's. `share` is a rank's before it is divided by shards, which counts each
-    tensor-parallel rank's part.
+    `whole` are gathered at one time (experts divided by ep, the rest by tp); `trained` counts those with gradients, and
+    `adapters` those of adapters. `share` is what FSDP2 divides over its shards: a tensor-parallel rank's part, with the
+    experts of all ep ranks.
     """
 
     whole: float = 0.0
@@ -57,7 +57,7 @@ class Stage:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """All layers."""
+        """The layers of all chunks, by index."""
         return tuple(layer for chunk in self.chunks for layer in chunk)
 
 
@@ -151,7 +151,8 @@ def _layer_numbers(
 
     Linear layers are split over tp, experts over ep, and norms are on every rank: one before each of the layer's parts.
     `share` has the experts of all ep neighbours, which are among the ranks that it is sharded over. With adapters only
-    their numbers are trained: rank · (inputs + outputs) of each linear that has one.
+    their numbers are trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the
+    experts that a token visits, so experts are counted apart from it.
     """
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:
@@ -205,7 +206,10 @@ def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | Non
 
 
 def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
-    """Count the tower and projector of a model that sees, over all slots; nothing without images."""
+    """Count an encoder's tower and projector, which are sharded over all slots; nothing without images.
+
+    Which of the two are trained is a setting; neither is split over tp.
+    """
     if not settings.encoder_rows:
         return Numbers(), None
     shape = EncoderShape.of(config)
@@ -230,6 +234,7 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     load = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
     counts = [1] * stages
     for _ in range(layers - stages):
+        # Of equally loaded stages the last gets the layer, as in `prepare`.
         least_loaded = min(range(stages), key=lambda stage: (load[stage], -stage))
         load[least_loaded] += 1
         counts[least_loaded] += 1
@@ -238,7 +243,7 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
 
 
 def make_stages(layers: int, home: Layout, settings: MemorySettings, *, of_depths: int = 0) -> tuple[Stage, ...]:
-    """Make what each pipeline rank holds of `layers`; those `of_depths` behind them stand with the last stage.
+    """Return what each pipeline rank holds of `layers`; further layers, `of_depths` many, go to the last stage.
 
     Layers are divided as evenly as `stage_layers` does. With virtual stages rank r has stages r, r + pp and so on, or
     for ZBV stage r from the front and from the end. Each rank's record says whether it has the first stage, and the

@@ -20,8 +20,8 @@ from longspan.plan.plan import Plan
 from longspan.plan.shape.model_shape import ModelShape
 
 BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
-TILED_SHARE = 0.06  # of a layer, that tiles of its MLP add to it (an H200, 128K to 512K rows)
-SHOWN_SHARE = 0.1  # of copies to the host that a layer's work could hide
+TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)
+SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
 
 
 def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> float:
@@ -39,7 +39,8 @@ def step_seconds(
 
     >>> step_seconds("Qwen3-8B/config.json", plans, memory, needs, machine, cost)  # doctest: +SKIP
 
-    `needs` are those of the plans, and `cost` is of a rank. What layers add counts by the tokens of each step.
+    `needs` are those of the plans, and `cost` is of a rank. What layers add in the largest micro-batch, which has
+    `memory.rows` rows a slot, is scaled to the tokens of each step.
     """
     layer_seconds, state_seconds = extra_seconds(config, memory, needs, machine)
     token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
@@ -49,8 +50,9 @@ def step_seconds(
 def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
     """Return the seconds that `MemoryPlan.cost_settings` leaves out: of the largest micro-batch, and of a step.
 
-    The first are of copies to the host, and of layers that keep something else than most: less than 0 where these do
-    less. The others are of the optimizer's states on the host.
+    Those settings know one measure for all layers that recompute. The first figure is what the true measures cost
+    beyond it, copies to the host included; it is negative where they cost less. The second is of the optimizer's states
+    on the host.
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     on_device = replace(memory, offload_states=False)
@@ -100,7 +102,11 @@ class MemoryPrices:
         return seconds + (self._host_seconds(index, word) if host else 0.0)
 
     def _kind_cost(self, kind: Recomputation) -> float:
-        """Return the cost of the load in the whole model, whose layers recompute so."""
+        """Return the seconds of the load in all layers, if all recompute this.
+
+        The load is a slot's part of documents over `degree` slots: as many of equal length as it has pairs of runs, for
+        a document has two on a slot (zigzag).
+        """
         settings = self.place.settings
         costs = CostSettings(
             recomputation=kind,
@@ -115,29 +121,33 @@ class MemoryPrices:
 
     @property
     def degree(self) -> int:
-        """Slots that share a document, as far as a load shows it."""
+        """Slots that share a document: all if the load has rows that are exchanged, travel or are gathered, else 1."""
         load = self.load
         return self.place.home.slots if load.exchanged_rows or load.ring_rows or load.gathered_rows else 1
 
     @property
     def _layer_count(self) -> int:
+        """Decoder layers, with those of depths of prediction."""
         return len(self.place.numbers.kinds)
 
     @cached_property
     def _plain_seconds(self) -> float:
+        """Seconds of a layer that recomputes nothing, forward and backward."""
         return self._kind_cost("none") / self._layer_count
 
     @cached_property
     def _selective_seconds(self) -> float:
+        """Seconds that a layer takes longer if it recomputes all but attention."""
         return max(0.0, self._kind_cost("selective") / self._layer_count - self._plain_seconds)
 
     @cached_property
     def _full_seconds(self) -> float:
+        """Seconds that a layer takes longer if it recomputes all."""
         return max(0.0, self._kind_cost("full") / self._layer_count - self._plain_seconds)
 
     @cached_property
     def _exchange_seconds(self) -> dict[str, float]:
-        """Return queries, keys and values of a layer once more; under "full" its outputs too."""
+        """Return, by measure, the seconds of a layer's repeated exchanges: of q, k, v; under "full" of outputs too."""
         if not self.load.exchanged_rows:
             return {}
         shape = ModelShape.of(self.config, depths=self.place.settings.depths)
@@ -150,7 +160,10 @@ class MemoryPrices:
         return {kind: number * width for kind, width in widths.items()}
 
     def _host_seconds(self, index: int, word: str) -> float:
-        """Return the seconds of copies there and back: what passes do not hide, and a share of what they do."""
+        """Return the seconds of copies there and back: what passes do not hide, and a share of what they do.
+
+        A forward pass is taken to be a third of a layer's time.
+        """
         size = self.place.layer_bytes(index, self.load, word).host  # pyright: ignore[reportArgumentType]
         copied = size / self.machine.host_copy_bytes_per_second
         forward = self._plain_seconds / 3
@@ -161,7 +174,7 @@ class MemoryPrices:
     @cached_property
     def _gather_seconds(self) -> float:
         """Return the seconds of the second gather of weights in a micro-batch: copies, and the part of the wire's time
-        that shows.
+        that shows; 0 where weights are not sharded, or stay whole.
         """
         place, machine = self.place, self.machine
         if place.shards == 1 or place.stays_whole:

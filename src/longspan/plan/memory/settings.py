@@ -15,7 +15,7 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 STATE_BUCKET_BYTES = 256 << 20
 """States in a bucket that an update copies from the host, of which two are on the device: 5 ms of a bus of 55 GB/s, a
 thousand times what it takes to start a copy."""
-MOMENTS = {"adamw": 2.0, "sgd": 0.0}  # numbers of state of a weight
+MOMENTS = {"adamw": 2.0, "sgd": 0.0}  # numbers of state that an optimizer has for each weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,10 @@ class MemorySettings:
     >>> MemorySettings(parameter_bytes=2, lora_rank=16).trains_all
     False
 
-    `parameter_bytes` of a weight, its gradient and each of `state_numbers` of its optimizer; `compute_bytes` of
-    activations and gathered weights. Adapters of `lora_rank` (0: none) on the linears `lora_targets` (none named: every
-    linear of decoder layers) have `adapter_bytes`. `depths` of multi-token prediction. `shard_parameters` as in
+    A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer; numbers
+    of activations and gathered weights have `compute_bytes`. Adapters of `lora_rank` (0: none) on the linears
+    `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number. There are `depths` of
+    multi-token prediction. `shard_parameters` as in
     `prepare`. `gathered_once` keeps a layer's weights between forward and backward; `offload_states` keeps the
     optimizer's states on the host. `mlp_tile_rows` and `loss_chunk_rows` as in [train]; only `target_share` of rows
     predict a token. `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole.
@@ -69,7 +70,7 @@ class MemorySettings:
     encoder_trained: Literal["all", "projector", "none"] = "all"
 
     def __post_init__(self) -> None:
-        """Raise PlanError for numbers that cannot be."""
+        """Raise PlanError for counts that are no integers or too small: bytes and `vpp` under 1, others under 0."""
         for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):
             check_count(f"{name} of memory settings", getattr(self, name))
         for name in ("lora_rank", "depths", "mlp_tile_rows", "segment_layers", "loss_chunk_rows", "encoder_rows"):
@@ -81,7 +82,7 @@ class MemorySettings:
         return not self.lora_rank
 
     def has_adapter(self, linear: str) -> bool:
-        """Return whether a linear of this name has an adapter."""
+        """Return whether a linear of this name has an adapter; of dotted targets the last part counts."""
         return bool(self.lora_rank) and (
             not self.lora_targets or linear in {target.rpartition(".")[2] for target in self.lora_targets}
         )
@@ -93,7 +94,7 @@ class MemorySettings:
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of a number of a gradient while it is summed over slots."""
+        """Bytes of a number of a gradient while it is summed over slots: float32 at least."""
         return max(4, self.weight_bytes)
 
 
@@ -110,7 +111,9 @@ class MemoryBudget:
 
 
 def places_in_segments(words: Sequence[str], size: int) -> list[int]:
-    """Return the place of each layer in its segment, of at most so many layers in a row that recompute.
+    """Return the number of each layer within its segment: at most `size` layers in a row that recompute.
+
+    A layer that keeps all ("none") is in no segment and has 0.
 
     >>> places_in_segments(["none", "full", "full", "full"], 2)
     [0, 0, 1, 0]
@@ -123,9 +126,9 @@ def places_in_segments(words: Sequence[str], size: int) -> list[int]:
 
 
 def layer_measures(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:
-    """Return one measure a layer, of one word for all or of one for each.
+    """Return one measure a layer, from one word for all layers or one for each.
 
-    Raises PlanError for others, and for another count.
+    Raises PlanError for a word that is no measure, and for another number of words than layers.
     """
     several = (words,) * layers if isinstance(words, str) else tuple(words)
     for word in several:

@@ -20,7 +20,9 @@ from longspan.plan.shape.layers import LayerKind
 CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels (bench/records/memory-measured-H200.json)
 COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group (bench/records/communicators-4xH200.md)
 _OF_A_DEPTH = (
-    5  # rows of a depth of multi-token prediction around its layer: embedded, both joined, before its norm, after
+    # Tensors of rows that a depth of multi-token prediction keeps around its layer: the embedded tokens, these joined
+    # with the hidden states (twice as wide), and the layer's output before and after its norm.
+    5
 )
 _Key = tuple[LayerKind, SlotLoad, Measure, bool, int]  # the rows of a tile last
 
@@ -38,7 +40,8 @@ class LayerBytes:
 class StepPeak:
     """A rank of a home at one pipeline position: what it holds, for any load and measures.
 
-    `in_flight` micro-batches have run forward and not backward at once; a slot is in so many `groups` of several slots.
+    At most `in_flight` micro-batches have run forward and wait for backward; a slot is in so many `groups` of several
+    slots. `layers_so_far` remembers what `layer_bytes` counted.
     """
 
     read: ConfigReader
@@ -66,7 +69,11 @@ class StepPeak:
         return self.read.count("hidden_size") * self.settings.compute_bytes
 
     def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
-        """Return what one layer keeps and holds of a load."""
+        """Return what one layer keeps of a load and holds while it runs; the same for all layers of a kind.
+
+        Under "selective" attention is `lean`: it saves rows from before an exchange. The first layer of a depth of
+        prediction also keeps the depth's own rows.
+        """
         is_depth = self.numbers.begins_depth(layer)
         key = self.numbers.kinds[layer], load, measure, is_depth, self.settings.mlp_tile_rows
         if key not in self.layers_so_far:
@@ -80,7 +87,7 @@ class StepPeak:
 
     @cached_property
     def all_numbers(self) -> Numbers:
-        """All parameters that are here, towers included."""
+        """All parameters of this rank's stage, and of an encoder's tower."""
         return sum((self.numbers.layers[i] for i in self.stage.layers), self.root_numbers) + self.numbers.tower
 
     @cached_property
@@ -92,7 +99,8 @@ class StepPeak:
     def resident_bytes(self) -> Bytes:
         """Return the bytes of this rank's shards of weights and states, and of what every GPU has.
 
-        Trained weights may be of another dtype than frozen ones; a tower is trained by keys of its own.
+        Trained weights may be of another dtype than frozen ones. Whether a tower is trained is a setting of its own, so
+        its whole share is replaced by its trained part.
         """
         settings, all_numbers, tower = self.settings, self.all_numbers, self.numbers.tower
         trained = all_numbers.share if settings.trains_all else all_numbers.adapters
@@ -105,7 +113,7 @@ class StepPeak:
         )
 
     def _optimizer_state_bytes(self) -> int:
-        """Return the bytes of the optimizer's states of this rank's shards: of all that is trained, the tower apart."""
+        """Return the bytes of the optimizer's states of this rank's shards; of a tower only its trained part counts."""
         settings, numbers, tower = self.settings, self.all_numbers, self.numbers.tower
         if not settings.backward:
             return 0
@@ -114,13 +122,13 @@ class StepPeak:
 
     @property
     def update_state_bytes(self) -> int:
-        """Bytes of states on the device during an update: all, or of those on the host the most that it copies."""
+        """Bytes of states on the device during an update: all, or of states on the host the two buckets in transit."""
         every = self._optimizer_state_bytes()
         return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every
 
     def _communicator_bytes(self) -> int:
-        """Return the bytes of CUDA's context and NCCL's communicators: two of slots, one of each other kind, and the
-        plan's.
+        """Return the bytes of CUDA's context and NCCL's communicators: two over all slots, one for each other axis, and
+        those of the plan's groups.
         """
         if not self.settings.gpu:
             return 0
@@ -129,16 +137,19 @@ class StepPeak:
         return CONTEXT_BYTES + COMMUNICATOR_BYTES * (groups + self.groups)
 
     def gradient_bytes(self, numbers: Numbers) -> float:
-        """Return the bytes of this rank's shard of the gradients of these parameters."""
+        """Return the bytes of this rank's shard of the gradients of these parameters.
+
+        With HSDP they have the dtype of sums, since replicas are added after the sum over shards.
+        """
         if not numbers.trained or not self.settings.backward:
             return 0.0
         size = self.settings.weight_bytes
         if self.home.dp_replicate > 1:
-            size = max(size, self.settings.reduce_bytes)  # sums over a copy's shards, until copies are added
+            size = max(size, self.settings.reduce_bytes)
         return numbers.trained / numbers.whole * numbers.share * size / self.shards
 
     def whole(self, numbers: Numbers) -> float:
-        """Return the bytes of these parameters as a layer computes with them, where FSDP2 makes them."""
+        """Return the bytes of these parameters whole in the compute dtype, as FSDP2 gathers them; 0 without FSDP2."""
         return numbers.whole * self.settings.compute_bytes if self.settings.shard_parameters else 0.0
 
     def float8_bytes(self, numbers: Numbers) -> float:
@@ -158,14 +169,14 @@ class StepPeak:
         return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
     def _host_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> float:
-        """Return what waits on the host of a layer, or of the segment that it begins."""
+        """Return what waits on the host of a layer, or of the segment that it begins: of a segment only the input."""
         begins = self.settings.segment_layers > 1 and measure.endswith("+host")
         return self.layer_bytes(layer, load, "full+host" if begins else measure).host
 
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
         """Return the bytes that wait on the host: activations of the largest load, and states.
 
-        Of a segment only the first layer's input waits.
+        Of a segment only the first layer's input waits; without segments each layer counts as one of its own.
         """
         places = places_in_segments([measures[i] for i in self.stage.layers], self.settings.segment_layers)
         if self.settings.segment_layers < 2:
@@ -177,7 +188,10 @@ class StepPeak:
 
 
 def _tape_bytes(tape: Tape, measure: Measure) -> LayerBytes:
-    """Return what a layer keeps under a measure, and its peaks above that."""
+    """Return what a layer keeps under a measure, and its peaks above that.
+
+    Under "none" nothing runs again in backward, and the tape's peak includes the kept bytes: they are taken off.
+    """
     kind, _, host = measure.partition("+")
     size = bytes_kept(tape, kind)
     if kind == "none":
@@ -195,5 +209,6 @@ def bytes_kept(tape: Tape, kind: str) -> float:
 
 
 def _names_to_keep(tape: Tape, kind: str) -> set[str]:
+    """Return the tensors of the tape that a layer that recomputes keeps: its input, what lasts, and by its measure."""
     names = ["x", *tape.lasting, *KEPT_OF_ATTENTION * (kind != "full"), *EXCHANGED * (kind == "exchanged")]
     return set(names) & set(tape.sizes)

@@ -17,7 +17,7 @@ class Work(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation: `inputs` to `outputs`; `saves` are tensors that backward needs, inputs or outputs.
+    """One operation: `inputs` to `outputs`, the first its result; `saves` are inputs or outputs that backward needs.
 
     `through`: the gradient of the output is that of every input, as in a sum. `weights` are bytes of gradients of its
     parameters.
@@ -47,11 +47,13 @@ class Tape:
     >>> tape.bytes_saved(), tape.peaks(held=("x",)).backward
     (8.0, 32.0)
 
-    Tensors that need no gradient are `constants`; `lasting` ones are kept even where the layer runs again. Gradients of
-    a tensor with several uses are `added_in_place` one by one, or stay until one kernel adds them.
+    `sizes` are bytes of tensors by name. Tensors that need no gradient are `constants`; `lasting` ones are kept even
+    where the layer runs again. Gradients of a tensor with several uses are `added_in_place` one by one, or stay until
+    one kernel adds them.
     """
 
     def __init__(self, sizes: dict[str, float], *, added_in_place: bool = True) -> None:
+        """Begin with these inputs and no operation."""
         self.sizes = dict(sizes)
         self.added_in_place = added_in_place
         self.operations: list[Operation] = []
@@ -70,7 +72,10 @@ class Tape:
         weights: float = 0.0,
         work: Work = Work(),  # noqa: B008
     ) -> str:
-        """Add an operation that makes `output` of so many bytes; `also` are tensors that it makes and only saves."""
+        """Add an operation that makes `output` of `size` bytes; return its name.
+
+        `also` are bytes of tensors that it makes and saves for its own backward, which need no gradient.
+        """
         assert output not in self.sizes, f"{output} is made twice"
         extra = also or {}
         self.sizes |= {output: size} | extra
@@ -89,7 +94,7 @@ class Tape:
         return {name for operation in self.operations for name in operation.saves}
 
     def bytes_saved(self, but: Collection[str] = ()) -> float:
-        """Return the bytes of the tensors that backward needs, without some."""
+        """Return the bytes of the tensors that backward needs, without those named in `but`."""
         return sum(self.sizes[name] for name in self.names_saved() if name not in but)
 
     def weight_bytes(self) -> float:
@@ -99,8 +104,9 @@ class Tape:
     def peaks(self, held: Collection[str], *, again: bool = True) -> Peaks:
         """Return the peaks of the layer's passes; `held` is kept in between and not counted: at least the input.
 
-        With `again`, backward begins with a forward pass that saves what backward needs, without its end that saves
-        nothing, as torch stops early; without, all that is saved is there already, and is counted too.
+        With `again`, backward begins with a forward pass that saves what backward needs; it stops, as torch does, after
+        the last operation that saves something, and the gradient of the output waits meanwhile. Without `again` all
+        that is saved is there already, and is counted too.
         """
         forward = self._forward_peak(held, frozenset())
         saved = self.names_saved()
@@ -110,7 +116,8 @@ class Tape:
     def _forward_peak(self, held: Collection[str], saved: frozenset[str], *, stop_early: bool = False) -> float:
         """Return the most bytes alive in a forward pass: of tensors until their last use, and of saved ones.
 
-        With `stop_early` it ends with the last operation that saves anything, as recomputation does.
+        With `stop_early` it ends with the last operation that saves anything, as recomputation does. The result of the
+        whole layer stays alive to the end, and what is `held` counts elsewhere.
         """
         operations = self.operations
         if stop_early:

@@ -21,13 +21,13 @@ from longspan.ssm.kernels.packages import package_lack
 from longspan.ssm.kernels.runs import LocalRuns, pick_rows
 
 NAME = "mamba_ssm"
-_NEEDED = (2, 3)
-_CHUNK = 128
+_NEEDED = (2, 3)  # version
+_CHUNK = 128  # rows
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def mamba_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need for these kernels; "" if nothing."""
+    """Return what a recurrence would need to be run by these kernels, for an error; "" if they can run it."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     if recurrence.dtype not in _DTYPES:
@@ -39,17 +39,19 @@ class _Chunks:
     """Inputs in whole chunks: b, c (1, L, G, K), x (1, L, H, V), sums of log-decays inside chunks (1, H, N, C)."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Lay the inputs out; mamba_ssm names queries c, keys b and values x, and c takes the scale."""
         self.runs = runs.cut_chunks(_CHUNK)
         self.c = self.lay_out(inputs.q if scale == 1.0 else inputs.q * scale)
         self.b, self.x = self.lay_out(inputs.k), self.lay_out(inputs.v)
         log_decays = self.lay_out(inputs.g).view(self.runs.chunks, _CHUNK, -1)
         self.sums = log_decays.cumsum(1).permute(2, 0, 1).contiguous().unsqueeze(0)
-        self.whole = self.sums[0, :, :, -1].t().contiguous()  # (N, H)
-        self.base_two = self.whole / math.log(2)
+        self.whole = self.sums[0, :, :, -1].t().contiguous()  # (N, H): log-decays of whole chunks
+        self.base_two = self.whole / math.log(2)  # as `scan_chunks` takes them
         self.steps = self.sums.new_ones(1).expand(self.sums.shape)  # dt: values come multiplied by it
 
     def lay_out(self, rows: Tensor) -> Tensor:
         """Lay rows (T, ·, ·) out in full chunks (1, L, ·, ·), zero where a run's last chunk has no row."""
+        # The row of each place; the number of rows, where the appended zeros lie, for a place without a row.
         places = self.runs.padded_rows
         if places is not None:
             rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, places)
@@ -80,12 +82,14 @@ class MambaForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Lay the inputs out in chunks."""
         self._inputs, self._chunks = inputs, _Chunks(inputs, runs, scale)
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""
+        """Return what runs `leaving` add to the state, and the decays over runs `carrying`, as `Forward.summaries`."""
         chunks, (heads, size, width) = self._chunks, self._inputs.state_shape
+        # States of mamba_ssm are (V, K), transposed to ours.
         zero = chunks.sums.new_zeros((len(chunks.runs.lengths), heads, width, size))
         states = scan_chunks(chunks.additions(), chunks.base_two, zero, chunks.runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, chunks.runs.run_of_chunk, chunks.whole)
@@ -105,17 +109,18 @@ class MambaBackward:
     """A backward pass; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Compute, for each chunk, the gradient of its outputs by the state that enters it: (N, H, V, K)."""
         self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
         self._chunks = chunks = _Chunks(inputs, runs, scale)
         self._dout = chunks.lay_out(saved.dout.to(inputs.v.dtype))
         gradients_of_states = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
-        self._read = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
+        self._added_gradients = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
         self._h = inputs.v[:0]
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs."""
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, with 0 at final states."""
         zero = torch.zeros_like(self._states)
-        return pick_rows(self._chunk_sums(zero), runs).mT
+        return pick_rows(self._scan_backwards(zero), runs).mT
 
     def prepare_chunks(self) -> None:
         """Compute the states of chunks once more."""
@@ -129,7 +134,7 @@ class MambaBackward:
         gradient of log-decays sums what each position's decay has scaled, over the positions behind it.
         """
         chunks, dh = self._chunks, torch.empty_like(self._h)
-        self._chunk_sums(leaving.mT.contiguous(), into=dh)
+        self._scan_backwards(leaving.mT.contiguous(), into=dh)
         products, groups = chunks.products(), self._inputs.k.shape[1]
         inside = (chunks.x, chunks.steps, chunks.sums)
         dx, *_ = _mamba_function("ssd_combined", "_chunk_scan_chunk_state_bwd_dx")(
@@ -150,17 +155,20 @@ class MambaBackward:
         return (dq if self._scale == 1.0 else dq * self._scale), dk, dv, dg.unsqueeze(-1)
 
     def _whole_decay_gradients(self, dh: Tensor) -> Tensor:
-        """Return gradients of the decays of whole chunks, by the states that went through them: (1, H, N)."""
+        """Return the gradients of whole chunks' log-decays: decay · Σ entering state · gradient behind, (1, H, N)."""
         passed = torch.linalg.vecdot(self._h.float().flatten(3), dh.float().flatten(3))
         return (passed * self._chunks.whole.exp()).transpose(1, 2)
 
-    def _chunk_sums(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
-        """Sum over the chunks of each run, from the gradients at their final states."""
+    def _scan_backwards(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
+        """Scan each run's chunks backwards: from gradients (R, H, V, K) at final states to those at entering states.
+
+        `into` gets the gradient at the state behind each chunk.
+        """
         chunks = self._chunks
-        return scan_chunks(self._read, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)
+        return scan_chunks(self._added_gradients, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)
 
 
 @cache
 def _mamba_function(module: str, name: str) -> Callable[..., Any]:
-    """Return `mamba_ssm.ops.triton.MODULE.NAME`."""
+    """Return `mamba_ssm.ops.triton.MODULE.NAME`; imported on first use, since the package may not be installed."""
     return getattr(import_module(f"mamba_ssm.ops.triton.{module}"), name)

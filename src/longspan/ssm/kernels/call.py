@@ -12,7 +12,10 @@ from longspan.ssm.kernels.runs import LocalRuns
 
 
 class Inputs(NamedTuple):
-    """q, k (T, G, K), v (T, H, V), g (T, H, K or 1), beta (T, H) or None; head h of v reads head h // (H // G) of k."""
+    """q, k (T, G, K), v (T, H, V), g (T, H, K or 1), beta (T, H) or None; head h of v reads head h // (H // G) of k.
+
+    q reads the state, k and v write to it, g are log-decays, and beta the factors of a delta rule.
+    """
 
     q: Tensor
     k: Tensor
@@ -21,12 +24,12 @@ class Inputs(NamedTuple):
     beta: Tensor | None
 
     def rows(self, start: int, stop: int) -> "Inputs":
-        """Return these rows of all of them."""
+        """Return rows `start` to `stop` of all inputs."""
         return Inputs(*(None if x is None else x[start:stop] for x in self))  # pyright: ignore[reportArgumentType]
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """(H, K, V)."""
+        """The shape (H, K, V) of one run's state."""
         return self.v.shape[1], self.k.shape[2], self.v.shape[2]
 
 
@@ -77,7 +80,7 @@ class Backward(Protocol):
         ...
 
     def prepare_chunks(self) -> None:
-        """Do what may be done while gradients of states travel."""
+        """Do work that needs no gradient at final states, while these are exchanged."""
         ...
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
@@ -97,9 +100,9 @@ class SavedScan(NamedTuple):
 class ScanKernel:
     """A kernel by its name.
 
-    `lacks(recurrence)` returns what it would need and does not have, "" for nothing; `half` whether it takes q, k and v
-    in half precision as they are. `forward(inputs, runs, scale)` and `backward(inputs, runs, scale, saved)` begin
-    passes, in which q is multiplied by `scale`.
+    `lacks(recurrence)` returns what it would need and does not have, "" for nothing; `half` says whether it takes q, k
+    and v in half precision (otherwise they are cast to float32). `forward(inputs, runs, scale)` and
+    `backward(inputs, runs, scale, saved)` begin passes, in which q is multiplied by `scale`.
     """
 
     name: str

@@ -23,10 +23,10 @@ def _sum_taps(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum weight · row over the last BEFORE + 1 rows up to row ROW of a run, for BLOCK channels; before activation.
+    """Convolve row ROW of a run, for BLOCK channels, without activation: Σ weight · row over BEFORE + 1 rows up to it.
 
-    Rows before the run are in `arrived`, at the places in `table`, −1 for none, which counts as zeros. The run begins
-    at row `start` of x; its tap i reads the row BEFORE − i rows back.
+    The run begins at row `start` of x; weight i multiplies the row BEFORE − i rows back. Rows before the run are in
+    `arrived`, at the indices in `table`; −1 stands for none, which counts as zeros.
     """
     y = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in tl.static_range(BEFORE + 1):
@@ -68,6 +68,7 @@ def write_first_kernel(
     One program does BLOCK channels of the first BEFORE rows of one run.
     """
     run = tl.program_id(1)
+    # 64 bits: where channels lie apart by as much as all rows, channel times stride passes 2^31.
     channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
     for row in tl.static_range(BEFORE):
@@ -104,11 +105,11 @@ def arrived_gradients_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute the gradients of rows that arrived for a run, which no other run reads.
+    """Compute the gradients of rows that arrived for a run; each is read by this run alone, and so written once.
 
-    The row in column c before the run has Σ rows weight[c − row] · dy over the run's first rows ≤ c, where dy = dout ·
-    σ(y) (1 + y (1 − σ(y))) with SILU. One program does BLOCK channels of all (up to COLUMNS) rows before one run; with
-    SILU it computes the run's first outputs y again.
+    The gradient of the row in column c before the run is Σ weight[c − row] · dy[row] over the run's rows 0 to c, where
+    dy is dout, or with SILU dout · σ(y) (1 + y (1 − σ(y))), for which y is computed again. One program does BLOCK
+    channels of all (up to COLUMNS) rows before one run.
     """
     run = tl.program_id(1)
     channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart

@@ -4,9 +4,8 @@
 zeros before each run, and once the rows before the runs have arrived, it writes the first rows of those runs again.
 
 flash-linear-attention runs half precision on GPUs. causal_conv1d is used only if it is named (github.com/Dao-AILab/
-causal-conv1d, `causal_conv1d.cpp_functions` of 1.6). In its backward pass a single run takes the rows before it as an
-initial state. It does not combine initial states with several runs in one row, so several runs are laid out one after
-another with the rows before each between them (in forward: with zeros).
+causal-conv1d, `causal_conv1d.cpp_functions` of 1.6). It takes an initial state only for a single run, so several runs
+are laid out one after another with the rows before each between them (in forward: with zeros).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +30,11 @@ from longspan.ssm.kernels.runs import LocalRuns
 
 
 class Before(NamedTuple):
-    """Where the rows before runs lie; see `Halo`.
+    """Where the `width` rows before each run lie; see `Halo`.
 
-    `source` (T + runs · width,) for each run the rows before it, then its own, as rows of [local rows | arrived rows |
-    one zero row]; `local` (T,) the places of the local rows in it; `run`, `column` (arrived,): the run before which
-    each arrived row lies, and its column of width + 1, whose first stays empty.
+    `source` (T + runs · width,) lists for each run the rows before it, then its own, as indices into [local rows |
+    arrived rows | one zero row]; `local` (T,) are the indices of local rows in that list. For each arrived row, `run`
+    is the run that it lies before, and `column` where, of width + 1 columns of which the first stays empty.
     """
 
     width: int
@@ -56,8 +55,8 @@ class Convolution(NamedTuple):
 class FirstRows(NamedTuple):
     """The rows of runs that read rows which arrive: of each such run the first, `width` at most.
 
-    `rows` (N,) of the local rows, `before` of them as runs of their own; `starts` (R,) the first of each run and
-    `counts` (R,) how many; `arrived` (R, width) which arrived rows lie before each, −1 where none does.
+    `rows` (N,) are their local indices, and `before` treats them as runs of their own. For each of R runs, `starts` is
+    its first row, `counts` how many are meant, `arrived` (R, width) which arrived rows lie before it, −1 for none.
     """
 
     rows: Tensor
@@ -90,6 +89,7 @@ class ConvolutionKernel:
 
 
 def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+    """Convolve the local rows with zeros before every run."""
     return _convolve_runs(x, x[:0], convolution, isolated)
 
 
@@ -113,6 +113,7 @@ def _torch_backward(
 
 
 def _torch_write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
+    """Convolve the first rows of runs again, behind the rows that arrived, and write them into y."""
     y.index_copy_(0, first.rows, _convolve_runs(x.index_select(0, first.rows), arrived, convolution, first.before))
 
 
@@ -127,7 +128,10 @@ def _torch_arrived_gradients(
 
 
 def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before: Before) -> Tensor:
-    """Run one convolution over all runs, each behind the rows before it."""
+    """Run one convolution over all runs, laid out each behind the `width` rows before it.
+
+    Output j reads inputs j to j + width, so the output of the row at index i of the layout is number i − width.
+    """
     weight, bias, silu = convolution
     rows = torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source)
     y = F.conv1d(rows.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
@@ -138,7 +142,6 @@ def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before:
 TORCH_CONVOLUTION = ConvolutionKernel(
     "torch", lambda x, weight: "", _torch_forward, _torch_backward, _torch_write_first, _torch_arrived_gradients
 )
-
 
 _BLOCK = 256  # channels of a program
 
@@ -151,6 +154,7 @@ def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution,
 
 def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> Tensor:
     """Compute gradients of the rows that arrived, by our kernel; see `ConvolutionKernel`."""
+    # Triton's blocks have a power of two columns.
     gradients, columns = torch.empty_like(arrived), 1 << (first.arrived.shape[1] - 1).bit_length()
     grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)
     _first_rows_kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
@@ -163,7 +167,7 @@ def _launch_arguments(
     """Return the number of programs, the arguments and the sizes of a kernel; `y` is the output, or its gradient."""
     weight, bias, silu = convolution
     (runs, width), channels = first.arrived.shape, x.shape[1]
-    tensors = (y, x, arrived, weight.contiguous(), weight if bias is None else bias)
+    tensors = (y, x, arrived, weight.contiguous(), weight if bias is None else bias)  # without bias it is not read
     places = (first.starts, first.counts, first.arrived, *y.stride(), *x.stride())
     sizes = {"CHANNELS": channels, "BEFORE": width, "BIAS": bias is not None, "SILU": silu, "BLOCK": _BLOCK}
     return (-(-channels // _BLOCK), runs), (*tensors, *places), sizes
@@ -171,6 +175,7 @@ def _launch_arguments(
 
 @cache
 def _first_rows_kernel(name: str) -> Any:
+    """Return the Triton kernel of this name; imported on first use, for Triton may not be installed."""
     from longspan.ssm.kernels import convolution_kernels
 
     return getattr(convolution_kernels, name)
@@ -180,7 +185,7 @@ _FLA_MODULE = "modules.causal_conv1d.ops"
 
 
 def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> Tensor | None:
-    """Return the rows before each run as a state (R, C, W), whose first column the kernel does not read."""
+    """Return arrived rows before runs as a state (R, C, W), whose first column is not read; None if none arrived."""
     if not len(arrived):
         return None
     state = x.new_zeros((len(runs.lengths), x.shape[1], before.width + 1))
@@ -202,6 +207,7 @@ def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | No
 
 
 def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+    """Convolve the local rows by fla's kernel; without an initial state each run begins with zeros."""
     arguments = _fla_arguments(convolution, runs, None)
     return fla_function(_FLA_MODULE, "causal_conv1d_fwd")(x=x.unsqueeze(0), **arguments)[0].squeeze(0)
 
@@ -226,14 +232,15 @@ FLA_CONVOLUTION = ConvolutionKernel(
 )
 
 
+# What causal_conv1d needs: version, dtypes, widths of the convolution, and a number of channels that is a multiple.
 _NEEDED = (1, 6)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTHS = range(2, 5)
-_CHANNELS = 8  # their number is a multiple of it
+_CHANNELS = 8
 
 
 def _conv1d_lack(x: Tensor, weight: Tensor) -> str:
-    """Return what causal_conv1d needs that is not there; "" if nothing."""
+    """Return what causal_conv1d would need to be used here, for an error; "" if it can be used."""
     channels, width = weight.shape
     if x.dtype not in _DTYPES:
         return f"bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')}"
@@ -258,7 +265,7 @@ def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isola
 def _package_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
 ) -> ConvolutionGradients:
-    """Compute gradients of rows and parameters by causal_conv1d; several runs are laid out in one row."""
+    """Compute gradients of rows and parameters by causal_conv1d."""
     rows, state = _rows_and_state(x, arrived, runs, before)
     weight, bias, silu = convolution
     is_single = len(runs.lengths) == 1
@@ -279,7 +286,10 @@ def _package_backward(
 
 
 def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
-    """Return the rows to convolve and their initial state (1, C, width): rows of one run, or all laid out."""
+    """Return the rows to convolve and their initial state (1, C, width), if any: the arrived rows for a single run.
+
+    Several runs are laid out in one row, each behind the rows before it.
+    """
     x = x if x.is_contiguous() else x.contiguous()
     if len(runs.lengths) > 1:
         return torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source), None
@@ -296,6 +306,7 @@ def _channels_last(rows: Tensor) -> Tensor:
 
 
 def _conv_package() -> Any:
+    """Return causal_conv1d's functions; imported on use, for the package may not be installed."""
     return import_module("causal_conv1d.cpp_functions")
 
 
@@ -307,8 +318,8 @@ PACKAGE_CONVOLUTION = ConvolutionKernel(
 def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
     """Choose the kernel for rows x (T, C) and weight (C, W): flash-linear-attention's where it can, else torch's.
 
-    `kernel_names` are those of all kernels of a mixer. Of these "torch" and the package causal_conv1d choose the
-    convolution; names of scans do not. Raises LayoutError for an unknown name, or a package that cannot.
+    `kernel_names` are those of all kernels of a mixer, of which "torch" and "causal_conv1d" concern the convolution.
+    Raises LayoutError for an unknown name, or where causal_conv1d is named and cannot be used.
     """
     check_kernel_names(kernel_names)
     if TORCH_ONLY in kernel_names:

@@ -16,7 +16,7 @@ from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
 from longspan.ssm.kernels.packages import add_batch_dim, chunk_cumsum, fla_function, fla_lack, match_inputs, run_indices
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, pick_rows
 
-_BLOCK = 1024
+_BLOCK = 1024  # numbers of a head's state that one program scans
 
 
 def scan_chunks(
@@ -30,7 +30,7 @@ def scan_chunks(
 ) -> Tensor:
     """Scan the chunks of each run from `states` (R, H, K, V); return their final states, float32.
 
-    Each chunk fades the state by its decay (N, H), a power of two, and adds its addition (N, G, K, H / G · V), float32.
+    Each chunk multiplies the state by 2^decay, decays (N, H), and adds its addition (N, G, K, H / G · V), float32.
     `into` (1, N, H, K, V) gets the state before each chunk. `backwards` goes through chunks in reverse, for gradients:
     `into` then gets the gradient at the state after each chunk.
     """
@@ -57,32 +57,34 @@ def scan_chunks(
 
 @cache
 def _chunks_kernel() -> Any:
+    """Return the Triton kernel; imported on first use, for Triton may not be installed."""
     from longspan.ssm.kernels.state_kernels import scan_chunks_kernel
 
     return scan_chunks_kernel
 
 
 def decay_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need for these kernels; "" if nothing."""
+    """Return what a recurrence would need to be run by these kernels, for an error; "" if they can run it."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class _Decays:
-    """Sums of log-decays (base 2) inside chunks: g (1, T, H), those of whole chunks, and what is left of each row."""
+    """Log-decays (base 2): `g` (1, T, H) summed from each chunk's start, and `whole` (N, H) over whole chunks."""
 
     def __init__(self, g: Tensor, runs: LocalRuns) -> None:
+        """Take summed log-decays; those of whole chunks are the sums at the chunks' last rows."""
         self.g = g
         self.whole = g.squeeze(0).index_select(0, runs.last_rows)  # (N, H)
         self._of_row = runs.chunk_of_row
 
     def decay_to_end(self) -> Tensor:
-        """Return what is left of each row at its chunk's end: (T, H, 1)."""
+        """Return the factor by which what each row added has decayed at its chunk's end: (T, H, 1)."""
         return torch.exp2(self.whole.index_select(0, self._of_row) - self.g.squeeze(0)).unsqueeze(-1)
 
     def decay_from_start(self) -> Tensor:
-        """Return what is left at each row of the state that entered its chunk: (T, H, 1)."""
+        """Return the factor by which the state that entered the chunk has decayed at each row: (T, H, 1)."""
         return torch.exp2(self.g.squeeze(0)).unsqueeze(-1)
 
 
@@ -90,16 +92,17 @@ class DecayForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Compute what each chunk adds to the state, which does not depend on the entering states."""
         self._inputs, self._runs, self._scale = inputs, runs, scale
         self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
-        self._added = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
+        self._additions = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
         self.activations: tuple[Tensor] = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return the states that these runs add, and the decays of those, as `Forward.summaries`."""
+        """Return what runs `leaving` add to the state, and the decays over runs `carrying`, as `Forward.summaries`."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
-        states = scan_chunks(self._added, self._decays.whole, zero, self._runs)
+        states = scan_chunks(self._additions, self._decays.whole, zero, self._runs)
         total = zero.new_zeros((len(zero), heads)).index_add_(0, self._runs.run_of_chunk, self._decays.whole.float())
         return pick_rows(states, leaving), torch.exp2(pick_rows(total, carrying))[:, :, None, None]
 
@@ -107,7 +110,7 @@ class DecayForward:
         """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         q, k, v, _ = add_batch_dim(self._inputs)
         h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
-        scan_chunks(self._added, self._decays.whole, states, self._runs, into=h)
+        scan_chunks(self._additions, self._decays.whole, states, self._runs, into=h)
         out = fla_function("ops.common.chunk_o", "chunk_fwd_o")
         arguments = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
         return out(**arguments, scale=self._scale, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
@@ -117,6 +120,7 @@ class DecayBackward:
     """A backward pass; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Compute, for each chunk, the gradient of its outputs by the state that enters it."""
         self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
@@ -133,7 +137,7 @@ class DecayBackward:
         return pick_rows(entry_gradients, runs)
 
     def prepare_chunks(self) -> None:
-        """Compute the states that enter chunks once more."""
+        """Compute the states that enter chunks once more, which forward did not keep."""
         _, k, v, _, _ = self._inputs
         self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
         sums = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)

@@ -10,14 +10,14 @@ from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
 
 def kimi_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need for Kimi's kernels; "" for nothing."""
+    """Return what a recurrence would need to be run by Kimi's kernels, for an error; "" if they can run it."""
     if not recurrence.delta or not recurrence.by_channel:
         return "a delta rule of a decay for each key number"
     return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class KimiForward:
-    """A forward pass; see `Forward`."""
+    """A forward pass of Kimi's delta rule, with a decay for each key number; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
@@ -27,6 +27,7 @@ class KimiForward:
         self._g = chunk_cumsum(inputs.g, self._runs)
         chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
         arguments = {"q": self._q, "k": k, "v": v, "gk": self._g, "beta": beta, "scale": scale}
+        # w and u as in `delta_states`; kg: keys decayed to the chunk's end; qk, kk: matrices of a chunk's row pairs.
         w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, chunk_size=CHUNK, **run_indices(self._runs))
         self._states = DeltaStates({"k": kg, "w": w, "u": u, "gk": self._g}, pieces)
         self.summaries = self._states.summaries
@@ -42,7 +43,10 @@ class KimiForward:
 
 
 class KimiBackward:
-    """A backward pass; see `Backward`. Its kernels work out the states of chunks themselves, after the exchange."""
+    """A backward pass of Kimi's delta rule; see `Backward`.
+
+    Its kernels work out the states of chunks themselves, after the exchange.
+    """
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         """Compute again what the forward pass did not keep, and the gradients inside chunks."""
@@ -61,7 +65,7 @@ class KimiBackward:
         self.entry_gradients = self._states.entry_gradients
 
     def prepare_chunks(self) -> None:
-        """Do nothing ahead of the exchange."""
+        """Do nothing during the exchange: `gradients` computes the states of chunks too."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""
@@ -88,14 +92,14 @@ _WY = "ops.gated_delta_rule.wy_fast"
 
 
 def delta_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need for fla's gated delta rule; "" for nothing."""
+    """Return what a recurrence would need to be run by fla's gated delta rule, for an error; "" if it can run it."""
     if not recurrence.delta or recurrence.by_channel:
         return "a delta rule of one decay a head"
     return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class DeltaForward:
-    """A forward pass; see `Forward`."""
+    """A forward pass of the gated delta rule, with one decay a head; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
@@ -104,6 +108,7 @@ class DeltaForward:
         self._q, self._k, v, _, beta = add_batch_dim(inputs)
         self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
         chunk_kernel = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
+        # w and u as in `delta_states`; a: an inverse matrix of each chunk's pairs of rows, T in `scan`.
         w, u, a = chunk_kernel(k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_indices(self._runs))
         self._states = DeltaStates({"k": self._k, "w": w, "u": u, "g": self._g}, pieces)
         self.summaries = self._states.summaries
@@ -120,7 +125,7 @@ class DeltaForward:
 
 
 class DeltaBackward:
-    """A backward pass; see `Backward`."""
+    """A backward pass of the gated delta rule; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         """Compute what backward reads again: the products u and w of each chunk, and the gradients inside chunks."""
@@ -132,23 +137,26 @@ class DeltaBackward:
         recompute = fla_function(_WY, "recompute_w_u_fwd")
         self._w, self._u = recompute(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **indices)
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
-        self._read = {"q": self._q, "k": self._k, "g": self._g, "do": self._do}
+        self._shared_rows = {"q": self._q, "k": self._k, "g": self._g, "do": self._do}
         chunk_kernel = fla_function("ops.common.chunk_o", "chunk_bwd_dv_local")
-        dv = chunk_kernel(**self._read, scale=scale, chunk_size=CHUNK, **indices)
-        self._states = DeltaGradients({**self._read, "w": self._w, "dv": dv}, pieces, transitions, scale)
+        dv = chunk_kernel(**self._shared_rows, scale=scale, chunk_size=CHUNK, **indices)
+        self._states = DeltaGradients({**self._shared_rows, "w": self._w, "dv": dv}, pieces, transitions, scale)
         self.entry_gradients = self._states.entry_gradients
         self._h = self._new_values = inputs.v[:0]
 
     def prepare_chunks(self) -> None:
-        """Compute the states of chunks once more."""
+        """Compute once more, while gradients travel, the states of chunks, which forward did not keep."""
         rows = {"k": self._k, "w": self._w, "u": self._u, "g": self._g}
         self._h, self._new_values = compute_chunk_states(rows, self._entering, self._runs)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""
+        """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states.
+
+        Those of k and g have two parts: from the outputs, and from the products u and w of each chunk (WY).
+        """
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
         indices = run_indices(self._runs)
-        arguments = {**self._read, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
+        arguments = {**self._shared_rows, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         outputs_backward = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk_outputs, dw, dg_outputs = outputs_backward(**arguments, scale=self._scale, chunk_size=CHUNK, **indices)
         arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}

@@ -1,7 +1,7 @@
 """States of delta rules by the kernels of flash-linear-attention: maps of runs, states of chunks, and backwards.
 
 `rows` are what the kernels read, by their names (1, T, ·, ·): k, w, u and g (one decay a head) or gk (one for each key
-number); backwards also q, do and dv, but not u.
+number); backwards also q, do and dv, but not u. With S the state that enters a chunk, its rows add k (u − w S) to it.
 """
 
 from functools import cache
@@ -17,17 +17,17 @@ from longspan.ssm.kernels.pieces import Pieces
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, pick_rows
 
 Named = dict[str, Tensor]
-_COLUMNS = 64  # of a program
+_COLUMNS = 64  # columns of a state that one program computes
 _NARROW = 128  # key numbers up to which a program of four warps keeps a state in registers
 
 
 def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """Compute B (R, H, K, V) and M (R, H, K, K) of each run, where S_out = M S_in + B, in float32."""
     heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
-    states, transitions = (_one_number(rows, count, heads, size, n) for n in (width, size))
+    states, transitions = (_new_state(rows, count, heads, size, n) for n in (width, size))
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
     arguments = [rows["k"], rows["w"], rows["u"], _decay_rows(rows), states, transitions, runs.ends]
-    if count:  # a single rank compiles nothing
+    if count:  # without runs, as on a single rank, no kernel is compiled
         _state_kernel("maps_kernel")[blocks, heads, count](*arguments, **_kernel_sizes(rows, width, runs.chunk))
     return states, transitions
 
@@ -35,7 +35,7 @@ def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
 def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tensor:
     """Compute gradients (R, H, K, V), float32, of the outputs by the states that enter runs."""
     heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
-    entry_gradients = _one_number(rows, count, heads, size, width)
+    entry_gradients = _new_state(rows, count, heads, size, width)
     arguments = [rows[name] for name in ("q", "k", "w")] + [
         _decay_rows(rows),
         rows["do"],
@@ -50,7 +50,10 @@ def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tenso
 
 
 def _kernel_sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
-    """Return the kernel's compile-time sizes, and its warps and stages: fewer warps and more stages for narrow keys."""
+    """Return the kernel's compile-time sizes, and its warps and stages: fewer warps and more stages for narrow keys.
+
+    KEYS is a power of two, as Triton's blocks are, and 16 at least, as its products need.
+    """
     heads, size = rows["w"].shape[2:]
     keys = max(16, 1 << (size - 1).bit_length())
     sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": chunk}
@@ -60,15 +63,18 @@ def _kernel_sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
 
 
 def _decay_rows(rows: Named) -> Tensor:
+    """Return the log-decays, of one number a head or of one for each key number."""
     return rows["gk"] if "gk" in rows else rows["g"]
 
 
-def _one_number(rows: Named, *shape: int) -> Tensor:
+def _new_state(rows: Named, *shape: int) -> Tensor:
+    """Return an empty float32 tensor of this shape on the rows' device."""
     return rows["w"].new_empty(shape, dtype=torch.float32)
 
 
 @cache
 def _state_kernel(name: str) -> Any:
+    """Return the Triton kernel of this name; imported on first use, for Triton may not be installed."""
     from longspan.ssm.kernels import state_kernels
 
     return getattr(state_kernels, name)
@@ -81,13 +87,14 @@ class DeltaStates:
     """Forward: maps of pieces, and the states that enter chunks. `transitions`: M of the pieces that have maps."""
 
     def __init__(self, rows: Named, pieces: Pieces) -> None:
+        """Compute the map of each piece of a run that shares its document with others."""
         self._rows, self._pieces = rows, pieces
         map_runs, inside = pieces.pieces_with_maps
         self.transitions: Tensor
         self._states, self.transitions = run_maps({name: x[:, inside] for name, x in rows.items()}, map_runs)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return the states that these runs add, and the transitions of those, as `Forward.summaries`."""
+        """Return what runs `leaving` add to the state, and M of runs `carrying`, as `Forward.summaries`."""
         either = np.union1d(leaving, carrying)
         states, transitions = self._pieces.run_maps(self._states, self.transitions, either)
         return pick_rows(states, np.searchsorted(either, leaving)), pick_rows(
@@ -95,7 +102,9 @@ class DeltaStates:
         )
 
     def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute, of the states that enter runs, those that enter chunks and pieces, and the values that rows add."""
+        """Compute, from the states that enter runs, those that enter chunks, the values that rows add, and the states
+        that enter pieces.
+        """
         entering = self._pieces.entering_states(states, self._states, self.transitions)
         return *compute_chunk_states(self._rows, entering, self._pieces.runs), entering
 
@@ -110,9 +119,10 @@ def compute_chunk_states(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[
 
 
 class DeltaGradients:
-    """Backward: what outputs owe to the states that enter pieces, and gradients at the states of chunks."""
+    """Backward: gradients of the outputs by the states that enter pieces, and gradients at the states of chunks."""
 
     def __init__(self, rows: Named, pieces: Pieces, transitions: Tensor, scale: float) -> None:
+        """Take what the kernels read; gradients by entering states are computed when they are first asked for."""
         self._rows, self._pieces, self._transitions, self._scale = rows, pieces, transitions, scale
         self._entry_gradients: Tensor | None = None
 
@@ -121,7 +131,10 @@ class DeltaGradients:
         return self._pieces.run_entry_gradients(self._map_gradients(), self._transitions, runs)
 
     def leaving_gradients(self, leaving: Tensor) -> Tensor:
-        """Return the gradient at each piece's final state."""
+        """Return the gradient at each piece's final state, from those (R, H, K, V) at final states of runs.
+
+        Without cut runs pieces are runs, and the maps of pieces are not needed.
+        """
         entry_gradients = self._map_gradients() if self._pieces.has_cuts else None
         return self._pieces.leaving_gradients(leaving, entry_gradients, self._transitions)
 

@@ -22,7 +22,7 @@ from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
 
 def add_batch_dim(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Make all inputs (1, T, ·, ·)."""
+    """Return the inputs that are not None as the kernels take them: (1, T, ·, ·)."""
     return tuple(x.unsqueeze(0) for x in inputs if x is not None)
 
 
@@ -33,7 +33,11 @@ def match_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor,
 
 
 def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor:
-    """Sum (T, H, …) inside chunks to (1, T, H, …), in base 2; `reverse`: gradients of such sums."""
+    """Sum log-decays (T, H, …) from each chunk's start to (1, T, H, …), in base 2, which the kernels take.
+
+    `reverse` gives the gradients of log-decays from the kernels' gradients of such sums: it sums to the chunk's end,
+    and changes no base, since the kernels' gradients are those of natural log-decays.
+    """
     sums = fla_function("ops.utils", "chunk_local_cumsum")
     base = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
     return sums(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **base, **run_indices(runs))
@@ -44,15 +48,16 @@ def run_indices(runs: LocalRuns) -> dict[str, Tensor]:
     return {"cu_seqlens": runs.ends, "chunk_indices": runs.chunk_indices}
 
 
-NEEDED = (0, 6)
+NEEDED = (0, 6)  # version of fla-core
 _HALF = (torch.bfloat16, torch.float16)
-_LARGEST_KEY = 256
+_LARGEST_KEY = 256  # numbers of a key in fla's kernels, at most
+# On GPUs of compute capability 9 these versions of Triton, from the first to before the second, give wrong gradients.
 _HOPPER, _WRONG_TRITON = 9, ((3, 4, 0), (3, 7, 1))
 
 
 @cache
 def fla_device_lack(device: torch.device) -> str:
-    """Return what this installation or device lacks for the kernels; "" where nothing."""
+    """Return what this installation or CUDA device lacks for fla's kernels, for an error; "" if they can be used."""
     try:
         installed = version("fla-core")
     except PackageNotFoundError:
@@ -72,7 +77,7 @@ def fla_device_lack(device: torch.device) -> str:
 
 
 def fla_lack(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
-    """Return what a recurrence would need for the kernels; "" if nothing. The default sizes suit every kernel."""
+    """Return what a recurrence would need to be run by fla's kernels; "" if nothing. Default sizes suit each kernel."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     if dtype not in _HALF:
@@ -84,14 +89,14 @@ def fla_lack(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_
 
 @cache
 def fla_function(module: str, name: str) -> Any:
-    """Return `fla.MODULE.NAME`."""
+    """Return `fla.MODULE.NAME`; imported on first use, since the package may not be installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportWarning)  # it names other packages that it could use
         return getattr(import_module(f"fla.{module}"), name)
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version, at most three."""
+    """Return the first three numbers of a version, without a local part ("+cu126") and parts that are no numbers."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
 
 
@@ -104,7 +109,7 @@ PACKAGES = {
 
 
 def package_lack(name: str, needed: tuple[int, int], device: torch.device) -> str:
-    """Return what is missing for a package's kernels: CUDA, the package, or that version of it; "" for nothing."""
+    """Return what is missing for a package's kernels: CUDA, the package, or its needed version; "" for nothing."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     return _version_lack(name, needed)
@@ -112,7 +117,7 @@ def package_lack(name: str, needed: tuple[int, int], device: torch.device) -> st
 
 @cache
 def _version_lack(name: str, needed: tuple[int, int]) -> str:
-    """Return what is missing of a package at a version; "" if it is installed."""
+    """Return the package and version that are missing, and how to install them; "" if they are installed."""
     version_text = ".".join(map(str, needed))
     try:
         installed = version(name)
@@ -122,7 +127,7 @@ def _version_lack(name: str, needed: tuple[int, int]) -> str:
 
 
 def refuse_kernel(name: str, lacking: str) -> None:
-    """Raise LayoutError if a kernel that was named lacks something."""
+    """Raise LayoutError if a kernel that the configuration names lacks something; "" is nothing."""
     if lacking:
         raise LayoutError(f"the kernel {name} of state-space layers was asked for and needs {lacking}; leave it out")
 

@@ -14,14 +14,14 @@ from longspan.layout.segments import Integers
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, apply_maps, pick_rows, put_runs
 
 _AT_ONCE = 64  # pieces times heads that fill a GPU
-_SHORTEST = 8 * CHUNK
+_SHORTEST = 8 * CHUNK  # rows of a piece at least
 
 
 class Pieces:
     """Pieces of the runs that share a document with others; other runs are one piece each.
 
-    `runs` are the pieces as runs. Maps are only of the pieces from `first` to before `stop`, between
-    which those of shared runs lie.
+    `runs` are the pieces as runs. Only the pieces from `first` to before `stop`, which include all of shared runs, have
+    maps; these are numbered from `first` on.
     """
 
     def __init__(self, runs: LocalRuns, heads: int) -> None:
@@ -51,9 +51,10 @@ class Pieces:
         return bool((self._counts > 1).any())
 
     def run_maps(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
-        """Return B and M of some shared runs, composed from those of their pieces. They may be views of these.
+        """Return B (n, H, K, V) and M (n, H, K, K) of some shared runs, composed from those of their pieces.
 
-        The map S → M S + B of a run is that of its pieces one after another: B ← M_p B + B_p, M ← M_p M.
+        The map S → M S + B of a run is that of its pieces one after another: B ← M_p B + B_p, M ← M_p M. Runs without
+        a further piece stay as they are; if none has, B and M may be views of those of pieces.
         """
         first_pieces = self._starts[runs] - self.first
         b, m = pick_rows(states, first_pieces), pick_rows(transitions, first_pieces)
@@ -70,8 +71,8 @@ class Pieces:
     def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
         """Return the state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces.
 
-        The first piece of a run gets the run's; each further one the map of the piece before it, applied to that one's
-        state.
+        The first piece of a run gets the run's. Each further piece gets what the map of the piece before makes of the
+        state that enters the piece before.
         """
         if not self.has_cuts:
             return of_runs
@@ -106,7 +107,8 @@ class Pieces:
     def leaving_gradients(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
         """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs.
 
-        The last piece of a run gets the run's; each one before it what enters the piece after it.
+        The last piece of a run gets the run's. Each earlier piece gets the gradient at the state that enters the next
+        piece: its own outputs' and, through its transposed M, that of its final state. Without cuts pieces are runs.
         """
         if entry_gradients is None or not self.has_cuts:
             return leaving
@@ -129,7 +131,7 @@ class Pieces:
 
 
 def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
-    """Return x with these rows replaced; x may be a view of something else."""
+    """Return x with these rows replaced; a copy, because x may be a view of something else."""
     if len(rows) == len(x):
         return values
     x = x.clone()
@@ -138,9 +140,9 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
 
 
 def _piece_sizes(rows: int, most: int) -> list[int]:
-    """Return how many rows each piece of a run has, for `most` pieces at most: whole chunks except for the last.
+    """Return how many rows each piece of a run has: nearly equal, whole chunks except for the last.
 
-    Pieces are nearly equal.
+    There are `most` pieces at most, and so few that none is much shorter than _SHORTEST.
     """
     chunks = -(-rows // CHUNK)
     count = max(1, min(most, rows // _SHORTEST))
@@ -149,7 +151,7 @@ def _piece_sizes(rows: int, most: int) -> list[int]:
 
 
 def cut_into_pieces(runs: LocalRuns, heads: int) -> Pieces:
-    """Cut these runs into pieces, worked out once."""
+    """Cut these runs into pieces, once for each number of heads."""
     if heads not in runs.pieces:
         runs.pieces[heads] = Pieces(runs, heads)
     return runs.pieces[heads]

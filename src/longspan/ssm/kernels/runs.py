@@ -12,7 +12,7 @@ from longspan.layout.segments import Flags, Integers
 
 
 def apply_maps(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
-    """Compute M S + B of (n, H, ·, ·), or a decay times S, plus B, where M (n, H, 1, 1) is one number a head."""
+    """Compute M S + B of (n, H, ·, ·); M (n, H, 1, 1) is one number a head, by which S is multiplied."""
     if transition.shape[2:] == (1, 1):
         return torch.addcmul(added, transition, state)
     shape = added.shape
@@ -23,19 +23,20 @@ CHUNK = 64  # rows of a chunk of the kernels of flash-linear-attention
 
 
 class LocalRuns:
-    """Runs of rows, one after another: `lengths` (R,) of each; `shared`, whether its document has others.
+    """Runs of rows, one after another: `lengths` (R,) of each; `shared` (R,), whether its document has further runs.
 
-    Each is cut into chunks of `chunk` rows, whose last may be shorter.
+    Each is cut into chunks of `chunk` rows, of which the last may be shorter; N chunks in all. Tensors are on `device`.
     """
 
     def __init__(
         self, lengths: Integers, device: torch.device, shared: Flags | None = None, *, chunk: int = CHUNK
     ) -> None:
+        """Take runs, of which none shares its document unless `shared` says so."""
         self.lengths: Integers = lengths
         self.device: torch.device = device
         self.chunk: int = chunk
         self.shared: Flags = np.zeros(len(lengths), dtype=bool) if shared is None else shared
-        self.pieces: dict[int, Any] = {}  # by heads
+        self.pieces: dict[int, Any] = {}  # by the number of heads; `pieces.cut_into_pieces` fills it
         self._of_chunks: dict[int, LocalRuns] = {}
         self.rows: int = int(lengths.sum())
         self._chunks = -(-lengths // chunk)
@@ -53,7 +54,7 @@ class LocalRuns:
 
     @cached_property
     def ends(self) -> Tensor:
-        """(R + 1,) int64: where runs begin, and the end of the last."""
+        """(R + 1,) int64: the first row of each run, and the number of all rows (`cu_seqlens`)."""
         return self._to_device(np.concatenate([[0], np.cumsum(self.lengths)]))
 
     @cached_property
@@ -63,17 +64,17 @@ class LocalRuns:
 
     @cached_property
     def chunk_ends(self) -> Tensor:
-        """(R + 1,) int64: where the chunks of runs begin among all, and the number of them."""
+        """(R + 1,) int64: the first chunk of each run among all chunks, and N."""
         return self._to_device(np.concatenate([[0], np.cumsum(self._chunks)]))
 
     @cached_property
     def run_of_chunk(self) -> Tensor:
-        """(N,) int64."""
+        """(N,) int64: the run that each chunk is of."""
         return self._to_device(self._run_of_chunk)
 
     @cached_property
     def chunk_of_row(self) -> Tensor:
-        """(T,) int64."""
+        """(T,) int64: the chunk that each row is in."""
         return self._to_device(np.repeat(np.arange(len(self._first_rows)), self._sizes))
 
     @cached_property
@@ -83,9 +84,9 @@ class LocalRuns:
 
     @cached_property
     def padded_rows(self) -> Tensor | None:
-        """Return the row of each place of full chunks (N · chunk,), the number of rows where there is none.
+        """Return the row at each place of chunks padded to full size: (N · chunk,) int64; None if all chunks are full.
 
-        It is None if all chunks are full.
+        A place without a row has the number of rows, at which callers append a row of zeros.
         """
         if (self._sizes == self.chunk).all():
             return None
@@ -100,26 +101,31 @@ class LocalRuns:
 
     @property
     def chunks(self) -> int:
-        """N, of all runs."""
+        """The number N of chunks of all runs."""
         return len(self._first_rows)
 
     @cached_property
     def _run_of_chunk(self) -> Integers:
+        """The run that each chunk is of: (N,), on the host."""
         return np.repeat(np.arange(len(self.lengths)), self._chunks)
 
     @cached_property
     def _place_of_chunk(self) -> Integers:
+        """The number of each chunk in its run: (N,)."""
         return np.arange(int(self._chunks.sum())) - np.repeat(np.cumsum(self._chunks) - self._chunks, self._chunks)
 
     @cached_property
     def _first_rows(self) -> Integers:
+        """The first row of each chunk: (N,)."""
         return self.starts[self._run_of_chunk] + self._place_of_chunk * self.chunk
 
     @cached_property
     def _sizes(self) -> Integers:
+        """How many rows each chunk has: (N,)."""
         return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * self.chunk, self.chunk)
 
     def _to_device(self, rows: Integers) -> Tensor:
+        """Copy integers to the device."""
         return to_device(np.ascontiguousarray(rows), self.device)
 
 
@@ -139,6 +145,7 @@ def put_runs(into: Tensor, rows: Integers, values: Tensor) -> None:
 
 
 def _are_consecutive(rows: Integers) -> bool:
+    """Return whether there are rows, each one more than the row before."""
     return len(rows) > 0 and bool((np.diff(rows) == 1).all())
 
 
@@ -149,4 +156,5 @@ def index_on_device(rows: Integers, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _upload_index(rows: bytes, device: torch.device) -> Tensor:
+    """Copy int64 row numbers to a device; as bytes, they can be the key of the cache."""
     return to_device(np.frombuffer(rows, dtype=np.int64).copy(), device)

@@ -18,15 +18,16 @@ from longspan.layout.segments import Integers, expand_runs
 from longspan.ssm.kernels.call import Inputs, SavedScan, state_dtype
 from longspan.ssm.kernels.runs import LocalRuns, pick_rows
 
-CHUNK = 32
-_CHUNK_BY_CHANNEL = 16  # where each key number has a decay of its own: pairs of rows times key numbers are held
+CHUNK = 32  # rows
+_CHUNK_BY_CHANNEL = 16  # rows where each key number has a decay of its own: pairs of rows times key numbers are held
 
 
 class _Chunks(NamedTuple):
     """Runs cut into chunks, first chunks of all runs first: which local rows they hold, and how to come back.
 
-    `rows` (N · C,) into [local rows | a zero row], `back` (T,) into the N · C rows; `sizes[j]` runs have a chunk j, and
-    these come first in `order` (R,), the runs from the longest to the shortest.
+    `rows` (N · C,) are indices into [local rows | a zero row], `back` (T,) indices into the N · C rows. `sizes[j]` runs
+    have a chunk j, and these come first in `order` (R,), the runs from the longest to the shortest; `inverse` (R,) puts
+    runs back in their own order.
     """
 
     rows: Tensor
@@ -40,8 +41,8 @@ class _Chunks(NamedTuple):
 def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
     """Cut runs of these lengths into chunks, and order them: first chunks of all runs, longest runs first.
 
-    So the runs that have an i-th chunk are the first few, and chunks of one place are scanned together. Places without
-    a row read row `total`, which is zeros; `back` gives each row's place, `order` and `inverse` the runs'.
+    So the runs that have an i-th chunk are the first few, and the i-th chunks of all runs are scanned together. Where a
+    short chunk has no row, `rows` has the index `total`, of the zero row.
     """
     size, total = np.array(lengths, dtype=np.int64), sum(lengths)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
@@ -63,8 +64,8 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Scan all runs: the outputs (T, H, V), and the final state (R, H, K, V) of each, from `initial` (R, H, K, V).
 
-    `lengths` (R,): rows of each run, one after another. Without q only the final states are wanted, and o is an empty
-    tensor. Without rows the states stay; zero times the inputs keeps them in the graph.
+    `lengths` (R,): rows of each run, one after another. Without q only the final states are computed, and the outputs
+    are an empty tensor. Without rows the states stay; adding zero times the inputs keeps the inputs in the graph.
 
     With b the decays from a chunk's start on, all chunks at once solve (I + tril(β k kᵀ, decayed)) [u | w] = β [v | k
     e^b], so that the rows of a chunk add k (u − w S) to the state S that enters it. Then chunk after chunk, all runs at
@@ -170,23 +171,25 @@ class TorchForward:
     """A forward pass; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
+        """Take the inputs; nothing is saved for backward, which scans again."""
         self._inputs, self._runs = _repeat_heads(inputs, scale), runs
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Compute the summaries of runs in torch's operations."""
+        """Return what runs `leaving` add to the state, and M of runs `carrying`, as `Forward.summaries`."""
         _, k, v, g, beta = self._inputs
         return summaries(k, v, g, beta, self._runs.lengths, leaving, carrying)
 
     def outputs(self, states: Tensor) -> Tensor:
-        """Compute the outputs (T, H, V) from the states that enter the runs."""
+        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         return scan(*self._inputs, states, self._runs.lengths)[0]
 
 
 class TorchBackward:
-    """The scan once more, with gradients; see `Backward`."""
+    """A backward pass that runs the scan once more, with a graph; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
+        """Scan again from copies of the inputs and of the entering states that require gradients."""
         self._dout = saved.dout
         with torch.enable_grad():
             self._leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
@@ -195,7 +198,10 @@ class TorchBackward:
             self._out, self._final = scan(*full_inputs, self._start, runs.lengths)
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, by autograd."""
+        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, by autograd.
+
+        They are zero where no output depends on a state, as without rows.
+        """
         (entry_gradients,) = torch.autograd.grad(
             self._out, self._start, self._dout, retain_graph=True, allow_unused=True
         )
@@ -206,7 +212,7 @@ class TorchBackward:
         """Do nothing: the scan has run."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of all inputs, from those (R, H, K, V) at final states, by autograd."""
+        """Return the gradients of all inputs, from those (R, H, K, V) at final states, by autograd; 0 without rows."""
         leaves = [x for x in self._leaves if x is not None]
         if not len(self._dout):
             return tuple(torch.zeros_like(x) for x in leaves)
@@ -214,7 +220,7 @@ class TorchBackward:
 
 
 def _repeat_heads(inputs: Inputs, scale: float) -> Inputs:
-    """Repeat the heads of q and k to as many as v has, and scale q; in the dtype of states."""
+    """Repeat the heads of q and k to as many as v has, and scale q; all in the dtype of states (`state_dtype`)."""
     q, k, v, g, beta = (None if x is None else x.to(state_dtype(x.dtype)) for x in inputs)
     assert q is not None and k is not None and v is not None and g is not None
     heads_per_key = v.shape[1] // k.shape[1]

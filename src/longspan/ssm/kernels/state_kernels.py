@@ -208,9 +208,10 @@ def _chunk_decays(
     KEYS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """Load the log-decays of a chunk of which `left` rows are left: of its last row, and of all its rows.
+    """Load a chunk's summed log-decays (base 2): its last row's, and all rows'; the run has `left` rows from it on.
 
-    Where each channel has a decay (BY_CHANNEL) both are the last row's, a number for each key.
+    Where each channel has a decay (BY_CHANNEL), rows come decayed already, and both are the last row's, a number for
+    each key. A chunk without rows, past the run's end, has zeros.
     """
     last_row = tl.minimum(left, CHUNK) - 1
     if BY_CHANNEL:
@@ -226,6 +227,6 @@ def _chunk_decays(
 
 @triton.jit
 def _chunk_fading(last, BY_CHANNEL: tl.constexpr):
-    """Return what is left of a state after a chunk: a number, or (1, K)."""
+    """Return the factor of a state over a chunk, from its last row's log-decay: a number, or (1, K) by channel."""
     fading = tl.exp2(last)
     return fading[None, :] if BY_CHANNEL else fading

@@ -23,9 +23,10 @@ _KERNELS = (
 
 
 def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> ScanKernel:
-    """Choose the first kernel that can do this recurrence, or the named one: `mamba_ssm` if it has no delta term.
+    """Choose the named kernel, or the first that can do this recurrence.
 
-    Raises LayoutError if the named one cannot, or is unknown.
+    "torch" may be named, and "mamba_ssm", which counts only for recurrences without a delta term. Raises LayoutError if
+    the named one cannot be used, or is unknown.
     """
     check_kernel_names(kernel_names)
     if TORCH_ONLY in kernel_names:
@@ -40,6 +41,7 @@ def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: 
     """Raise LayoutError for names that are no kernels, and for kernels that cannot be used in this dtype here."""
     check_kernel_names(kernel_names)
     if MAMBA.name in kernel_names:
+        # Sizes here are ones that the kernels take; those of a model are checked when it runs.
         refuse_kernel(MAMBA.name, MAMBA.lacks(Recurrence(dtype, device, 2, 2, delta=False, by_channel=False)))
     if PACKAGE_CONVOLUTION.name in kernel_names:
         rows, weight = (torch.empty(n, dtype=dtype, device=device) for n in ((1, 8), (8, 4)))
@@ -47,7 +49,7 @@ def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: 
 
 
 def describe_kernels(dtype: torch.dtype, device: torch.device, kernel_names: Sequence[str] = ()) -> str:
-    """Name the kernels of recurrences in this dtype on this device, and what a GPU needs for faster ones."""
+    """Describe the kernels of recurrences in this dtype on this device, and what a GPU needs for faster ones."""
     if TORCH_ONLY in kernel_names:
         return "torch's operations, as asked for"
     packages_text = " and ".join(f"{name} ({version})" for name, version in PACKAGES.items() if name in kernel_names)

@@ -23,6 +23,8 @@ FEW_STEPS = 4  # for which plans are made that are priced as those of the run
 class ComingSteps:
     """The documents of coming steps, from `first` to before `last`, for a home.
 
+    `lengths_of_step(step)` are the lengths of a step's documents.
+
     >>> ahead = ComingSteps(order.lengths_of_step, world.home, heads=32, first=0, last=config.train.steps)
 
     `heads` are the model's query heads, where they are known; `planners` take the place of the configuration's. `few`:
@@ -43,7 +45,9 @@ class ComingSteps:
         return range(self.first, min(self.last, self.first + MOST_STEPS))
 
     def fullest_plans(self, config: RunConfig, cost: Cost) -> list[Plan]:
-        """Return the plans of the steps whose slots are fullest, where that is known, otherwise of the heaviest steps.
+        """Return the plans of the steps with the fullest slots, if all steps are looked at, otherwise of the heaviest.
+
+        Each step is planned by each planner.
 
         Raises PlanError for documents that fit no group.
         """
@@ -55,7 +59,7 @@ class ComingSteps:
         return [choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps]
 
     def fullest_steps(self, choice: PlanChoice) -> Sequence[int]:
-        """Return the steps with most rows in a slot, by plans whose prices are simple and take a millisecond."""
+        """Return the few steps with most rows in a slot, by plans whose prices are simple and take a millisecond."""
         if len(self.steps) <= FEW_STEPS:
             return self.steps
         simple = replace(choice, options=replace(choice.options, cost=Cost(), cp_comm_type="p2p"))
@@ -63,13 +67,15 @@ class ComingSteps:
         return [step for _, step in nlargest(FEW_STEPS, plans)]
 
     def _with_planners(self, config: RunConfig) -> list[RunConfig]:
+        """Return the configuration with each of `planners`, or as it is."""
         planners = self.planners or (config.context.planner,)
         return [replace(config, context=replace(config.context, planner=planner)) for planner in planners]
 
     def limit_plans(self, config: RunConfig, plans: Sequence[Plan]) -> list[Plan]:
-        """Return a plan that fills every slot to its limit of rows, or with all tokens of one of these plans.
+        """Return, as a list of one, a plan that fills every slot to its limit of rows, as a later step may.
 
-        There is none where the fullest steps are known, or rows have no limit.
+        A slot gets no more rows than any of these plans has tokens. The list is empty where all steps were looked at,
+        or rows have no limit.
         """
         cap = PlanChoice.training(config, heads=self.heads).options.max_tokens_per_slot
         if not cap or self._sees_all_steps(config):
@@ -79,14 +85,14 @@ class ComingSteps:
         return [probe_plan(config, self.home, max(rows, multiple), self.heads)]
 
     def _sees_all_steps(self, config: RunConfig) -> bool:
-        """Return whether every step's plan is made."""
+        """Return whether every coming step is looked at: if they are few, or their plans of one degree are quick."""
         if self.last - self.first <= FEW_STEPS:
             return True
         one_degree = PlanChoice.training(config, heads=self.heads).has_one_degree
         return one_degree and not self.few and self.steps.stop == self.last
 
     def heaviest_steps(self) -> Sequence[int]:
-        """Return the step with the longest document, and that with most tokens."""
+        """Return the step with the longest document and the step with most tokens; one step if these are the same."""
         lengths = {step: self.lengths_of_step(step) for step in self.steps}
         longest_step = max(lengths, key=lambda step: max(lengths[step], default=0))
         return sorted({longest_step, max(lengths, key=lambda step: sum(lengths[step]))})
@@ -94,9 +100,9 @@ class ComingSteps:
     def rows_to_try(self, config: RunConfig) -> list[int]:
         """List the rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
 
-        The first hold the longest document in the widest group. The numbers double until the heaviest step is one
-        micro-batch. All are rounded up to what plans need: a slot has two parts of a document, each of a whole
-        `row_multiple`.
+        The first number holds the longest document in the widest group. The numbers double until the step with most
+        tokens is one micro-batch. There are `multiple` rows to spare, and numbers are rounded up to multiples of it,
+        since a slot has two parts of a document, each padded to a whole `row_multiple`.
         """
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]

@@ -20,8 +20,8 @@ from longspan.model.sharding import reshard
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.train.memory.live_bytes import LiveBytes
 
-PROBE_ROWS = 64  # of an image of any size
-UNEVEN = 1.25  # of the mean of a step, for steps with more images
+PROBE_ROWS = 64  # rows of the image that is measured; bytes of a row are alike for images of any size
+UNEVEN = 1.25  # times the mean rows of a step, for steps with more images
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class ImagesHeld:
 def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: int = 1) -> ImagesHeld:
     """Measure the bytes that steps with so many rows of images take on the rank that needs most; entered by all ranks.
 
-    `uses`: how often a row is held, once for its own place and once for each depth of multi-token prediction.
+    `rows` are those of a step on all slots together. `uses`: how often a row is held, once for its own place and once
+    for each depth of multi-token prediction; with its gradient, twice as often.
     """
     step_bytes = wave = 0.0
     wave_rows, row = 0, 0.0
@@ -78,7 +79,7 @@ def _measure_row_bytes(encoder: Encoder, tokens: ImageTokens) -> float:
     module, device = encoder.module, encoder.world.device
     image = probe_image(module.base, tokens.merge, PROBE_ROWS)
     with preserve_modes(module), torch.set_grad_enabled(not encoder.frozen):
-        _ = _run_encoder(encoder, image)  # what the first call makes once
+        _ = _run_encoder(encoder, image)  # the first call makes buffers that stay, which are not to be counted
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             bytes_before = torch.cuda.memory_allocated(device)
@@ -94,4 +95,5 @@ def _measure_row_bytes(encoder: Encoder, tokens: ImageTokens) -> float:
 
 
 def _run_encoder(encoder: Encoder, image: ImageInput) -> Tensor:
+    """Return the rows (n, D) of one image."""
     return encoder.module([image])

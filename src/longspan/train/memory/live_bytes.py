@@ -23,16 +23,16 @@ class LiveBytes(TorchDispatchMode):
     >>> counted.peak
     8000
 
-    What a kernel takes for itself while it runs is not seen.
+    `now` are the bytes alive, `peak` the most so far. What a kernel takes for itself while it runs is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._live: dict[int, int] = {}
+        self._live: dict[int, int] = {}  # bytes of each storage that is alive, by its address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and note what it made."""
+        """Run an operator and note what it made, without subclasses of Tensor, whose own storage holds nothing."""
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and type(x) in (torch.Tensor, torch.nn.Parameter):
@@ -50,21 +50,28 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._forget_storage, key)
 
     def _forget_storage(self, key: int) -> None:
+        """Take the bytes of a freed storage off."""
         self.now -= self._live.pop(key, 0)
 
 
 class AddedBytes:
-    """The most memory of a GPU that was in use inside `measure_added_peak` above that before it; None on a CPU."""
+    """How many `bytes` of a GPU were in use at most inside `measure_added_peak`, above those before it.
+
+    None until the block has ended, and on a CPU.
+    """
 
     bytes: int | None = None
 
 
-_highest: dict[torch.device, int] = {}  # of each GPU, before its allocator's own mark was set back
+_highest: dict[torch.device, int] = {}  # the peak of each GPU before `measure_added_peak` reset its allocator's figure
 
 
 @contextmanager
 def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
-    """Measure what is added to a GPU's memory inside; `peak_memory_bytes` stays that of the whole process."""
+    """Measure the most bytes of a GPU that the block uses in addition.
+
+    It resets the allocator's peak, and keeps the old one, so that `peak_memory_bytes` stays that of the whole process.
+    """
     added = AddedBytes()
     if device.type != "cuda":
         yield added
@@ -78,7 +85,7 @@ def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
 def unused_bytes(device: torch.device, ranks: int) -> int:
     """Return the bytes that a rank could still take of its GPU, or of the host's memory, which so many ranks share.
 
-    0 means unknown.
+    Of a GPU these are the free ones, and those that the allocator has reserved and does not use. 0 means unknown.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -94,15 +101,18 @@ def unused_bytes(device: torch.device, ranks: int) -> int:
 
 
 def _memory_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
-    """Return one figure of a GPU's allocator. Functions as torch.cuda.memory_allocated sort all two hundred of them."""
+    """Return one figure of a GPU's allocator; 0 before CUDA is used.
+
+    torch.cuda.memory_allocated and the like take longer: they flatten and sort all two hundred figures.
+    """
     figures = torch.cuda.memory_stats_as_nested_dict(device)
     return figures[name]["all"][which] if figures else 0
 
 
 def allocator_retries(device: torch.device) -> int:
-    """Return how often this process's allocator of a GPU had to wait for it, give back what was free, and ask again.
+    """Return how often this process's allocator had no memory: it waited for the GPU, freed its cache, and tried again.
 
-    Each time takes milliseconds, and what is given back is asked for again. 0 on a CPU.
+    Each time takes milliseconds, and the freed memory has to be allocated again. 0 on a CPU.
     """
     if device.type != "cuda":
         return 0
@@ -115,7 +125,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def retries_text(times: float, in_use: int, reserved: int) -> str:
-    """Return what a user should know of an allocator that had to ask again so many times a step."""
+    """Return a warning of an allocator that ran out of memory `times` a step; `in_use`, `reserved` are peak bytes."""
     return (
         f"the GPU's allocator ran out of memory {times:.3g} times a step: each time it waits for the GPU, gives back "
         f"what is free and takes it again ({bytes_text(reserved)} taken at most, {bytes_text(in_use)} in use); a lower "
@@ -127,5 +137,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this process has held: of its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return max(_memory_figure(device, "allocated_bytes", "peak"), _highest.get(device, 0))
+    # macOS counts bytes, Linux KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -13,7 +13,7 @@ from longspan.plan.memory.settings import MOMENTS
 def run_memory_settings(
     config: RunConfig, *, gpu: bool = True, target_share: float = 1.0, encoder_rows: int = 0
 ) -> MemorySettings:
-    """Read the settings of a run's plan of memory, with what the keys say of that which the plan may choose.
+    """Read the settings of a run's plan of memory; those that the plan may choose have the values of their keys.
 
     >>> run_memory_settings(RunConfig()).state_numbers
     2.0
@@ -50,9 +50,10 @@ def run_memory_settings(
 
 
 def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
-    """Return how many numbers of state the optimizer keeps of each weight.
+    """Return how many numbers of state the optimizer keeps for each weight.
 
-    Those of a class are counted on a small matrix.
+    SGD keeps one with momentum. Those of another class are counted on a small matrix, in the dtype of trained weights:
+    float32 for adapters.
     """
     if train.optimizer == "sgd" and any(words.startswith("momentum") for words in train.optimizer_arguments):
         return 1.0
@@ -68,8 +69,8 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
 def fixed_keys(config: RunConfig) -> FixedMemory:
     """Read the keys of memory that are given by hand; None is what the plan of memory may choose.
 
-    With train.memory "none" all are given: those that are not set are off. Only states of known optimizers are moved to
-    the host without a key.
+    With train.memory "none" nothing is chosen: keys that are not set are off. The plan may move states to the host only
+    for optimizers of MOMENTS; for others that takes the key.
     """
     train, by_hand = config.train, config.train.memory == "none"
     kind = key_checkpointing(train) or ("none" if by_hand else None)

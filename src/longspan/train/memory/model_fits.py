@@ -1,7 +1,7 @@
 """Whether weights, gradients, optimizer states and the largest gathered layer fit on each rank, before any is made.
 
-It is what no configuration can do without, from the shapes of the parameters: activations come on top, of which
-`max_tokens_per_slot` decides, and which the warm-up finds.
+These bytes follow from the shapes of the parameters, and no run needs fewer. Activations come on top; they depend on
+`max_tokens_per_slot`, and show in the warm-up.
 """
 
 import math
@@ -37,11 +37,11 @@ class NeededBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum, sharded and gathered."""
         return self.weights + self.gradients + self.states + self.gathered
 
     def shards_that_fit(self, room: int) -> int:
-        """Return how many shards of the parameters leave each small enough; 0 where no number does."""
+        """Return over how many shards the model would fit in `room` bytes; 0 where what is gathered alone does not."""
         room_left = room - self.gathered
         return 0 if room_left <= 0 else math.ceil((self.total - self.gathered) * self.shards / room_left)
 
@@ -100,8 +100,8 @@ def needed_bytes(
     """Count the least bytes of this model on the rank of a home that needs most, from the shapes of its parameters.
 
     Everything is taken as split over tensor-parallel ranks: more is needed, never less. What is frozen has neither
-    gradients nor states. What several stages share has a copy and a gradient on each, and one state on a rank.
-    Parameters are gathered if they are sharded, or computed with in another type than they are kept in.
+    gradients nor states. A parameter that several stages of a rank share (`copies`) has a copy and a gradient for each,
+    and one state. Parameters are gathered if they are sharded, or if their dtype is not the one to compute in.
     """
     shards, ranks = home.slots // home.dp_replicate, _rank_models(config, model, home)
     gathers = shards > 1 or compute_dtype != getattr(torch, config.model.dtype)
@@ -124,19 +124,20 @@ def needed_bytes(
 
 
 def _rank_models(config: RunConfig, model: PreTrainedModel, home: Layout) -> list[list[PreTrainedModel]]:
-    """Return the stages of each pipeline rank; the whole model without a pipeline, or if it cannot be cut yet."""
+    """Return the stages of each pipeline rank; only the whole model without a pipeline, or if it cannot be cut yet."""
     if home.pp == 1:
         return [[model]]
     settings = PipelineSettings(config.parallel.pipeline_schedule, home.pp, config.parallel.vpp)
     try:
         layers = stage_layers(len(decoder_layers(model)), settings.stages)
         stages = stage_models(model, find_parts(model), layers)
-    except ModelError:  # towers are taken off first, and what cannot be cut is refused when it is prepared
+    except ModelError:  # a model with encoders is cut only without them; `prepare` refuses what cannot be cut
         return [[model]]
     return [[stages[i] for i in settings.stages_at(place)] for place in range(home.pp)]
 
 
 def _parameter_bytes(x: Tensor) -> int:
+    """Return the bytes of a tensor's numbers."""
     return x.numel() * x.element_size()
 
 
@@ -148,7 +149,8 @@ def _parameter_numbers(model: nn.Module, home: Layout) -> dict[str, float]:
 def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
     """Count the numbers that a rank gathers at one time.
 
-    They are the root's and the largest layer's, or all if none is freed.
+    They are the root's (embedding and head) and the largest layer's, or all layers' if none is freed before the end of
+    a step. With a pipeline the root is left out, since some stages have neither embedding nor head.
     """
     layers = (*decoder_layers(model), *mtp_blocks(model))
     by_layer, root = dict.fromkeys(layers, 0.0), 0.0
@@ -178,7 +180,7 @@ def _check_room(config: RunConfig, needed: NeededBytes, room: Room, home: Layout
 
 
 def _advise_remedy(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> str:
-    """Advise what would make the model fit: keys, or a number of GPUs."""
+    """Return advice on what would make the model fit: keys, or a number of GPUs."""
     if not room.of_gpu:
         return "use GPUs, hosts with more memory, or a smaller model (does its configuration say all of its sizes?)"
     keys = ["a higher parallel.tp"]
@@ -195,4 +197,5 @@ def _advise_remedy(config: RunConfig, needed: NeededBytes, room: Room, home: Lay
 
 
 def _room_text(size: int) -> str:
+    """Return bytes in GiB."""
     return f"{size / 2**30:.1f} GiB"

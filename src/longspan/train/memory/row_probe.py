@@ -1,8 +1,8 @@
 """One probe of `max_tokens_per_slot = "auto"`: a step of so many rows on every slot, and the most bytes that it takes.
 
-A rank that runs out of memory inside a probe cannot go on: the others are in collectives that it has left, so that no
-two ranks need be at the same one. It ends the run with an error that names the probe, and the run's folder keeps how
-many rows were too many: the next start of the run stays below.
+A rank that runs out of memory inside a probe cannot go on: the others are in collectives that it has left, each perhaps
+in another one. It ends the run with an error that names the probe, and the run's folder keeps how many rows were too
+many: the next start of the run stays below.
 """
 
 import json
@@ -55,6 +55,8 @@ class TooMany:
 
 
 class _Measured(Protocol):
+    """A measurement that holds on `ranks` many ranks under the keys `measured_for`."""
+
     @property
     def ranks(self) -> int: ...
     @property
@@ -65,11 +67,12 @@ Measurement = TypeVar("Measurement", bound=_Measured)
 
 
 def measure_step_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
-    """Measure the most bytes at a time of a step of micro-batches of so many rows on every slot, above those before.
+    """Measure the most bytes that a step with so many rows on every slot takes at a time, above those in use before.
 
     Raises ConfigError on the rank whose memory does not suffice; the others raise CommError, which quotes it.
     """
     plan = probe_plan(config, world.home, rows, query_heads(model.config))
+    # 0 and 1 are token ids of every model, also of one that does not say its vocabulary.
     random, vocabulary = np.random.default_rng(0), vocabulary_size(model) or 2
     documents = [random.integers(0, vocabulary, size=n) for n in plan.lengths]
     world.prepare(plan)
@@ -96,9 +99,9 @@ def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan,
 
 
 def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
-    """Make a plan in which every slot holds so many rows of a document of training's widest group, in each micro-batch.
+    """Make a plan in which every slot holds so many rows in each micro-batch, of documents in the widest groups.
 
-    Under sequence parallelism `rows` is a multiple of tp.
+    A pipeline gets as many micro-batches as it holds at once. Under sequence parallelism `rows` is a multiple of tp.
     """
     choice = PlanChoice.training(config, heads=heads)
     widest = choice.widest_degree(home)
@@ -112,7 +115,7 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
 
 
 def _too_many_error(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
-    """Return the error of a rank without memory for a probe of so many rows, which a file records."""
+    """Write down that a probe of so many rows was too large for this rank's memory, and return the error."""
     too_many = TooMany(rows, len(world.home.ranks), memory_keys(config))
     with suppress(OSError):  # the folder may not be there on every rank
         write_atomically(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
@@ -124,7 +127,7 @@ def _too_many_error(config: RunConfig, world: World, rows: int, error: BaseExcep
 
 
 def read_too_many_rows(directory: Path, ranks: int, keys: dict[str, Any]) -> int | None:
-    """Read the rows of a probe for which there was no memory when the run was started before, under the same keys."""
+    """Read the rows of the probe that ran out of memory in an earlier start of the run, under the same keys, if any."""
     too_many = read_measurement(TooMany, directory / TOO_MANY_FILE, ranks, keys, "rows are probed from the start")
     return None if too_many is None else too_many.rows
 
@@ -146,7 +149,10 @@ def read_measurement(
 
 
 def memory_keys(config: RunConfig) -> dict[str, Any]:
-    """Return the keys of a configuration on which the rows depend, with their values as JSON keeps them."""
+    """Return the keys of a configuration on which the rows depend, with their values as JSON keeps them.
+
+    Tuples become lists, so that they equal those read from a file. [encoder] counts only where it is not the default.
+    """
     values = config.tables()
     names = {"model": values["model"], "parallel": values["parallel"], "lora": values["lora"], "mtp": values["mtp"]}
     names |= _DEPENDS_ON

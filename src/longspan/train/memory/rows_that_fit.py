@@ -36,13 +36,13 @@ from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.plans import plan_row_multiple
 
-CPU_BUDGET = 1 << 30
+CPU_BUDGET = 1 << 30  # bytes for gradients and activations on a CPU without train.memory_bytes
 
 
 def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device) -> float:
-    """Return the bytes for gradients and activations, of those that a run may fill.
+    """Return the bytes for gradients and activations: those that a run may fill, less weights, moments and GPU context.
 
-    Weights and moments are taken off, and what a GPU's context takes.
+    Moments that are not made yet are measured on a parameter of each shape; those on the host take nothing here.
     """
     train, on_host = config.train, isinstance(optimizer, OffloadedStates)
     states = 0 if optimizer.state or on_host else measure_state_bytes(OptimizerChoice.of(train), model)
@@ -86,11 +86,11 @@ def count_states(choice: OptimizerChoice, dtype: torch.dtype) -> float:
     return round(size / (_SIDE * _SIDE * dtype.itemsize), 3)  # without the count of steps
 
 
-_SIDE = 128
-FILE = "max_tokens_per_slot.json"
-PROBES = {"cuda": (1024, 4096)}  # rows of a slot
+_SIDE = 128  # of the square matrix on which states are counted
+FILE = "max_tokens_per_slot.json"  # in the run's folder: what was measured
+PROBES = {"cuda": (1024, 4096)}  # rows of a slot in the first and second probe, by type of device
 PROBES_ELSEWHERE = (64, 256)
-FARTHEST = 8  # times the largest probe, at most, is the third
+FARTHEST = 8  # the third probe has at most so many times the rows of the larger one before
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,7 @@ def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Ro
 
 
 def use_measured_rows(config: RunConfig, world: World, log: LogLine) -> RunConfig:
-    """Put the number that the run measured before in place of "auto".
-
-    All ranks enter it.
-    """
+    """Put the number that the run measured before, if it did, in place of "auto"; entered by all ranks."""
     if config.context.max_tokens_per_slot != AUTO:
         return config
     file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
@@ -169,6 +166,7 @@ def measure_rows(
 
 
 def _use_rows(config: RunConfig, fit: RowsThatFit, log: LogLine) -> RunConfig:
+    """Log the rows that fit, and put them in place of "auto", for training and for evaluation."""
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
     log(f"max_tokens_per_slot: {fill}")
     return _set_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
@@ -213,8 +211,8 @@ def fit_by_probes(
     """Run two probes and one that is nearer, and agree on the rows that fit on every rank.
 
     A `first_guess` is probed after a small probe, and both correct it. `below`: so many rows did not fit before; no
-    probe has as many, nor has the result. What `images` hold is not the rows'. Raises ConfigError where fewer rows than
-    two probes need are left, or images do not fit, and on a rank that runs out of memory in a probe.
+    probe has as many, nor has the result. What `images` hold is taken off the budget. Raises ConfigError where fewer
+    rows than two probes need are left, or images do not fit, and on a rank that runs out of memory in a probe.
     """
     budget = activation_budget(config, model, optimizer, world.device)
     if images is not None:
@@ -260,23 +258,27 @@ class _Probes:
         return max(rows for rows, _ in self._probed)
 
     def run(self, rows: int, *, warm: bool = False) -> None:
-        """Run one probe, with `warm` after one that is not measured, and share its bytes with the other ranks."""
+        """Run one probe and share its bytes with the other ranks; with `warm` after one whose bytes do not count, which
+        makes what a first step makes once.
+        """
         if warm:
             self._measure_on_ranks(rows)
         self._probed.append((rows, self._measure_on_ranks(rows)))
 
     def _measure_on_ranks(self, rows: int) -> list[int]:
+        """Run a step of so many rows, and return its bytes on every rank, 1 at least, for they are divided by."""
         bytes_here = measure_step_bytes(self._config, self._model, self._world, rows)
         return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
 
     def guess_rows(self, guess: int) -> int:
-        """Return the rows of a probe of a guess, below what did not fit before."""
+        """Return the rows of a probe of a guess: at most half of what did not fit before, and rounded down."""
         return self._round_rows(min(guess, self._row_limit / 2))
 
     def choose_second_rows(self) -> int:
         """Choose the rows of the second probe: more than the first had if they surely fit, otherwise half as many.
 
-        They are at most half of the rows that are known not to fit: a probe must not run out of memory.
+        More means a quarter more at least, as closer probes make no good line; and at most half of the rows that are
+        known not to fit, as a probe must not run out of memory.
         """
         rows, bytes_of_ranks = self._probed[0]
         room = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
@@ -292,7 +294,7 @@ class _Probes:
     def fit_largest_probes(self) -> RowsThatFit:
         """Return the fit of the two largest probes, on the rank where the fewest rows fit.
 
-        Rows must stay below a limit that the caller may have: a fit that does not becomes half of the limit.
+        A fit that is not below the rows that did not fit before becomes half of them.
         """
         smaller, larger = sorted(self._probed)[-2:]
         by_rank = [
@@ -304,19 +306,22 @@ class _Probes:
 
     @property
     def _row_limit(self) -> float:
+        """The rows that did not fit in an earlier start; infinity if there are none."""
         return self._below or math.inf
 
     def _round_rows(self, rows: float) -> int:
+        """Round rows down to what a plan's slots hold, a multiple of tp under sequence parallelism."""
         return int(rows // self._multiple) * self._multiple
 
 
 def _largest_rows(probes: Sequence[tuple[int, int]], budget: float) -> float:
+    """Return how many rows a budget holds by two measurements; a fraction, and negative if none fit."""
     row_bytes, fixed = _fit_line(probes)
     return (budget - fixed) / row_bytes
 
 
 def _fit_line(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Return the bytes of a row, and those for any number of rows, of two measurements (rows, most bytes)."""
+    """Return the bytes of a row, 1 at least, and those for any number of rows, from two measurements (rows, bytes)."""
     (fewer_rows, fewer_bytes), (more_rows, more_bytes) = probes
     row_bytes = max((more_bytes - fewer_bytes) / (more_rows - fewer_rows), 1.0)
     return row_bytes, max(fewer_bytes - row_bytes * fewer_rows, 0.0)

@@ -40,7 +40,7 @@ from longspan.train.plans.run_cost import find_run_cost, read_run_machine
 
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
-    """What measures of a run are chosen by: its configuration, that of its model, and its coming steps.
+    """What the measures of a run depend on: its configuration, its model's configuration, and its coming steps.
 
     `target_share` of the rows predict a token; `encoder_rows` of images are encoded at once on a slot.
     """
@@ -54,18 +54,18 @@ class RunMemory:
 
     @property
     def settings(self) -> MemorySettings:
-        """The settings of the plan of memory, with the keys by hand."""
+        """The settings of the plan of memory, as the keys give them."""
         share, rows = self.target_share, self.encoder_rows
         return run_memory_settings(self.config, gpu=self.gpu, target_share=share, encoder_rows=rows)
 
     @property
     def machine(self) -> Machine:
-        """The machine by whose prices measures are compared."""
+        """The machine by whose prices measures are compared: the run's, or else an H200, or CPUs without a GPU."""
         machine = read_run_machine(self.config)
         return machine if isinstance(machine, Machine) else Machine.known("H200") if self.gpu else Machine.cpus()
 
     def plan_memory(self, chosen: MemoryPlan | None) -> MemoryPlan:
-        """Plan the memory of the run with measures that were chosen; None: with those of the keys."""
+        """Plan the memory of the run with the measures and settings of a chosen plan; None: with those of the keys."""
         settings = self.settings
         if chosen is not None:
             settings = replace(settings, gathered_once=chosen.gathered_once, offload_states=chosen.offload_states)
@@ -77,7 +77,7 @@ class RunMemory:
     def choose_memory(self, budget: MemoryBudget) -> MemoryPlan:
         """Choose the fastest measures that fit, and the rows of a slot with which they do where these are "auto".
 
-        Raises PlanError, with the bytes, where nothing fits.
+        Numbers of rows with which nothing fits are left out. Raises PlanError, with the bytes, where none is left.
         """
         if self.config.context.max_tokens_per_slot != AUTO:
             return self._choose_plan(self._coming_plans(self.config), budget)
@@ -103,11 +103,12 @@ class RunMemory:
         return step_seconds(self.model, steps, memory, needs, self.machine, cost), memory
 
     def _coming_plans(self, config: RunConfig) -> list[Plan]:
+        """Return the plans of coming steps for which memory must suffice."""
         steps = self.ahead.fullest_plans(config, self._plan_cost())
         return [*steps, *self.ahead.limit_plans(config, steps)]
 
     def _plan_cost(self, memory: MemoryPlan | None = None) -> Cost:
-        """Return the cost of plans, without the lines about it."""
+        """Return the cost by which plans are made, under a plan of memory if there is one, without logging anything."""
         slots = self.ahead.home.slots
         share = self.target_share
         return find_run_cost(
@@ -115,6 +116,7 @@ class RunMemory:
         )
 
     def _choose_plan(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
+        """Choose the fastest plan of memory in which all these plans fit."""
         home, fixed = self.ahead.home, fixed_keys(self.config)
         return choose_memory(self.model, home, list(plans), self.settings, budget, self.machine, fixed=fixed)
 
@@ -139,7 +141,10 @@ def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | 
 
 
 def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
-    """Return the plan of memory, or why the model's bytes cannot be counted."""
+    """Return the plan of memory and "", or None and why the model's bytes cannot be counted.
+
+    Raises ConfigError where they can, and nothing fits.
+    """
     try:
         ModelNumbers.of(run.model, run.ahead.home, run.settings)
     except PlanError as error:
@@ -153,12 +158,13 @@ def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan |
 def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> MemoryPlan | None:
     """Plan the memory of a run whose rows of a slot are known; entered by all ranks.
 
-    None on CPUs without `memory_bytes`, and where the model's bytes cannot be counted.
+    None on CPUs without `memory_bytes`, where no budget is known, and where the model's bytes cannot be counted.
     """
     if not (run.gpu or run.config.train.memory_bytes):
         return None
 
     def plan_run_memory() -> MemoryPlan | None:
+        """Plan it on the first rank; None where bytes cannot be counted."""
         with suppress(PlanError):
             return run.plan_memory(chosen)
 
@@ -171,7 +177,7 @@ HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading document
 def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
     """Return the bytes that a rank may fill of its device and of its host.
 
-    They are the least of all ranks, which call it together.
+    They are the least of all ranks, which call it together; the control channel gives maxima, so bytes go negative.
     """
     device, host = _rank_budget(config, world)
     negative_bytes = world.control.largest_of([-float(device), -float(host)], "the least free memory")
@@ -179,10 +185,14 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
 
 
 def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
-    """Return the bytes that this rank may fill of its device and of its host, which its host's ranks share."""
+    """Return the bytes that this rank may fill of its device and of its host, which its host's ranks share.
+
+    Of a host that does not tell its free memory it is none.
+    """
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     if config.train.memory_bytes:
         return config.train.memory_bytes, host
+    # The context is there by now and counts as free, since plans count its bytes; it may be smaller than they say.
     free, all_bytes = torch.cuda.mem_get_info(world.device)
     return int(config.train.memory_fraction * min(all_bytes, free + CONTEXT_BYTES)), host
 

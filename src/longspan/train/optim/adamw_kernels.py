@@ -25,13 +25,13 @@ def adamw_kernel(
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update the numbers of many tensors: program (p, t) does every so many blocks of tensor t, from block p on.
+    """Update the numbers of many tensors: of P programs a tensor, program (p, t) does blocks p, p + P, … of tensor t.
 
     A row of the table has addresses of parameter, gradient and both moments, how many numbers they have, the key and
     the places of the random bits, and the float32 factors of `update_block`. FLAT numbers lie one after another in the
-    whole tensor too, so that an offset gives their places. Whole blocks need no mask; the rest of a tensor is a block
-    with one, done by the program whose turn it is. A `scale` that is not a number (the gradients' norm was not finite)
-    leaves everything as it is.
+    whole tensor too, so that an offset gives their places. Whole blocks need no mask; the numbers left at the end are a
+    masked block, done by the program that would do the next whole one. A `scale` that is not a number (the gradients'
+    norm was not finite) leaves everything as it is.
     """
     factor = 1.0
     if SCALED:
@@ -46,6 +46,7 @@ def adamw_kernel(
         factors = (row + FACTORS).to(tl.pointer_type(tl.float32))
         decay, fresh, keep, new = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2), tl.load(factors + 3)
         root, eps, rate, sign = tl.load(factors + 4), tl.load(factors + 5), tl.load(factors + 6), tl.load(factors + 7)
+        # Not read unless BY_CHANCE, which sets them; `offset` needs an int64, as `numel` is.
         offset, start_key, middle_key = numel, 0, 0
         if BY_CHANCE:
             start_key, middle_key = tl.load(row + 5).to(tl.uint32), tl.load(row + 6).to(tl.uint32)
@@ -138,12 +139,12 @@ def update_block(
 def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
     """Compute where numbers of a block are in the whole parameter, without its offset; `Places` has the formula.
 
-    Rows of `inner` numbers each begin where `row_start` says. Divisions are slow, so there is one for the block's first
-    number, of 32 bits if that is enough; a block that is no longer than a row touches two rows at most, and needs no
-    more; in shorter rows each number takes one.
+    `row` is the tensor's row of the table, `first` the block's first number. Rows of `inner` numbers each begin where
+    `row_start` says. Divisions are slow: the block's first number takes one, of 32 bits if that is enough. A block no
+    longer than a row of numbers touches two rows at most and needs no other; in shorter rows each number takes one.
     """
     inner, rows, near, far = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
-    first += tl.load(row + 12)  # of a part of a tensor
+    first += tl.load(row + 12)  # where a part of a tensor starts
     if first < 4294967296:  # noqa: SIM108  (a division of 32 bits takes a fifth of the instructions)
         first_row = (first.to(tl.uint32) // inner.to(tl.uint32)).to(tl.int64)
     else:
@@ -164,7 +165,7 @@ def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_start(at_row, rows, near, far):
-    """Compute where a row begins, of rows that are `near` to each other within what is `far` from each other."""
+    """Compute where row `at_row` begins: rows are `near` numbers apart, groups of `rows` rows `far` (0: one group)."""
     start = at_row * near
     if far != 0:
         start = at_row // rows * far + at_row % rows * near

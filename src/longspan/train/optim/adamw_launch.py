@@ -19,9 +19,9 @@ from longspan.train.optim.rounding_bits import Key, Places
 BLOCK, WARPS = 1024, 4  # numbers that a program updates at a time, by so many warps
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
 ALIGNMENT = 16  # bytes that one load of a thread takes
-COLUMNS = 20  # words of eight bytes in a row of the table
+COLUMNS = 20  # columns of the table, of eight bytes each: as in adamw_kernels.py
 _ROW = Struct("=13q24x8f")  # addresses, count, key and places; from the column FACTORS of the kernels on, factors
-_NEAREST = (0,) * 8  # in place of a key and places
+_NEAREST = (0,) * 8  # in place of a key (2) and places (6), where numbers are rounded to the nearest
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -69,7 +69,10 @@ class Update(NamedTuple):
 
 
 def takes_update(update: Update) -> bool:
-    """Return whether the kernel updates these tensors: contiguous ones of a GPU, in float32 or bfloat16."""
+    """Return whether the kernel updates these tensors: contiguous ones of a GPU, in float32 or bfloat16.
+
+    Rows of random bits' places have fewer than 2³¹ numbers, which the kernel divides in 32 bits.
+    """
     parameter, gradient, mean, square = tensors = update[:4]
     return (
         on_gpu(parameter)
@@ -90,7 +93,8 @@ def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
     """Update all these tensors of one GPU; returns the number of launches.
 
     Tensors share a launch if they have the same types, alignment, rounding and kind of places, which the kernel is
-    compiled for: a few launches at most. Factors and addresses are in its table.
+    compiled for: a few launches at most. Factors and addresses are in its table. Tensors that are not aligned for wide
+    loads are at least for one bfloat16 number, 2 bytes.
     """
     kinds = defaultdict[Any, list[Update]](list)
     for update in updates:
@@ -127,9 +131,11 @@ def make_table(updates: Sequence[Update]) -> Any:
 
 
 def _triton_type(dtype: torch.dtype) -> Any:
+    """Return Triton's name of a type, which its kernels take as a constant."""
     return getattr(import_module("triton.language"), _DTYPES[dtype])
 
 
 @cache
 def _kernels() -> Any:
+    """Return the module of Triton kernels; None where Triton is not installed."""
     return None if find_spec("triton") is None else import_module("longspan.train.optim.adamw_kernels")

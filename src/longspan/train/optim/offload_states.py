@@ -53,6 +53,7 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
         raise ConfigError("the states of this optimizer wait on the host already; call offload_states once")
 
     def measure_bytes() -> int:
+        """Return the bytes of this rank's states. Raises ConfigError for an optimizer whose states cannot be moved."""
         check_separate_updates(optimizer)
         return StateSizes(optimizer).total_bytes()
 
@@ -74,6 +75,7 @@ class OffloadedStates(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> None:
+        """Take the host's memory, share the optimizer's groups, and move the states that it has from earlier steps."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner: torch.optim.Optimizer = optimizer
         self._bucket_bytes = bucket_bytes
@@ -87,13 +89,14 @@ class OffloadedStates(Optimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory that hold the states, from the beginning on."""
+        """Bytes of the host's memory for the states, which are taken when the object is made."""
         return self._arena.bytes
 
     @property
     def device_bytes(self) -> int:
         """The most bytes of the device that states take during a step in which every parameter has a gradient.
 
+        They are those of the two consecutive buckets with most, for one is fetched while the one before is updated.
         Where an optimizer makes new tensors for states, those of one parameter come on top.
         """
         sizes = [b.bytes for b in cut_buckets(self.inner, self._sizes, self._bucket_bytes, every=True)]
@@ -101,7 +104,10 @@ class OffloadedStates(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; returns what `closure` does."""
+        """Update every parameter that has a gradient; returns what `closure` returns.
+
+        `before` keeps the states as they are now: all parts of a parameter start from the same count of steps.
+        """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         buckets = [*cut_buckets(self.inner, self._sizes, self._bucket_bytes)]
@@ -115,8 +121,8 @@ class OffloadedStates(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; moments are copied to the host's memory, whatever device they come from.
 
-        The inner optimizer loads settings and what is no moment, with all that its class checks and converts; its
-        states then move here, next to the moments on the host. Hooks of torch run around all of it.
+        The inner optimizer loads settings and single numbers (`small`), with all that its class checks and converts;
+        its states then move here, next to the moments on the host. Hooks that torch runs around loading run here.
         """
         state_dict = {**state_dict}
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -158,7 +164,10 @@ class OffloadedStates(Optimizer):
     # ---- one bucket
 
     def _fetch_bucket(self, bucket: Bucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
-        """Begin to copy a bucket's states to the device; those of its parameters `before` this step."""
+        """Begin to copy a bucket's states to the device, as they were `before` this step.
+
+        Each part but the last counts steps in a copy: the count of a parameter moves on once.
+        """
         states, pairs = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
         for part in bucket.parts:
             state = dict[str, Any]()
@@ -175,7 +184,8 @@ class OffloadedStates(Optimizer):
     def _update_bucket(self, bucket: Bucket, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Let the inner optimizer update the bucket's parts; returns their states on the device.
 
-        `states` is emptied: an optimizer that makes new tensors need not keep all of the old ones meanwhile.
+        `states` is emptied: an optimizer that makes new tensors need not keep all of the old ones meanwhile. Settings
+        that it changes in its group, such as counts, go back to the bucket's group.
         """
         inner, stand_ins = self.inner, [part.make_stand_in() for part in bucket.parts]
         group = {**bucket.group, "params": stand_ins}
@@ -248,6 +258,7 @@ class _Copies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Make the two streams; none for a CPU."""
         self.device = device
         on_gpu = device.type == "cuda"
         self._to_device = torch.cuda.Stream(device) if on_gpu else None
@@ -264,6 +275,10 @@ class _Copies:
     def _copy_pairs(
         self, pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None
     ) -> torch.cuda.Event | None:
+        """Copy the second tensor of each pair into the first, on a stream after what is computed now.
+
+        Returns the event after which all are copied; without a stream (None) they are when it returns None.
+        """
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -292,6 +307,7 @@ class _Copies:
             self._to_host.synchronize()
 
     def _wait_for_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """Let what is computed next wait for what this stream has to do by now."""
         if stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
@@ -302,5 +318,5 @@ def _has_numbers(value: Any) -> bool:
 
 
 def _cast_state(value: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """Return a loaded state in the type that torch's `load_state_dict` gives it."""
+    """Return a loaded state in the type that torch's `load_state_dict` gives it: the parameter's, except for "step"."""
     return value.to(parameter.dtype) if parameter.is_floating_point() and name != "step" else value

@@ -17,13 +17,14 @@ from longspan.errors import ConfigError
 from longspan.model.weights.local_tensors import local_block, local_tensor
 from longspan.train.optim.optimizer import OptimizerChoice
 
-STEPS, BOUND = 2, 1e-4  # of updates, relative to the largest
+STEPS, BOUND = 2, 1e-4  # updates that are tried, and their largest error as a share of the largest update
 
 
 def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
     """Raise ConfigError, on every rank, where the optimizer updates sharded parameters otherwise than whole ones.
 
-    So it does where it cannot update them. All ranks call it together.
+    It raises too where the optimizer cannot update them at all; then the class's own refusal (`refusal`) comes as it
+    is, and any other error as the `reason`. All ranks call it together.
     """
     pairs = list(_make_pairs(model, world.device))
     refusal = reason = ""
@@ -46,7 +47,10 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
 
 
 def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield a sharded and a whole parameter for each kind of the model's: mesh, placements and dims."""
+    """Yield a sharded and a whole parameter for each kind of the model's: mesh, placements and number of dims.
+
+    Sharded dims have 4 numbers on each rank, others 4 in all.
+    """
     kinds = dict[Any, nn.Parameter]()
     for parameter in model.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):
@@ -63,12 +67,14 @@ def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Par
 
 
 def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
+    """Return this rank's shard of a whole tensor as a DTensor, sharded as `like` is; without communication."""
     mesh, placements = like.device_mesh, like.placements
     local = whole[local_block(whole.shape, mesh, placements)].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _draw_normal(shape: Sequence[int], *, seed: int) -> Tensor:
+    """Draw normal numbers on the CPU, the same on every rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

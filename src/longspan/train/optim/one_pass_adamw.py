@@ -29,7 +29,10 @@ from longspan.train.optim.rounding_bits import (
 
 
 class _Part(NamedTuple):
-    """Of what a parameter stands in for another: the numbers of its local tensor from `start` on."""
+    """The part of a parameter that a stand-in is updated for: numbers of its local tensor from `start` on.
+
+    `last`: no part of this parameter is updated after it.
+    """
 
     parameter: nn.Parameter
     start: int
@@ -62,6 +65,7 @@ class OnePassAdamW(AdamW):
         maximize: bool = False,
         rounding: RoundingBits | None = None,
     ) -> None:
+        """Take torch's settings of AdamW; `foreach` is off, as `step` here replaces torch's."""
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=False
         )
@@ -69,7 +73,7 @@ class OnePassAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; returns what `closure` does."""
+        """Update every parameter that has a gradient; returns what `closure` returns."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         factors, updates = dict[Any, Factors](), list[Update]()
@@ -85,14 +89,14 @@ class OnePassAdamW(AdamW):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does; the next update draws as the first one of its step."""
+        """Load a state as torch does; the next update draws the random bits of the first update of its step."""
         super().load_state_dict(state_dict)
         if self._rounding is not None:
             self._rounding.restart()
 
     @contextmanager
     def use_stand_ins(self, parts: Mapping[nn.Parameter, tuple[nn.Parameter, int, bool]]) -> Iterator[None]:
-        """Let parameters stand in for parts of others: each for the numbers from `start` on, the `last` ones or not."""
+        """Let the keys of `parts` stand in for parts of parameters: (parameter, start, last), as `_Part` has them."""
         self._parts = {stand_in: _Part(*part) for stand_in, part in parts.items()}
         try:
             yield
@@ -100,7 +104,10 @@ class OnePassAdamW(AdamW):
             self._parts = {}
 
     def take_back_counts(self, state: Mapping[Any, dict[str, Any]] | None = None) -> None:
-        """Count the last step as not taken, where its scale was not a number. `state`: where the counts are."""
+        """Count the last step as not taken: its scale was not a number and nothing changed, or it only made states.
+
+        `state` has the counts if they are not in this optimizer's own state, as with states on the host.
+        """
         state = self.state if state is None else state
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -110,7 +117,10 @@ class OnePassAdamW(AdamW):
                         self._rounding.count_update(parameter, -1)
 
     def _count_step(self, parameter: nn.Parameter) -> float:
-        """Count one more step of a parameter, with moments of zeros if it is the first; returns the count."""
+        """Count one more step of a parameter, and make moments of zeros if it is the first; returns the count.
+
+        The count is kept on the CPU, also of states that torch's fused AdamW saved, so that no step waits for a GPU.
+        """
         assert parameter.grad is not None
         if parameter.grad.is_sparse or not parameter.is_floating_point():
             raise ModelError(
@@ -150,7 +160,10 @@ class OnePassAdamW(AdamW):
 
 
 def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
-    """Update all parameters and moments: on a GPU in a few launches, elsewhere one after another."""
+    """Update all parameters and moments: on a GPU in a few launches, elsewhere one after another.
+
+    Versions are raised by hand, for autograd does not see what the kernel writes.
+    """
     of_kernel, others = list[Update](), list[Update]()
     for update in updates:
         if update.parameter.numel():

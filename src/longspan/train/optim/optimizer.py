@@ -20,7 +20,8 @@ from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.rounding_bits import RoundingBits
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
-_ONE_PASS = {"betas", "eps", "maximize"}
+_ONE_PASS = {"betas", "eps", "maximize"}  # arguments that `OnePassAdamW` takes
+# Arguments that have a key of their own, and are refused in train.optimizer_arguments.
 _BY_KEY = {"lr": "train.lr", "weight_decay": "train.weight_decay"}
 _BY_KEY_OF_ADAMW = {"betas": "train.betas", "eps": "train.eps"}
 _REFUSED = {
@@ -53,7 +54,7 @@ class OptimizerChoice:
 
     @property
     def is_one_pass(self) -> bool:
-        """Whether it is AdamW with arguments that AdamW in one pass takes."""
+        """Whether it is "adamw" without arguments that only torch's AdamW takes."""
         return self.name == "adamw" and {name for name, _ in self.arguments} <= _ONE_PASS
 
     @property
@@ -116,7 +117,8 @@ def parameter_groups(
 
     DTensors and plain tensors are apart, for no kernel of an optimizer takes both at once. `rates` are learning rates
     by the names of modules (None: the optimizer's own). Raises ConfigError where weights are to decay under an
-    optimizer without weight decay, and for rates that do not fit the model.
+    optimizer without weight decay, and for rates that do not fit the model. Without trainable parameters there is one
+    empty group, since torch refuses to make an optimizer of no group.
     """
     knows_decay = _accepts_argument(optimizer_class(name), "weight_decay")
     if weight_decay and not knows_decay:
@@ -149,7 +151,7 @@ def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
 
 
 def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
-    """Return the longest of these names that the parameter is in. Raises ConfigError where it is in none."""
+    """Return the longest of these names of modules that have the parameter; "" has all. Raises ConfigError for none."""
     around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
     if not around:
         raise ConfigError(
@@ -164,7 +166,7 @@ def has_weight_decay(name: str, parameter: Tensor) -> bool:
 
     Shapes do not decide it: the biases of experts (E, D) and norms of single heads (N, H) have two dims as well.
 
-    >>> decays("layers.0.mlp.experts.down_proj_bias", torch.zeros(8, 64))
+    >>> has_weight_decay("layers.0.mlp.experts.down_proj_bias", torch.zeros(8, 64))
     False
     """
     return parameter.ndim >= 2 and not _BIAS_OR_NORM.search(name.lower())
@@ -174,9 +176,9 @@ def has_weight_decay(name: str, parameter: Tensor) -> bool:
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """Find the class of "adamw", "sgd" or a dotted name.
+    """Return the class of "adamw", "sgd" or a dotted name.
 
-    Raises ConfigError for one that cannot train here, or is none.
+    Raises ConfigError for a name that is no optimizer's class, or of a class that cannot train here.
     """
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
@@ -201,6 +203,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
 
 
 def _class_fault_text(kind: type[Optimizer]) -> str:
+    """Return why a class cannot train here, by its signatures; "" if it can."""
     if not _accepts_argument(kind, "lr"):
         return "it takes no lr, which the schedule sets at every step"
     closure = inspect.signature(kind.step).parameters.get("closure")
@@ -210,7 +213,7 @@ def _class_fault_text(kind: type[Optimizer]) -> str:
 
 
 def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments written as "momentum=0.9", with values as in JSON; a value that is none is a string.
+    """Parse arguments written as "momentum=0.9", with values as in JSON; a value that is not JSON is a string.
 
     >>> parse_arguments("sgd", ("momentum=0.9", "nesterov=true"))
     {'momentum': 0.9, 'nesterov': True}
@@ -234,9 +237,8 @@ def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first argument that the optimizer's class does not take.
-
-    So it does for a switch that is neither true nor false.
+    """Raise ConfigError for the first argument that the optimizer's class does not take, and for a switch that is given
+    another value than true, false or null.
     """
     kind = optimizer_class(name)
     parameters = inspect.signature(kind).parameters
@@ -249,16 +251,18 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _is_switch(parameter: inspect.Parameter) -> bool:
+    """Return whether an argument is true or false, by its default or its annotation ("bool | None" too)."""
     words = {*re.findall(r"\w+", str(parameter.annotation))} - {"class", "typing", "Optional", "Union", "None"}
     return isinstance(parameter.default, bool) or words == {"bool"}
 
 
 def _accepts_argument(kind: type[Optimizer], argument: str) -> bool:
+    """Return whether a class is made with an argument of this name, be it among others (**kwargs)."""
     parameters = inspect.signature(kind).parameters
     return argument in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}  # of Adam and AdamW, all 0 before the first step
 
 
 def allocate_adam_states(optimizer: Optimizer) -> bool:

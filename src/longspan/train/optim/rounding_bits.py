@@ -20,25 +20,26 @@ from longspan.model.weights.local_tensors import LocalPart, local_tensor
 GOLDEN, FAR = 0x9E3779B9, 0x85EBCA6B  # factors of a place's low and high word
 FIRST, SECOND = 0x21F0AAAD, 0xD35A2D97  # of hash-prospector's hash of least bias, with shifts of 16, 15 and 15
 THIRD = 0xB5297A4D  # of the third stream
-WORD = (1 << 32) - 1
-NOISE_BITS, STREAMS = 16, 3  # of a number: the parameter, and both moments
+WORD = (1 << 32) - 1  # mask of 32 bits
+NOISE_BITS, STREAMS = 16, 3  # random bits that round one number; a parameter and both moments are rounded
 
 
-_KEY = struct.Struct("<2I")  # in a digest
+_KEY = struct.Struct("<2I")  # the two words of a key in a digest
 
 
 class Key(NamedTuple):
-    """Two words of 32 bits: a parameter's in one update."""
+    """Two words of 32 bits from which a parameter's random bits follow in one update."""
 
     first: int
     second: int
 
 
 class Places(NamedTuple):
-    """Where the numbers of a block are in the whole parameter, whose numbers are counted in rows.
+    """Where the numbers of a block, such as a rank's shard, are among the numbers of the whole parameter.
 
-    With j = i + `start`, number i of the block is number `offset` + j // inner // rows · far + j // inner % rows · near
-    + j % inner.
+    `inner` numbers lie next to each other in the whole; such rows are `near` numbers apart, and groups of `rows` of
+    them `far` apart. A part of a block begins at its number `start`. With j = i + `start`, number i is number
+    `offset` + j // inner // rows · far + j // inner % rows · near + j % inner of the whole.
     """
 
     offset: int
@@ -55,7 +56,10 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int], block: Sequence[slice]) -> "Places":
-        """Return the places of a block of a tensor of this shape.
+        """Return the places of a block of a tensor of this shape: a slice for each dim.
+
+        From the last dim on, `levels` joins dims that are not cut to one (count, stride); three levels suffice for a
+        tensor that is cut along two dims.
 
         >>> Places.of((4, 6), (slice(2, 4), slice(3, 6)))
         Places(offset=15, inner=3, rows=2, near=6, far=0, start=0)
@@ -86,11 +90,12 @@ class Places(NamedTuple):
 class RoundingBits:
     """The keys and places of a model's parameters: from the world's seed and step, and each parameter's name.
 
-    A resumed run repeats them, and ranks that hold the same numbers draw the same. A second update within a step has
-    another key.
+    A resumed run repeats them, and ranks that hold the same numbers draw the same. A second update of a parameter
+    within a step has another key: updates are counted.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
+        """Take the parameters' names, and the world whose step is read at each update."""
         self._world = world
         # Copies on several pipeline stages have one name.
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -105,11 +110,11 @@ class RoundingBits:
         return Key(*_KEY.unpack(hashlib.blake2b(repr(counted).encode(), digest_size=_KEY.size).digest()))
 
     def count_update(self, parameter: nn.Parameter, by: int = 1) -> None:
-        """Note that the parameter was updated, so that its next update in this step has another key."""
+        """Count an update of the parameter, so that its next one in this step has another key; −1 takes one back."""
         self._draws[parameter] += by
 
     def restart(self) -> None:
-        """Let the next update draw as the first one of its step."""
+        """Let the next update draw the bits of the first update of its step."""
         self._step, self._draws = self._world.step, Counter()
 
     def places(self, parameter: nn.Parameter) -> Places:
@@ -163,6 +168,7 @@ def round_by_places(x: Tensor, key: Key, places: Places, stream: int) -> Tensor:
     """Round the block of a parameter, or of a moment, to bfloat16 by the bits of its places; a DTensor stays one."""
     rounded, local = x.to(torch.bfloat16), local_tensor(x)
     flat, result = local.contiguous().view(-1), torch.empty_like(local_tensor(rounded)).view(-1)
+    # One word per number serves STREAMS streams; an optimizer with more states draws further words by other keys.
     key = Key(key.first, (key.second + stream // STREAMS * GOLDEN) & WORD)  # an optimizer with many states
     chunk = chunk_numbers(flat.device)
     for start in range(0, len(flat), chunk):

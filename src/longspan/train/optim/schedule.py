@@ -66,7 +66,10 @@ class Schedule:
         return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * self._curve_height(step))
 
     def _curve_height(self, step: int) -> float:
-        """Return how much of the way from the least rate to the peak is left after the warm-up: from 1 to 0."""
+        """Return how much of the way from the least rate to the peak is left after the warm-up: from 1 to 0.
+
+        The first step of the curve is already below 1, so that the last one is 0.
+        """
         if self.shape == "constant":
             return 1.0
         start = self.steps - self.decay_steps if self.shape == "wsd" else self.warmup

@@ -21,6 +21,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.stochastic_rounding import StochasticRounding
 
+# Classes that update each number by itself: any part of a parameter may be updated alone.
 BY_NUMBER: set[type[optim.Optimizer]] = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.ASGD, OnePassAdamW),
@@ -31,10 +32,11 @@ ALIGNMENT = 256  # bytes of each state's place on the host
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Numbers `start` to `stop` of a parameter's local tensor; `whole`: the parameter itself, of any layout.
+    """Numbers `start` to `stop` of a parameter's local tensor; `whole`: the parameter itself, of any memory layout.
 
-    `last`: no part of this parameter follows. `plain`: the optimizer gets plain tensors for those of a DTensor, as its
-    group names the kernels; otherwise DTensors, so that it chooses the same ones.
+    `last`: no part of this parameter follows. The optimizer gets a part of a DTensor as a plain tensor if `plain`, for
+    then its group says which kernels it uses (fused, foreach); else as a DTensor, for which it chooses the same kernels
+    as for the whole.
     """
 
     parameter: nn.Parameter
@@ -62,11 +64,12 @@ class Part:
         return make_sharded_tensor(value, local) if self.whole else self._view_like(value, local)
 
     def _view_like(self, like: Tensor, local: Tensor) -> Tensor:
+        """Return a part's numbers as the optimizer gets them: a DTensor if `like` is one, unless `plain`."""
         return local_dtensor(local, like) if isinstance(like, DTensor) and not self.plain else local
 
 
 def local_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor on the same mesh that claims to be whole here: what is done number by number stays here."""
+    """Make a DTensor on the mesh of `like` that claims to be replicated, so that operations on numbers stay local."""
     mesh = like.device_mesh
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -83,7 +86,7 @@ def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
 
 
 def can_split(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-    """Return whether the optimizer may update any part of the parameter by itself."""
+    """Return whether the optimizer may update any part of the parameter by itself: a range of its flat local tensor."""
     local = local_tensor(parameter.detach())
     gradient = local if parameter.grad is None else local_tensor(parameter.grad)
     is_flat = local.ndim > 0 and local.is_contiguous() and gradient.is_contiguous() and local.shape == gradient.shape
@@ -126,7 +129,10 @@ def cut_buckets(
 def _split_parameter(
     optimizer: Optimizer, parameter: nn.Parameter, number_bytes: float, bucket_bytes: int, *, plain: bool
 ) -> Iterator[Part]:
-    """Split a parameter into parts whose states fill a bucket; into one if they take less, or if it must stay whole."""
+    """Split a parameter into parts whose states fill a bucket; into one if they take less, or if it must stay whole.
+
+    A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
+    """
     numel = local_tensor(parameter.detach()).numel()
     if not can_split(optimizer, parameter):
         yield Part(parameter, 0, numel, whole=True, last=True, plain=plain)
@@ -146,18 +152,19 @@ class StateSizes:
     >>> StateSizes(AdamW([nn.Parameter(torch.zeros(64))])).parameter_bytes(0, parameter)
     512
 
-    Where states are not numbers like the parameter's, a tensor of its local shape is updated. Raises ConfigError for
-    states that cannot wait on the host.
+    For classes of BY_NUMBER one number is updated, and its states count for each number; for others a tensor of the
+    parameter's local shape. Raises ConfigError for states that cannot wait on the host.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        """Measure nothing yet; rounding by chance leaves it to the class that it wraps how states grow."""
         self._optimizer = optimizer
         kind = optimizer.kind if isinstance(optimizer, StochasticRounding) else type(optimizer)
         self._by_number = kind in BY_NUMBER
         self._bytes = dict[Any, tuple[int, ...]]()
 
     def parameter_bytes(self, group: int, parameter: nn.Parameter) -> int:
-        """Return the bytes of the states of a parameter of this group, each rounded up to whole places of ALIGNMENT."""
+        """Return the bytes of a parameter's states under this group's settings, each rounded up to ALIGNMENT bytes."""
         local = local_tensor(parameter.detach())
         shape = (1,) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
         key = group, local.dtype, shape
@@ -176,9 +183,8 @@ class StateSizes:
     def _state_bytes(self, group: int, values: Tensor) -> tuple[int, ...]:
         """Return the bytes of each state that would wait on the host, of a parameter of this group with these values.
 
-        A copy of the optimizer takes one step of the parameter alone. An optimizer whose states grow number by number
-        (BY_NUMBER) begins with those of its first parameter, cut to this size. Raises ConfigError if states are no
-        plain tensors.
+        A copy of the optimizer takes one step of the parameter alone. One of BY_NUMBER begins with the states of the
+        group's first parameter, if it has any, cut to this size. Raises ConfigError if states are no plain tensors.
         """
         parameter = nn.Parameter(values)
         parameter.grad = torch.zeros_like(values)
@@ -207,12 +213,15 @@ class StateSizes:
 
 
 def waits_on_host(value: Any, parameter: Tensor) -> bool:
-    """Return whether a state waits on the host: numbers for those of the parameter, not a count of steps."""
+    """Return whether a state waits on the host: a tensor on the parameter's device with dims, not a count of steps."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.device == parameter.device
 
 
 def make_shadow(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """Make the optimizer with other parameters, and no states, in a group with these settings; it stays as it is."""
+    """Copy an optimizer, with other parameters in one group with these settings, no states and no hooks.
+
+    The optimizer itself stays as it is.
+    """
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     shadow.__dict__.pop("step", None)  # a scheduler of torch puts there a step of the optimizer itself
@@ -224,9 +233,10 @@ def make_shadow(optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequ
 
 
 def check_separate_updates(optimizer: Optimizer) -> None:
-    """Raise ConfigError for an optimizer that updates parameters otherwise together than one after another.
+    """Raise ConfigError for an optimizer that updates parameters together in another way than one after another.
 
-    Small tensors of the dims of the parameters are updated both ways; nothing of the optimizer changes.
+    Small tensors, two for each shape of a parameter cut to 4 numbers a dim, are updated both ways. Classes of BY_NUMBER
+    and rounding by chance need no trial. The optimizer does not change.
     """
     if type(optimizer) in BY_NUMBER or isinstance(optimizer, StochasticRounding):
         return
@@ -240,13 +250,15 @@ def check_separate_updates(optimizer: Optimizer) -> None:
             )
 
 
-STEPS = 3
+STEPS = 3  # updates of the trial
 
 
 def _update_difference(
     optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]
 ) -> str:
     """Describe how an update of all parameters differs from updates of one after another; "" if it does not.
+
+    Parameters of these shapes are made in the types and on the devices of those in `like`.
 
     Two equal sets of random parameters take STEPS steps along equal gradients, one set at once, the other parameter by
     parameter. Neither values nor the group's settings, in which some optimizers count steps, may differ in one bit.
@@ -276,4 +288,5 @@ def _update_difference(
 
 
 def _are_equal(a: Any, b: Any) -> bool:
+    """Return whether two settings are equal; tensors bit by bit."""
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b

@@ -48,6 +48,7 @@ class StochasticRounding(Optimizer):
     def __init__(
         self, choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
     ) -> None:
+        """Share the groups of an optimizer of the choice over the model; another one updates float32 copies."""
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
@@ -56,7 +57,7 @@ class StochasticRounding(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient; `closure` must be None, as a step does not evaluate the loss."""
         assert closure is None, "a step evaluates the loss once"
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -64,7 +65,7 @@ class StochasticRounding(Optimizer):
                     self._update_parameter(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does; the next update draws as the first one of its step."""
+        """Load a state as torch does; the next update draws the random bits of the first update of its step."""
         super().load_state_dict(state_dict)
         self._bits.restart()
 
@@ -83,7 +84,10 @@ class StochasticRounding(Optimizer):
         self._bits.count_update(parameter)
 
     def _round_state(self, parameter: nn.Parameter, wide_state: Mapping[str, Any], key: Key) -> dict[str, Any]:
-        """Return the updated state of a parameter, each of its moments rounded by other bits."""
+        """Return the updated state of a parameter, each of its moments rounded by other bits.
+
+        The parameter is rounded by the bits of stream 0, moments by those of streams 1, 2, and so on.
+        """
         state, stream = dict[str, Any](), 0
         for name, value in wide_state.items():
             stream += _is_wide(value)
@@ -91,15 +95,17 @@ class StochasticRounding(Optimizer):
         return state
 
     def _round_value(self, value: Any, parameter: nn.Parameter, key: Key, stream: int) -> Any:
-        """Return an updated float32 value in its parameter's type; counters of steps and the like stay as they are."""
+        """Round an updated float32 value to bfloat16 if its parameter is in it; counts of steps and the like stay."""
         if not _is_wide(value) or parameter.dtype != torch.bfloat16:
             return value
         return round_by_places(value, key, self._bits.places(parameter), stream)
 
 
 def _widen_value(value: Any) -> Any:
+    """Return a bfloat16 tensor in float32, and anything else as it is."""
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
 def _is_wide(value: Any) -> bool:
+    """Return whether a state is a float32 tensor with dims: a moment, not a count of steps."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.dtype == torch.float32
