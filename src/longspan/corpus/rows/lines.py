@@ -38,7 +38,11 @@ def _template_line(encoding: RowEncoding) -> str:
 
 
 def end_line(encoding: RowEncoding) -> str | None:
-    """Warn that the last turn of a conversation has no end that is learnt; None if it has one, and for other rows."""
+    """Warn that the last turn of a conversation has no end that is learnt; None if it has one, and for other rows.
+
+    A conversation of two words is encoded: behind the answer its targets must have a special token, or one that ends
+    generation.
+    """
     if encoding.kind != "messages":
         return None
     turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]

@@ -116,7 +116,8 @@ class ChatTemplate:
         """Try which contents of messages of a role the template reads.
 
         It reads parts if they give the same text as one text, except blanks. Other templates write the list itself, as
-        Python or JSON, or leave it out. Some read only parts, or only the first part.
+        Python or JSON, or leave it out. Some read only parts, or only the first part. A template of which neither form
+        shows a word counts as one that reads texts.
         """
         words_text, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
         contents = words_text, text([words_text]), text(_WORDS)
@@ -129,7 +130,10 @@ class ChatTemplate:
         return _Contents(text=words_text in as_text or words_text not in one_part, parts=reads)
 
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
-        """Render a conversation with a message of this role and content; empty if the template refuses it."""
+        """Render a short conversation with a message of this role and content; "" if the template refuses it.
+
+        A tool's message needs a call before it. Other messages have contents of the same form, text or parts.
+        """
         message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
         sample_content = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
         question, answer = ({"role": sample_role, "content": sample_content} for sample_role in ("user", "assistant"))

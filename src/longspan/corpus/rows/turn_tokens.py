@@ -125,7 +125,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     between, tail = text.split(_WORDS[1])[-1].split(_WORDS[2])[0], text.split(_WORDS[3])[-1]
     separators = tokens.findall(between) if tokens else []
     ends = frozenset(template.ends)
-    last = tokens.findall(tail) if tokens else []
+    tail_tokens = tokens.findall(tail) if tokens else []
     is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
     prompt = _answer_prompt(template, tools, tokens)
     first = tokens.match(prompt) if tokens else None
@@ -133,7 +133,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
     closing = frozenset(
         tokens_there[0]
-        for tokens_there in (separators * is_end, last)
+        for tokens_there in (separators * is_end, tail_tokens)
         if tokens_there and not ends.intersection(tokens_there)
     )
     return TurnTokens(
@@ -147,6 +147,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
 
 
 def _is_word(character: str) -> bool:
+    """Return whether a character is common in words, so that a text may have it inside without forming a token."""
     return character.isalnum() or character in "_- "
 
 
@@ -174,6 +175,9 @@ def _prompt_beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str
 
 
 def _prompts_in_heads(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
-    """Select the beginnings of a prompt from the whole one to the longest that each head of an answer contains."""
+    """Keep the beginnings of a prompt, the longest first, until each head of an answer contains one of them.
+
+    A head is the text between a question and its answer, in which a template may write less than in a prompt.
+    """
     longest = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
     return beginnings[: max(longest) + 1]
