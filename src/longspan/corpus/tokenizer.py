@@ -58,7 +58,7 @@ class TextTokenizer:
 
     @cached_property
     def surrounding_ids(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer's post-processor puts before and after a text."""
+        """Return the ids that the tokenizer's post-processor puts before and after a text, read off a text "a"."""
         text_ids, ids_with_special = (
             self.engine.encode("a", add_special_tokens=special).ids for special in (False, True)
         )
@@ -95,17 +95,21 @@ class TextTokenizer:
         ]
 
     def _encode_long(self, text: str) -> np.ndarray:
+        """Encode a text in pieces, with the tokens around it."""
         opening, closing = self.surrounding_ids
         ids = encode_in_pieces(self.engine, text)
         return np.concatenate([opening, ids, closing, self.end_of_text]).astype(np.int64)
 
     def encode_with_spans(self, text: str) -> tuple[Integers, Integers]:
         """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token."""
-        piece = PIECE if has_pieces(self.engine) else max(len(text), 1)
+        piece = PIECE if has_pieces(self.engine) else max(len(text), 1)  # all of the text, if it cannot be cut
         return encode_with_spans(self.engine, text, piece=piece)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
-        """Return the tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""
+        """Return this tokenizer, set to read names of special tokens in a text as these tokens, or as plain text.
+
+        The setting stays until the next call.
+        """
         self.engine.encode_special_tokens = not parse
         return self
 
@@ -115,6 +119,7 @@ class TextTokenizer:
 
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
+        """The pattern of the names of special tokens, the longest first; None if there are none."""
         names = {token.content for token in self.engine.get_added_tokens_decoder().values() if token.special}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
@@ -279,7 +284,7 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
 
 
 def _component_types(settings: Any) -> list[str]:
-    """List the types of a decoder or pre-tokenizer and of those in it."""
+    """List the types of a decoder or pre-tokenizer, and of those that it is a sequence of."""
     if not isinstance(settings, dict):
         return []
     inner = [

@@ -133,7 +133,10 @@ def target_count(document: Any) -> int:
 
 
 def host_array(name: str, values: Any) -> npt.NDArray[Any]:
-    """Return values as an array on the host; tensors may be on any device, of any floating-point type, with a graph."""
+    """Return values as an array on the host; tensors may be on any device, and come without their graph.
+
+    Tensors of floating point come in float64, as numpy has no bfloat16.
+    """
     if hasattr(values, "detach"):  # a tensor; torch is not imported here, so that help texts are printed without it
         values = values.detach()
         return (values.double() if values.is_floating_point() else values).cpu().numpy()
@@ -225,7 +228,7 @@ class Pack:
         return ids
 
     def _split_positions(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
-        """Split positions of the pack: documents, with their own positions and the places of these in `positions`."""
+        """Split positions of the pack by document: the document, positions in it, and their indices in `positions`."""
         of_piece = np.searchsorted(self.ends, positions, side="right")
         runs = list[tuple[Any, Integers, Integers]]()
         for number in np.unique(of_piece).tolist():
@@ -251,7 +254,7 @@ class LabelledPack(Pack):
 
 
 def make_pack(pieces: tuple[Piece, ...]) -> Pack:
-    """Make one document of these pieces; it has labels if theirs have."""
+    """Make one document of these pieces; it has labels if the first one's document has, as all are of one corpus."""
     return (LabelledPack if isinstance(pieces[0].document, Labelled) else Pack)(pieces)
 
 
@@ -272,7 +275,7 @@ class SyntheticDocument:
         return self.length
 
     def __getitem__(self, positions: Any) -> np.ndarray:
-        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503
+        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503  # Knuth's multipliers for hashing
         return (mixed ^ (mixed >> 13)) % self.vocabulary
 
 

@@ -69,6 +69,7 @@ class StepOrder:
         self._open()
 
     def _open(self) -> None:
+        """Begin with no steps computed, when the order is made and when it is unpickled."""
         self._block_starts = array("q", [0])  # starts, in the stream, of every _STRIDE-th step so far
         self._starts = lru_cache(maxsize=2)(self._compute_starts)
 
@@ -113,6 +114,7 @@ class StepOrder:
         while self._block_starts[-1] < place:
             self._starts(len(self._block_starts) - 1)
         block = bisect_left(self._block_starts, place) - 1
+        # Place 0, of no epochs, is before every block.
         return 0 if block < 0 else block * _STRIDE + bisect_left(self._starts(block), place)
 
     def _document_ids(self, step: int) -> Integers:
@@ -133,7 +135,7 @@ class StepOrder:
         starts = [self._block_starts[block]]
         while len(starts) <= _STRIDE:
             starts.append(self._end_of_step(starts[-1]))
-        if block == len(self._block_starts) - 1:
+        if block == len(self._block_starts) - 1:  # else it was computed before, and dropped from the cache
             self._block_starts.append(starts[-1])
         return starts
 
@@ -174,7 +176,7 @@ class _StepPieces(NamedTuple):
 
 
 class PackOrder:
-    """Steps of whole packs of documents, in the order of `order`.
+    """Steps of whole packs of documents, in the order of `order`; `across`: a plan sees a pack as one document.
 
     >>> packs = PackOrder(order, pack_to=8192, tokens_per_step=65536, across=False)
     >>> packs.lengths_of_step(0)[:3]
@@ -211,7 +213,7 @@ class PackOrder:
         return None
 
     def select(self, corpus: Any, step: int) -> Sequence[Pack]:
-        """Return the documents of a step, as its plan numbers them."""
+        """Return the documents of a step, as its plan numbers them: packs under `across`, else pieces."""
         documents, starts, stops, packs = (values.tolist() for values in self._pieces_of_step(step))
         pieces = [Piece(corpus[d], start, stop) for d, start, stop in zip(documents, starts, stops, strict=True)]
         borders = np.searchsorted(packs, np.arange(packs[-1] + 2)) if self._across else np.arange(len(pieces) + 1)

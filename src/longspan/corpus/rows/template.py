@@ -38,7 +38,7 @@ _ID = "callZq000"  # of a call; Mistral's have nine letters and digits
 _DAY_FORMAT = "%d %b %Y"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATES = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
-_DAY = (
+_DAY = (  # in place of the renderer's own strftime_now, which writes today's date
     "{%- macro strftime_now(format) -%}{{- longspan_dates[format] if format in longspan_dates else "
     "raise_exception('strftime_now: the format must be written as text') -}}{%- endmacro -%}"
 )
@@ -88,7 +88,7 @@ class ChatTemplate:
                 f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "
                 "chat_template.jinja there, or name the folder of a chat model's with data.tokenizer"
             )
-        template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])
+        template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
         return cls(template, with_tools, special, _generation_ends(tokenizer, folder), day)
 
@@ -205,7 +205,7 @@ _TEXT = _Contents(text=True, parts=False)
 
 
 def _date_variables(template: str, day: str) -> dict[str, Any]:
-    """Return the variables for templates that write the day."""
+    """Return the variables for templates that write the day: as it is, and in each format that the template names."""
     today = datetime.strptime(day, _DAY_FORMAT)
     formats = {match["format"] for match in _DATES.finditer(template)}
     return {"date_string": day, "longspan_dates": {date_format: today.strftime(date_format) for date_format in formats}}
