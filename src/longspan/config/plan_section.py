@@ -175,7 +175,7 @@ class EvalConfig(PlanSection):
     """As train.eval_seconds, of this set; 0: no limit. Default: the same."""
 
     def passkey(self, seed: int) -> PasskeySettings:
-        """Return what its documents are made of, where its path is passkey."""
+        """Return the settings of the documents that are made for the path "passkey"."""
         return PasskeySettings(self.passkey_lengths, self.passkey_depths, self.passkey_samples, seed)
 
     @property
@@ -240,7 +240,11 @@ def _fit_levels(section: PlanSection, filled: PlanSection, parent: PlanSection) 
 
 
 def _default_planner(degree: int | str, parent: PlanSection) -> str:
-    """Return the planner of a section whose planner is not given."""
+    """Return the planner of a section whose planner is not given: the parent's if the section has no degree either.
+
+    With a degree, documents are packed at that one degree (fixed), unless the parent pads. Evaluation as a whole packs
+    under a degree "auto" also then.
+    """
     if degree in (NOT_GIVEN, 0):
         return parent.planner
     packs = parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig))

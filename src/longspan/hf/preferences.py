@@ -110,15 +110,18 @@ class ReferenceAdapter:
 
     def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
         (self._trained,) = peft_model.peft_config
-        self._active_adapter, self._refuse = self._trained, peft_model.set_adapter
+        self._active_adapter, self._refuse = self._trained, peft_model.set_adapter  # which `prepare` made refuse others
         self._parameters = [parameter for _, parameter in adapter_parameters(prepared)]
-        self._other_values = [local_tensor(parameter).clone() for parameter in self._parameters]
+        self._other_values = [local_tensor(parameter).clone() for parameter in self._parameters]  # of the inactive one
         peft_model.base_model.peft_config = {**peft_model.peft_config, REFERENCE: config}
         peft_model.set_adapter = self.set_adapter
 
     @torch.no_grad()
     def set_adapter(self, name: str, *args: Any, **keywords: Any) -> None:
-        """Let the model compute with the trained adapter or with the reference's; refuse others as `prepare` does."""
+        """Let the model compute with the trained adapter or with the reference's: their values change places.
+
+        Other names are refused as `prepare` does.
+        """
         if name not in (self._trained, REFERENCE):
             self._refuse(name, *args, **keywords)
         if name == self._active_adapter:

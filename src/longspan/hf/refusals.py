@@ -137,7 +137,10 @@ def refuse_model(trainer: Any) -> None:
 
 
 def is_cross_entropy(trainer: Any) -> bool:
-    """Return whether the loss of a trainer is known to be the cross entropy, which takes one pass."""
+    """Return whether the loss of a trainer is known to be the cross entropy, which takes one pass.
+
+    It is where `compute_loss` is transformers' own, or TRL's with loss_type "nll", and compute_loss_func= is not given.
+    """
     if callable(trainer.compute_loss_func):  # before transformers 5.19 TRL puts a text there
         return False
     owners = (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))

@@ -57,7 +57,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             refuse_model(self)
             self._refuse_reference()
         except BaseException:
-            self._leave()
+            self._leave_one_process()
             raise
 
     @property
@@ -107,10 +107,12 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             model.forward = facade.__call__
 
     def _prepare_for_training(self, *args: Any) -> Any:
+        """Prepare the model before the Trainer makes an optimizer of its parameters."""
         self._prepare_once()
         return super()._prepare_for_training(*args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Return the facade as the model that the Trainer calls."""
         self._prepare_once()
         return self._facade
 
@@ -151,9 +153,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         """End the trackers; the last trainer of ours closes the world and puts accelerate's state back."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
-        self._leave()
+        self._leave_one_process()
 
-    def _leave(self) -> None:
+    def _leave_one_process(self) -> None:
+        """Stop sharing the world with other trainers; a second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()

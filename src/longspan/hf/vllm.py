@@ -29,7 +29,7 @@ class LongspanVLLM(VLLMGeneration):
         super().__init__(**arguments)
 
     def _iter_named_params(self) -> Any:
-        """Whole weights, one at a time, adapters merged."""
+        """Yield whole weights by name, one at a time, adapters merged."""
         return self._trainer.weights_by_name()
 
     def sync_weights(self) -> None:
@@ -49,7 +49,8 @@ class LongspanVLLM(VLLMGeneration):
     def make_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
         """Return all answers, of which each rank's engine makes an equal share; entered by all ranks.
 
-        The last prompt is repeated until shares are equal, and answers beyond the prompts are dropped.
+        The last prompt is repeated until shares are equal, and answers beyond the prompts are dropped. Engines whose
+        weights are `asleep`, as vLLM calls it, get the weights first.
         """
         if asleep:
             self.sync_weights()
