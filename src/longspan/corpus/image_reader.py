@@ -45,7 +45,7 @@ class ImageReader:
         self, table: ImageTable, processor: Processor, sources: Sequence[SourceFile], file_of: Callable[[int], int]
     ) -> None:
         self._table, self._processor, self._sources, self._file_of = table, processor, sources, file_of
-        self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()
+        self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()  # by the images' numbers
         self._pool: ThreadPoolExecutor | None = None
         self.read = 0
 

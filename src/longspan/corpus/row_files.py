@@ -36,8 +36,8 @@ class LineFile:
         self.name: str = name
         self.path: Path = path
         self._most = most
-        self._stream: BinaryIO | None = None
-        self._close: Callable[[], object] = lambda: None
+        self._stream: BinaryIO | None = None  # lines as `row_at` reads them
+        self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its lines in order, some at a time; while it reads over a line, chunks without rows.

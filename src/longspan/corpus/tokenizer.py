@@ -76,6 +76,7 @@ class TextTokenizer:
         return self._names([*self.surrounding_ids[1], *self.end_of_text])
 
     def _names(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the tokens of these ids as text."""
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
 
     @property

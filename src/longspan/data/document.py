@@ -69,7 +69,7 @@ class Document:
         self._ids = _read_integers("ids", ids)
         if labels is not None and loss_mask is not None:
             raise DataError("a document has labels and a loss_mask; give one of them: −100 in labels masks a token")
-        self._labels = self._ids
+        self._labels = self._ids  # every token is a target
         if labels is not None:
             self._labels = _read_integers("labels", labels)
         elif loss_mask is not None:
@@ -124,6 +124,7 @@ class Document:
         return int((self._labels[1:] != NO_TARGET).sum())
 
     def _read_values(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
+        """Return numbers of this document by name, each () or (n,). Raises DataError for others."""
         return {name: _read_numbers(name, value, len(self._ids)) for name, value in values.items()}
 
 

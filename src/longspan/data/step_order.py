@@ -74,6 +74,7 @@ class StepOrder:
         self._starts = lru_cache(maxsize=2)(self._compute_starts)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: without what is computed again, and without lengths, which the stream has."""
         computed = ("_block_starts", "_starts", "lengths")
         state = {name: value for name, value in self.__dict__.items() if name not in computed}
         return state | {"targets": None if self.targets is None else as_pickled(self.targets)}

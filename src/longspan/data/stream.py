@@ -119,7 +119,7 @@ class DocumentStream:
         self.lengths = lengths
         # Documents that a source gives while every source gives its weight in tokens: weight over mean length.
         rates = [source.weight * source.documents / source.tokens for source in sources]
-        self._counts = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]
+        self._counts = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]  # candidates for a part
         self._marks, self._places, self._tokens = [_Mark((0,) * len(sources), (0,) * len(sources))], [0], [0]
         self._part = lru_cache(maxsize=2)(self._merge_part)
 

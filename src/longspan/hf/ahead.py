@@ -46,6 +46,7 @@ class BatchesAhead:
         return self
 
     def __next__(self) -> Any:
+        """Return the next batch, which may have been made ahead; raise the loader's error in its place."""
         batch = self._made.popleft() if self._made else next(self._batches)
         if isinstance(batch, _Failure):
             raise batch.error

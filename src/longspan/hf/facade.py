@@ -174,6 +174,7 @@ class Facade:
         self.labels_apart: Any = None  # of a batch that comes without them: those that compute_loss_func= gets
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model; special methods are not the facade's, as copy and pickle ask for them."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._model(), name)

@@ -152,6 +152,7 @@ class OneProcess:
                 save_stock(trainer, output_dir, _internal_call)
 
         def set_up_devices(args: TrainingArguments) -> torch.device:
+            """Set up devices as transformers does, under accelerate's own state."""
             return one._run_with_state_kept(lambda: set_up.func(args))
 
         devices = cached_property(set_up_devices)

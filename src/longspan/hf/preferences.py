@@ -109,6 +109,7 @@ class ReferenceAdapter:
     """
 
     def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
+        """Copy the adapter's values, which are still those that training begins with, and answer `set_adapter`."""
         (self._trained,) = peft_model.peft_config
         self._active_adapter, self._refuse = self._trained, peft_model.set_adapter  # which `prepare` made refuse others
         self._parameters = [parameter for _, parameter in adapter_parameters(prepared)]

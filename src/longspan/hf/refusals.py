@@ -160,6 +160,7 @@ def refuse_search(*_: Any, **__: Any) -> NoReturn:
 
 
 def _has_head(model: Any) -> bool:
+    """Return whether a model has output embeddings, and so gives logits of tokens."""
     head: Any = getattr(model, "get_output_embeddings", None)
     return head is not None and head() is not None
 

@@ -71,7 +71,7 @@ class StepsPart(StockTrainer):
         return HostBatches()
 
     @cached_property
-    def _cost(self) -> Cost:
+    def _cost(self) -> Cost:  # by which plans are made, and time-outs set
         config, model = self._config, unwrap_model(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         return find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)

@@ -175,6 +175,7 @@ def _answer_calls(prepared: Any, facade: Facade) -> None:
     kind = type(prepared)
 
     def call(model: Any, *args: Any, **batch: Any) -> Any:
+        """Run the prepared model on a shard, as longspan's steps call it; else answer by the facade."""
         return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
 
     prepared.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

@@ -95,6 +95,7 @@ def replace_vllm(trainer: Any) -> Iterator[None]:
     ]
 
     def make(*args: Any, **keywords: Any) -> LongspanVLLM:
+        """Make the vLLM of this trainer with the arguments of TRL's."""
         return LongspanVLLM(trainer, *args, **keywords)
 
     for module in modules:

@@ -120,6 +120,7 @@ class ChatEncoding:
 
     @cached_property
     def _tokens_without_tools(self) -> TurnTokens:
+        """The tokens between turns of conversations without tools."""
         return turn_tokens(self.template, None, self.tokenizer.engine)
 
     @cached_property

@@ -175,7 +175,7 @@ class RowEncoding:
 
     def __post_init__(self) -> None:
         if self.kind == "messages":
-            _ = self._chat
+            _ = self._chat  # raises DataError without a chat template
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
         """Encode rows in their order; a conversation that is split gives a sample for each turn."""

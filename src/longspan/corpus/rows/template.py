@@ -175,6 +175,7 @@ class ChatTemplate:
         return Rendered(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
 
     def _template(self, tools: Sequence[Any] | None) -> str:
+        """Return the template for conversations with these tools, or without any."""
         return self.with_tools if tools else self.plain
 
 

@@ -227,7 +227,7 @@ class _Progress:
 
     def __init__(self, recipe: Recipe, log: LogLine) -> None:
         self._log, self._sizes = log, [source.bytes for source in recipe.sources]
-        self._total, self._file, self._bytes_before = sum(self._sizes), 0, 0
+        self._total, self._file, self._bytes_before = sum(self._sizes), 0, 0  # bytes of the files before number `_file`
         self._began = self._last_line = time.monotonic()
         self._read = 0  # bytes
 

@@ -36,7 +36,7 @@ class Cache:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "not writable for this user", str(folder))
+            raise PermissionError(13, "not writable for this user", str(folder))  # 13: EACCES
 
     def sums_file(self, path: str) -> Path:
         """Return the file with the SHA-256 sums of the files at a path."""

@@ -47,6 +47,7 @@ class _Encoders:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the workers first: a thread that waits for one returns then."""
         for worker in self._all:
             worker.end()
         self._threads.shutdown(cancel_futures=True)
