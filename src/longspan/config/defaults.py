@@ -99,7 +99,7 @@ def encoder_default(config: RunConfig) -> Literal["all", "none"]:
 
 
 def is_hybrid(model: ModelConfig) -> bool:
-    """Return whether a model has state-space layers by its preset or config.json; false if none can be read."""
+    """Return whether a model has state-space layers, by its preset or config.json; false if that cannot be read."""
     try:
         return has_mixers(Path(model.source) if model.source else PRESETS[model.preset_name].values)
     except (LongspanError, KeyError):

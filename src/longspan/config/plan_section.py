@@ -211,7 +211,7 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
 
 
 def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
-    """Fill the keys of a section that are not given from its parent's, levels as they are.
+    """Fill the keys of a section that are not given from its parent's; sizes of a2a+p2p are not fitted to the degree.
 
     A degree that is given makes plans of that degree also if the parent's have several, and a degree "auto" is chosen
     with its communication type. Evaluation takes training's attention kernel from the prepared model, and packs

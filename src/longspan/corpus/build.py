@@ -200,7 +200,10 @@ class _CorpusOfRun:
 
 
 def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
-    """Open the cache that `data.cache` names; one in the run's folder if the user's cannot be written."""
+    """Open the cache that `data.cache` names; None for "none".
+
+    If `data.cache` is empty and the user's cache cannot be written, it is a folder in the run's.
+    """
     if data.cache == NONE:
         return None
     folder = cache_folder(data.cache)

@@ -139,7 +139,10 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
-    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file; images count as no text."""
+    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file; a row's images have no limit here.
+
+    Where the record of a row is an integer (`_iterate_records`), the row is too long or has a text that is not UTF-8.
+    """
     import pyarrow
 
     first = chunk.first

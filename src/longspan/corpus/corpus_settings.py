@@ -64,7 +64,7 @@ class CorpusSettings:
         return RowSettings(**{field.name: getattr(self.data, field.name) for field in fields(RowSettings)})
 
     def other_kinds(self, run_dir: Path) -> dict[str, int]:
-        """Count the files of all sources that are of kinds that are not read, by the endings of their names."""
+        """Count the files of all sources that cannot be read, by the endings of their names."""
         counts = Counter[str]()
         for _, path in self.paths():
             counts.update(files_of_other_kinds(path, leave_out=(run_dir,)))

@@ -174,9 +174,9 @@ class ShownImages:
 
 
 def _video_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
-    """Join groups of frames to the videos that they are of, in order; a video that was cut has the groups left of it.
+    """Yield videos, each joined from its groups of frames, in order; a video that was cut has only some groups.
 
-    The grid of a group counts one patch of time, so a video has as many as groups.
+    The grid of a group counts one patch of time, so the grid of a video counts its groups.
     """
     for _, several in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
         first_group, *further_groups = (placed.image for placed in several)

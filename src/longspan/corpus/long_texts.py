@@ -131,17 +131,17 @@ def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int,
     """
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))
-    left_begin, at, left_end = np.searchsorted(left.spans[:, 0], (begin, middle, end))
+    left_begin, left_seam, left_end = np.searchsorted(left.spans[:, 0], (begin, middle, end))
     right_begin, right_end = np.searchsorted(right.spans[:, 0], (begin, end))
     if not (
-        first < left_begin < at < left_end
+        first < left_begin < left_seam < left_end
         and min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) >= _RUNS
     ):
         return None
     is_equal = np.array_equal(left.ids[left_begin:left_end], right.ids[right_begin:right_end]) and np.array_equal(
         left.spans[left_begin:left_end], right.spans[right_begin:right_end]
     )
-    return (int(at), int(right_begin + at - left_begin)) if is_equal else None
+    return (int(left_seam), int(right_begin + left_seam - left_begin)) if is_equal else None
 
 
 def _count_runs(text: str) -> int:

@@ -94,7 +94,7 @@ class TextFile:
         self._most = most
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield its text."""
+        """Yield the text as one chunk, only its beginning if it is longer than the limit."""
         with name_read_errors(self.name, self.path), self.path.open("rb") as file:
             size = self.path.stat().st_size
             too_long = size if self._most and size > self._most else 0

@@ -107,7 +107,7 @@ class GrowingCodes:
             self._file.close()
 
     def _widen_codes(self) -> None:
-        """Write the codes so far again with four bytes each; further codes have four bytes."""
+        """Write the codes so far again with four bytes each, if there are any; further codes have four bytes."""
         narrow, self._dtype = self._path.with_suffix(".narrow"), np.dtype(np.int32)
         if self._file is None:
             return

@@ -97,7 +97,7 @@ class Corpus:
     def _find_tokens(
         self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
     ) -> TokenSource | None:
-        """Return the stored tokens, or those that are made again; None if nothing was passed to make them."""
+        """Return what gives tokens: their file, or what makes them from rows; None if no `make_tokens` was passed."""
         if self.manifest.dtype:
             return StoredTokens(place, self.manifest)
         if record is None:
@@ -202,7 +202,7 @@ def decode_labels(ids: Integers, codes: npt.NDArray[Any]) -> Integers:
 
 @dataclass(frozen=True)
 class CorpusDocument:
-    """A lazy view of one document: indexed by an array of positions, it reads those rows."""
+    """A lazy view of one document: indexed by an array of positions, it reads the tokens there."""
 
     corpus: Corpus
     number: int

@@ -132,7 +132,7 @@ class StepOrder:
         return np.concatenate(ids)
 
     def _compute_starts(self, block: int) -> list[int]:
-        """Return the place in the stream at which each step of a block begins, and the first step after it."""
+        """Return the places in the stream at which the steps of a block begin, and the first step after the block."""
         starts = [self._block_starts[block]]
         while len(starts) <= _STRIDE:
             starts.append(self._end_of_step(starts[-1]))

@@ -48,7 +48,7 @@ class ShuffledSource:
         return self.stop - self.first - len(self.held_out)
 
     def ids(self, start: int, count: int) -> Integers:
-        """Return the ids of `count` documents of its endless stream, from place `start` on."""
+        """Return the ids of `count` documents of this source's endless stream, from place `start` on."""
         return self._ids_by_number(self.shuffled[np.arange(start, start + count)])
 
     def _ids_by_number(self, numbers: Integers) -> Integers:
@@ -244,7 +244,7 @@ class _Run(NamedTuple):
 
 
 def _join(arrays: Sequence[npt.NDArray[Any]], taken: Sequence[int]) -> npt.NDArray[Any]:
-    """Concatenate the first values of each array, as many as are taken of it."""
+    """Concatenate the first values of each array, as many as `taken` says."""
     return np.concatenate([array[:count] for array, count in zip(arrays, taken, strict=True)])
 
 

@@ -101,9 +101,9 @@ class UncutBorders:
         return block * _STRIDE + int(np.searchsorted(self._block(block)[:: self._packs], token))
 
     def _borders_of_block(self, block: int) -> Integers:
-        """Return the borders of 64 steps, and the one at which the next steps begin.
+        """Return the borders of the packs of 64 steps, and the border at which the next steps begin.
 
-        A border that would lie inside a span is moved to the span's begin.
+        A border that would lie inside a span is moved to the span's start.
         """
         border, borders = self._begins[block], array("q", [self._begins[block]])
         stream_part = self._stream.part_at_token(border)

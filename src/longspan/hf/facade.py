@@ -40,7 +40,7 @@ class FusedHead:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The values of tokens by their names here."""
+        """The values of tokens to compute, by longspan's names: TRL's is_top1 is top1."""
         names = {"is_top1": "top1"}
         return tuple(v for v in (names.get(name, name) for name in self.outputs) if v in VALUES)
 
@@ -65,7 +65,10 @@ def take_fused_head(model: Any) -> FusedHead:
 
 
 class CalledBatch(NamedTuple):
-    """One batch that the Trainer called the model with: its documents, and what its loss leaves in the leaf."""
+    """One batch that the Trainer called the model with: its documents, and the leaf of log-probabilities (B, L - 1).
+
+    The backward pass of the Trainer's loss leaves a gradient in the leaf.
+    """
 
     rows: BatchDocuments
     leaf: Tensor
@@ -117,7 +120,7 @@ class Offset(NamedTuple):
 
 
 class AheadBatch(NamedTuple):
-    """A batch of which a step ran already, by a guess of its loss: what it was called with, and its tokens' values."""
+    """A batch whose step ran already, with guessed coefficients: entries, documents, and values of their tokens."""
 
     entries: Mapping[str, Any]  # by `document_entries`
     rows: BatchDocuments
@@ -143,7 +146,7 @@ class AheadBatch(NamedTuple):
 
 
 def document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is read of a batch: its rows, and what cuts them."""
+    """Return the entries of a batch that decide its documents, without those that are None."""
     names = ("input_ids", "labels", "attention_mask", "position_ids", *CUTS)
     return {name: batch[name] for name in names if batch.get(name) is not None}
 

@@ -233,7 +233,7 @@ class StepsPart(StockTrainer):
         set_timeout(self.world, max(self.world.watch.timeout, self._usual_timeout))
 
     def _prepare_next(self) -> None:
-        """Make the next step's batches, documents and plan while the device works; its own call raises the errors."""
+        """Make the next step's batches, documents and plan while the device works; the step itself raises errors."""
         if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
         with suppress(Exception):

@@ -98,7 +98,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
-        """Bring the trainer's model under its world, and have calls of it answered by the facade."""
+        """Prepare a model of the trainer for its world, and let the facade answer the Trainer's calls of the model."""
         prepared = longspan.prepare(
             model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
         )

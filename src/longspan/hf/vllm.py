@@ -33,7 +33,7 @@ class LongspanVLLM(VLLMGeneration):
         return self._trainer.weights_by_name()
 
     def sync_weights(self) -> None:
-        """Give vLLM the weights; every rank's engine where ranks have their own."""
+        """Give vLLM the weights: the server, or the engine of every rank, which then all enter."""
         with nullcontext() if self.mode == "server" else self._trainer._first.calling("vllm", "sync_weights"):
             super().sync_weights()
 
@@ -74,7 +74,7 @@ class LongspanVLLM(VLLMGeneration):
 
 
 class RankAccelerator:
-    """An accelerator that knows how many ranks there are, and which this is: an engine on each is one of several."""
+    """An accelerator that counts ranks as processes, for vLLM: the engine of each rank is one of several."""
 
     def __init__(self, accelerator: Any, world: Any) -> None:
         self._accelerator = accelerator

@@ -135,7 +135,7 @@ def shorten_path(path: str) -> str:
 
 
 def _orientation(image: Any) -> int:
-    """Return the EXIF orientation, 0 without one; in a PNG only data before the pixels, as others need all pixels."""
+    """Return the EXIF orientation, 0 without one; data behind the pixels of a PNG is not read, as that decodes them."""
     if image.format == "PNG" and "exif" not in image.info:
         return 0
     return int(image.getexif().get(_ORIENTATION, 0))

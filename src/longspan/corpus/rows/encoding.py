@@ -58,7 +58,7 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
             texts += [text] * (results[-1] is None)
     encodings = iter(tokenizer.encode(texts))
     ids = [next(encodings) if result is None else result for result in results]
-    return [of_row if isinstance(of_row, BadRow) else Sample(of_row, row=i) for i, of_row in enumerate(ids)]
+    return [result if isinstance(result, BadRow) else Sample(result, row=i) for i, result in enumerate(ids)]
 
 
 def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:

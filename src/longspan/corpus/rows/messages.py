@@ -76,7 +76,7 @@ def _check_learnt(message: Mapping[str, Any], name: str) -> None:
 
 
 def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
-    """List the assistant's messages from `first` on that are learnt: those whose keys do not turn it off.
+    """List the assistant's messages from number `first` on that are learnt: those without a 0 under a LEARNT key.
 
     Raises RowError if there are none.
     """
@@ -137,7 +137,7 @@ class Field(NamedTuple):
 
     @property
     def is_thought(self) -> bool:
-        """Whether it is under a key for thoughts."""
+        """Whether the text is a thought of the assistant, by its key."""
         return self.path[0] in _THOUGHTS
 
 

@@ -192,8 +192,8 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
         raise RowError(f"{name} has timestamps of {count} for {plural(frames, 'frame')}; give each its second")
     if any(b <= a for a, b in pairwise(times)) or times[0] < 0:
         raise RowError(f"{name} has timestamps that do not rise from 0 or later: {preview(times)}")
-    spread = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS
-    return tuple(float(time) for time in times), spread
+    interval = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS
+    return tuple(float(time) for time in times), interval
 
 
 def _is_number(value: Any) -> bool:

@@ -58,7 +58,10 @@ class TurnTokens:
 
     @cached_property
     def _marks_and_plain(self) -> re.Pattern[str]:
-        """The same after names of `plain` tokens, which stay as they are: templates look for them in texts."""
+        """A pattern for names of `plain` tokens, which stay as they are as templates look for them, and for `_marks`.
+
+        Names come first, so that a name is matched as a whole.
+        """
         plain = any_of_pattern(self.plain - self.ends - self.headers)
         return re.compile(f"{plain.pattern}|{self._marks.pattern}") if plain else self._marks
 
@@ -94,7 +97,10 @@ class TurnTokens:
         )
 
     def _last_end(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
-        """Return the first token, or one that ends generation if only other tokens are between the two."""
+        """Return the first of these tokens, or the first that ends generation if only tokens stand before it.
+
+        A token that begins a turn, or any text between two tokens, ends the search.
+        """
         last = tokens[0]
         for token in tokens:
             if token.start() > last.end() or token.group() in self.headers - self.ends:

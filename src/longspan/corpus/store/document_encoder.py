@@ -230,7 +230,7 @@ def cut_row(
 
 
 def _cut_outside_spans(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
-    """Cut into parts of at most `step` tokens; a part that would end inside an uncut span ends before it."""
+    """Cut `length` tokens into parts of at most `step` tokens; a part that would end inside a span ends before it."""
     parts, start = list[slice](), 0
     while start < length:
         stop = min(start + step, length)

@@ -80,11 +80,11 @@ class StreamedTokens:
 
     def _read_row(self, document: int) -> EncodedRow:
         """Return the tokens of a document's row; the rows used last stay in memory, KEPT_TOKENS of them."""
-        place = int(self._origins[document]), int(self._positions[document])
-        if place in self._rows:
-            self._rows.move_to_end(place)
-            return self._rows[place]
-        row = self._rows[place] = self._encode_row(document, *place)
+        file_and_position = int(self._origins[document]), int(self._positions[document])
+        if file_and_position in self._rows:
+            self._rows.move_to_end(file_and_position)
+            return self._rows[file_and_position]
+        row = self._rows[file_and_position] = self._encode_row(document, *file_and_position)
         self._kept_tokens += len(row.ids)
         while self._kept_tokens > KEPT_TOKENS and len(self._rows) > 1:
             self._kept_tokens -= len(self._rows.popitem(last=False)[1].ids)
