@@ -28,8 +28,8 @@ class GivenArguments:
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
         with suppress(TypeError):  # positions of another constructor: names alone are known
             passed_values, passed_keywords = (
-                self._bound_value(self._positional, ()),
-                self._bound_value(self._keywords, {}),
+                self._argument_value(self._positional, ()),
+                self._argument_value(self._keywords, {}),
             )
             stock_call = stock.bind_partial(None, *passed_values, **passed_keywords)  # None: for self
             self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
@@ -37,12 +37,12 @@ class GivenArguments:
     @property
     def args(self) -> TrainingArguments:
         """The TrainingArguments, or those that the stock class makes for itself."""
-        values = (self.values.get("args"), *self._bound_value(self._positional, ()))
+        values = (self.values.get("args"), *self._argument_value(self._positional, ()))
         return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of the call, with these TrainingArguments."""
-        positional, bound = self._bound_value(self._positional, ()), self._bound.arguments
+        positional, bound = self._argument_value(self._positional, ()), self._bound.arguments
         if "args" in self._names:
             bound["args"] = arguments
         elif any(isinstance(value, TrainingArguments) for value in positional):
@@ -50,7 +50,7 @@ class GivenArguments:
                 arguments if isinstance(value, TrainingArguments) else value for value in positional
             )
         elif self._keywords:
-            bound[self._keywords] = self._bound_value(self._keywords, {}) | {"args": arguments}
+            bound[self._keywords] = self._argument_value(self._keywords, {}) | {"args": arguments}
         else:
             raise ConfigError(
                 f"the constructor takes {', '.join(self._names) or 'nothing'}, and longspan must give it args: the "
@@ -58,7 +58,7 @@ class GivenArguments:
             )
         return self._bound.args, self._bound.kwargs
 
-    def _bound_value(self, name: str, default: Any) -> Any:
+    def _argument_value(self, name: str, default: Any) -> Any:
         """Return what is bound to a parameter of the constructor, or `default` if there is none of this name."""
         return self._bound.arguments.get(name, default)
 
