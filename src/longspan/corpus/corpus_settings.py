@@ -44,6 +44,7 @@ class CorpusSettings:
 
         With several sources, a file's name begins with the folder of its source. Raises DataError if there are none.
         """
+        # Without a cache the user's own is left out, as earlier runs may have written there.
         leave_out = (run_dir, cache_folder("" if self.data.cache == NONE else self.data.cache))
         files = list[CorpusFile]()
         for number, (key, path) in enumerate(self.paths()):

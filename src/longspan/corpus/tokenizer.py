@@ -87,12 +87,12 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode each text, with the tokens around it."""
         in_pieces = has_pieces(self.engine)
-        long = [in_pieces and len(text) > PIECE for text in texts]
-        whole_texts = [text for text, pieces in zip(texts, long, strict=True) if not pieces]
+        are_long = [in_pieces and len(text) > PIECE for text in texts]
+        whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
         encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=True))
         return [
-            self._encode_long(text) if pieces else np.array(next(encodings).ids + self.end_of_text, dtype=np.int64)
-            for text, pieces in zip(texts, long, strict=True)
+            self._encode_long(text) if is_long else np.array(next(encodings).ids + self.end_of_text, dtype=np.int64)
+            for text, is_long in zip(texts, are_long, strict=True)
         ]
 
     def _encode_long(self, text: str) -> np.ndarray:
@@ -182,7 +182,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     if not file.is_file():
         return _load_other_files(folder)
     try:
-        engine = Tokenizer.from_file(str(file))
+        engine = Tokenizer.from_file(str(file))  # transformers' own error for a damaged file names no file
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(f"{file} is not a tokenizer: {error}") from error
     if settings.is_file():

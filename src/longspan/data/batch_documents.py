@@ -155,7 +155,7 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
 
 
 def _tokens_of_row(row: int, mask: Integers) -> tuple[int, int]:
-    """Return the columns from start to stop that have tokens. Raises DataError unless they are one run."""
+    """Return the columns from start to stop that have tokens, (0, 0) for none. Raises DataError for padding between."""
     if not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "

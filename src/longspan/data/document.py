@@ -176,7 +176,7 @@ def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]
     try:
         array = host_array(repr(name), value).astype(np.float64)
     except (TypeError, ValueError) as error:
-        if isinstance(error, DataError):
+        if isinstance(error, DataError):  # which is a ValueError too, and says more
             raise
         raise DataError(
             f"{name!r} of a document is {short_text(value)}; give a number, or one for each token"
@@ -223,7 +223,7 @@ class Pack:
         for document, piece_positions, places in self._split_positions(positions):
             ids[places] = (
                 np.asarray(document)[piece_positions]
-                if isinstance(document, list | tuple)
+                if isinstance(document, list | tuple)  # these take no array as an index
                 else document[piece_positions]
             )
         return ids

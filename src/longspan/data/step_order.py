@@ -112,7 +112,7 @@ class StepOrder:
         3
         """
         place = self.stream.place_after(epochs)
-        while self._block_starts[-1] < place:
+        while self._block_starts[-1] < place:  # each call computes the next block of steps
             self._starts(len(self._block_starts) - 1)
         block = bisect_left(self._block_starts, place) - 1
         # Place 0, of no epochs, is before every block.

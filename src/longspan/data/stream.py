@@ -171,7 +171,7 @@ class DocumentStream:
         a source still lacked.
         """
         needed_counts = [_ceil(epochs * source.documents) for source in self.sources]
-        if len(needed_counts) == 1 or not any(needed_counts):
+        if len(needed_counts) == 1 or not any(needed_counts):  # places of one source are counts of its documents
             return sum(needed_counts)
         number = 0
         while any(map(int.__lt__, self._marks[number].documents, needed_counts)):

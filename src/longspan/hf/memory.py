@@ -48,6 +48,7 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     memory = None
     if lengths:
         model, home = unwrap_model(trainer.model).config, trainer.world.home
+        # Steps 0 to 63, with lengths drawn at random, stand for all steps.
         steps = ComingSteps(lambda step: _step_lengths(trainer, lengths, step), home, query_heads(model), 0, 64)
         memory = choose_on_ranks(RunMemory(config=config, model=model, ahead=steps, gpu=gpu), trainer.world, _log.info)
     if config.context.max_tokens_per_slot == AUTO:

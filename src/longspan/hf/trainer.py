@@ -78,7 +78,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     # ---- the model
 
     def _prepare_once(self) -> None:
-        """Prepare the model, and a reference model of TRL, before the first pass or optimizer."""
+        """Prepare the model, and a reference model of TRL, before the first pass or optimizer.
+
+        What TRL put on a model, a fused head or a copy of the adapter, is taken off before.
+        """
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
         inside = unwrap_model(self.model)

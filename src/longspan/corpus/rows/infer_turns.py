@@ -270,7 +270,7 @@ def locate_ends(
 def _locate_marks(
     messages: Sequence[Message], fields: Mapping[str, Field], text: str, render: Render
 ) -> dict[str, list[int]] | None:
-    """Find the marks of fields, counted without them; None if the rendering without the marks is another one."""
+    """Find the places of fields' marks in the rendering without marks; None if that is not `text`, or is refused."""
     if not fields:
         return {}
     for mark, field in fields.items():

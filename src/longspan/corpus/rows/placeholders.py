@@ -146,7 +146,7 @@ class RowImages:
         )
         placed, labels = list[SampleImage](), sample.ids if sample.labels is None else sample.labels
         for kind, shown in (("image", pictures), ("video", videos)):
-            if kind == "image" or shown:
+            if kind == "image" or shown:  # without videos their processor, which a folder may lack, is not asked for
                 placeholder = self.processor.placeholder if kind == "image" else self._videos.placeholder
                 placed += self._place_images(sample.ids, kind, placeholder, shown)
                 labels = np.where(sample.ids == placeholder, NO_TARGET, labels)

@@ -120,7 +120,7 @@ class RowMedia:
         return RowMedia(self.images[:images], self.videos[:videos])
 
     def check_pixels(self) -> None:
-        """Read the pixels of all. Raises RowError for a broken one, with its name."""
+        """Read the pixels of all images and frames. Raises RowError, with the name, for a broken one."""
         files = [(f"images[{i}]", file) for i, file in enumerate(self.images)]
         for i, video in enumerate(self.videos):
             files += [(f"videos[{i}]: frames[{k}]", file) for k, file in enumerate(video.frames)]

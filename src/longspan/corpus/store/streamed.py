@@ -91,7 +91,7 @@ class StreamedTokens:
         return row
 
     def _encode_row(self, document: int, file: int, position: int) -> EncodedRow:
-        """Encode a row again, all its samples end to end: documents are parts of that.
+        """Encode a row again: the tokens of all its samples end to end, of which a document is a slice.
 
         Raises DataError if the row gives no document now.
         """
