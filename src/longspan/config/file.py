@@ -44,7 +44,7 @@ def read_file(path: str | Path) -> RunConfig:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
-    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of texts
+    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
     return _set_tables(RunConfig(), tables, source=str(path))
 
@@ -153,7 +153,7 @@ def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
 def _read_tables(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
     """Read the tables of an array, as mappings.
 
-    Raises ConfigError for anything else, with `title`, what the tables are, and `keys`, those that they have.
+    Raises ConfigError for anything else; its message says what the tables are (`title`) and which `keys` they have.
     """
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(
@@ -195,7 +195,7 @@ def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
     """Convert a value to what `kind` holds: a list becomes a tuple, an integer may stand for a float."""
     value = read_choice_word(value, kind)
-    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # in a choice of kinds it is none
+    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # no choice of kinds has it
         return ()
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         fitting = _fitting_value(value, option)

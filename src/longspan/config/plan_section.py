@@ -229,6 +229,7 @@ def _fit_levels(section: PlanSection, filled: PlanSection, parent: PlanSection) 
     """Fit the parent's a2a and p2p levels to a planner or degree that differs from the parent's.
 
     Evaluation as a whole takes the planner that follows from its degree, and training's degree if its own is "auto".
+    A set whose degree is "auto" has the parent's levels as they are.
     """
     planner, degree = filled.planner, filled.context_parallel_size
     if isinstance(parent, ContextConfig):

@@ -138,7 +138,7 @@ class _CorpusOfRun:
             yield from images.changes()
 
     def _load_or_train_tokenizer(self, *, changed: bool) -> TextTokenizer:
-        """Load the tokenizer that was trained for the run, or train one."""
+        """Load the tokenizer that was trained for the run; train one if there is none, or the corpus `changed`."""
         if self._old_record is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
             return load_tokenizer(self._run_dir)
         data = self._settings.data

@@ -32,9 +32,7 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: in
                 bad.append(row)
                 break
             rows.append(row)
-    kind = (
-        common_kind(rows) if rows else "text"
-    )  # its error, of an earlier row as a rule, goes before that of a bad row
+    kind = common_kind(rows) if rows else "text"  # different kinds are reported before a bad row
     if bad:
         raise DataError(f"{bad[0].where}: {bad[0].reason}")
     return kind

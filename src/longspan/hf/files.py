@@ -48,6 +48,7 @@ class FilesPart(StockTrainer):
         files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         longspan.save_model(self._facade.inner_model, folder, self.world, files)
         arguments = folder / "training_args.bin"
+        # The arguments as they were given: `args` has the batch of all ranks.
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
     # ---- a checkpoint
@@ -70,7 +71,10 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: self._publish_checkpoint(root), CheckpointError)
 
     def _note_best_checkpoint(self, root: Path) -> None:
-        """Name the folder of the best checkpoint as it will be: what the Trainer saw was the unfinished one."""
+        """Name the folder of the best checkpoint as it will be: what the Trainer saw was the unfinished one.
+
+        An older one counts only if its folder is still there.
+        """
         best_step, step = self.state.best_global_step, self.state.global_step
         folder = root / f"checkpoint-{best_step}"
         if best_step and self.args.save_strategy != SaveStrategy.NO and (best_step == step or folder.exists()):

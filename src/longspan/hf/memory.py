@@ -94,7 +94,7 @@ def _is_default(args: Any) -> bool:
 def _run_config(trainer: Any) -> RunConfig:
     """Return the configuration that a run with a trainer's model, precision and optimizer would have.
 
-    Its learning rate is any: a plan of memory does not depend on it.
+    Its learning rate is arbitrary: a plan of memory does not depend on it.
     """
     config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")

@@ -149,6 +149,7 @@ class StepsPart(StockTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
+        # What is ahead still was not asked for: a callback ended the epoch in the middle of a step.
         host = torch.device("cpu")
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, host)
         self._coming, self._items = batches, None if items is None else float(items)

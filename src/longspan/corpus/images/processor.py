@@ -150,7 +150,7 @@ class Processor:
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
-        """Compute the grid by the processor's `smart_resize`; None if its own count of patches differs.
+        """Compute the grid by the processor's `smart_resize`; None without one, or if the processor's count differs.
 
         Sides become multiples of a merged patch, within the processor's bounds of pixels.
         """

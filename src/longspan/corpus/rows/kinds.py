@@ -82,7 +82,7 @@ def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds(kinds))
     read = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
-    patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]
+    patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]  # in text all is learnt: masks alone mislead
     for key, value in values.items():
         reason = next((reason for pattern, reason in patterns if pattern.fullmatch(key)), "")
         if reason and value is not None and key not in read:
