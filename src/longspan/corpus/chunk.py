@@ -63,7 +63,7 @@ def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     """Yield the rows of a chunk of lines; a line that is too long is not parsed, and gives a bad row."""
     position, lines = chunk.position, chunk.data.split(b"\n")
     for number, line in enumerate(lines, chunk.first + 1):
-        cut_off = chunk.too_long if number == chunk.first + len(lines) else 0
+        cut_off = chunk.too_long if number == chunk.first + len(lines) else 0  # only the last line may lack its end
         if cut_off or line.removeprefix(BYTE_ORDER_MARK).strip():
             where, size = f"{chunk.name}, line {number}", cut_off or len(line)
             bad = _find_oversize(size, chunk.most, where, "a line")

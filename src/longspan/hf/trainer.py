@@ -38,6 +38,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self.longspan: LongspanArguments = longspan or LongspanArguments()
         construction = GivenArguments(type(self), super().__init__, args, keywords)
         arguments, model = construction.args, construction.values.get("model")
+        # What can be refused before the world is opened is refused here.
         refuse_arguments(arguments, self.longspan, construction.values)
         if isinstance(model, nn.Module):
             refuse_kind(model)
@@ -47,7 +48,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         try:
             self._stock_arguments = arguments
             arguments_here = _turn_off_checkpointing(self._one_process.arguments(arguments))
-            if isinstance(model, str):
+            if isinstance(model, str):  # TRL loads it by its name
                 clear_device_map(arguments_here)
             positional, keyword_arguments = construction.call_with(arguments_here)
             self._facade = Facade(lambda: self.model, self._token_values)

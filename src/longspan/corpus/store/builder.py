@@ -160,7 +160,7 @@ class _Writer:
                 file.close()
 
     def write_rows(self, encoded: Encoded) -> None:
-        """Write the documents of the next rows."""
+        """Write the documents of the next rows; offsets go on from the tokens written so far."""
         values = {
             "lengths": encoded.lengths,
             "origins": encoded.files,
