@@ -35,7 +35,7 @@ class BestFigure:
         return cls(name, column, order == "higher")
 
     def check_sets(self, names: Collection[str]) -> None:
-        """Raise ConfigError for a set that is not evaluated; `names` are those of the run, "" of held-out documents."""
+        """Raise ConfigError for a set that is not evaluated; `names` are the run's sets, "" the held-out documents."""
         if self.set in names:
             return
         names_text = ", ".join(sorted(filter(None, names))) or "none"
@@ -45,7 +45,7 @@ class BestFigure:
         )
 
     def value_in(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
-        """Return the figure in rows of evaluations, None if its set is not among them or counted nothing.
+        """Return the figure in rows of evaluations, one a set; None if its set has no row, or None for the figure.
 
         Raises ConfigError where the set has no such figure.
         """

@@ -67,6 +67,8 @@ def is_demo(model: ModelConfig) -> bool:
 def resolve_defaults(config: RunConfig) -> RunConfig:
     """Give a value to every key that is not given; a model of one's own needs a `train.lr`.
 
+    What other keys decide is set first, for a key that has a value is not set again; the model's table comes last.
+
     >>> resolve_defaults(RunConfig()).train.lr
     0.006
     >>> resolve_defaults(resolve_defaults(config)) == resolve_defaults(config)
@@ -97,7 +99,7 @@ def encoder_default(config: RunConfig) -> Literal["all", "none"]:
 
 
 def is_hybrid(model: ModelConfig) -> bool:
-    """Return whether a model has state-space layers by its preset or config.json; false if none can be read."""
+    """Return whether a model has state-space layers, by its preset or config.json; false if that cannot be read."""
     try:
         return has_mixers(Path(model.source) if model.source else PRESETS[model.preset_name].values)
     except (LongspanError, KeyError):
@@ -105,7 +107,10 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _set_partitions(config: RunConfig) -> RunConfig:
-    """Set partitions: "auto" is chosen by cost for hybrids, also in evaluation, otherwise zigzag."""
+    """Set partitions: "auto" is chosen by cost for hybrids, also in evaluation, otherwise zigzag.
+
+    A hybrid's communication type is "auto" too, as it is chosen with the partition, unless that is zigzag already.
+    """
     if not is_hybrid(config.model):
         context = _set_zigzag(replace(config.context, evaluation=_set_zigzag(config.context.evaluation)))
         return replace(config, context=context, eval=tuple(map(_set_zigzag, config.eval)))
@@ -125,7 +130,7 @@ def _set_zigzag(section: AnyPlan) -> AnyPlan:
 
 
 def set_steps(config: RunConfig, steps: int) -> RunConfig:
-    """Set so many steps, and the warm-up that follows from them if none is given."""
+    """Set so many steps and, if no warm-up is given, a twentieth of them, at most MOST_WARMUP."""
     config = replace(config, train=replace(config.train, steps=steps))
     return _set_defaults(config, {"train.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
@@ -141,7 +146,10 @@ def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 
 
 def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
-    """Give a value to every key of an evaluation set; the configuration has values for all other keys."""
+    """Give a value to every key of an evaluation set: that of [context], or that of the held-out documents.
+
+    The configuration has values for all other keys.
+    """
     entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics", "max_seconds")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
@@ -204,7 +212,7 @@ def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
 
 
 def compute_dtype_name(model: ModelConfig, device: str) -> str:
-    """Return the name of `compute_dtype`, without torch."""
+    """Return the name of `compute_dtype`, without an import of torch."""
     if model.compute_dtype != AUTO:
         return model.compute_dtype
     return "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype

@@ -44,7 +44,7 @@ def read_file(path: str | Path) -> RunConfig:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
-    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of texts
+    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
     return _set_tables(RunConfig(), tables, source=str(path))
 
@@ -82,15 +82,16 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
+    """Set the keys of tables, by section, in a configuration; `source` names the tables in messages."""
     for section, values in _use_present_names(tables, source).items():
         config = _set_section(config, section, values, source=source)
     return config
 
 
 def _use_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Put present names of keys in place of former ones; a former key that is empty gives nothing.
+    """Put present names of keys in place of former ones; a former key with an empty value is dropped.
 
-    Raises ConfigError for a key that is given by both of its names.
+    What is no table stays, for a later check. Raises ConfigError for a key that is given by both of its names.
     """
     present = dict(tables)
     for former_name, present_name in FORMER_KEYS.items():
@@ -110,7 +111,10 @@ def _use_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]
 
 
 def _set_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
-    """Set these values of a section. Raises ConfigError for an unknown section or key."""
+    """Set these values of a section, or of the tables [[eval]]. Raises ConfigError for an unknown section or key.
+
+    A key that is written without its section, as a section, gets the key's full name as a hint.
+    """
     names = [field.name for field in fields(RunConfig)]
     if section not in names:
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
@@ -149,7 +153,7 @@ def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
 def _read_tables(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
     """Read the tables of an array, as mappings.
 
-    Raises ConfigError for anything else, with `title`, what the tables are, and `keys`, those that they have.
+    Raises ConfigError for anything else; its message says what the tables are (`title`) and which `keys` they have.
     """
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(
@@ -173,7 +177,10 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 
 
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
-    """Write a hint for an unknown key: the section that has a key of that name, else this section's nearest key."""
+    """Write a hint for an unknown key: the section that has a key of that name, else this section's nearest key.
+
+    `nearest_hint` quotes a key by its name alone; the section is put before it, after the first quote.
+    """
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
     return (
         f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest_hint(key, siblings).replace("'", f"'{section}.", 1)
@@ -181,13 +188,14 @@ def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
 
 
 def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
+    """Write a hint for an unknown key of a table, which may be the key of [context] with its prefix eval_."""
     return nearest_hint(key.removeprefix("eval_"), siblings)
 
 
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
     """Convert a value to what `kind` holds: a list becomes a tuple, an integer may stand for a float."""
     value = read_choice_word(value, kind)
-    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # in a choice of kinds it is none
+    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # no choice of kinds has it
         return ()
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         fitting = _fitting_value(value, option)
@@ -208,6 +216,7 @@ def read_choice_word(value: object, kind: Any) -> object:
 
 
 def _is_word(value: object) -> bool:
+    """Return whether a value may be true or false: flags give them as strings."""
     return isinstance(value, bool | str)
 
 

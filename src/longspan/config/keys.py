@@ -115,13 +115,14 @@ def key_values(section: Any) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
+    """Return a value of a key with tables in it as dictionaries."""
     if isinstance(value, tuple):
         return tuple(key_values(item) if is_dataclass(item) else item for item in value)
     return value
 
 
 def _find_section(section: Any, key: str) -> tuple[str, str]:
-    """Find the section inside this one that has a key ("": none), and the key's name there."""
+    """Find where a key is: the field of this section that is the section with the key ("": this one), and its name."""
     names = [field.name for field in fields(section)]
     if key not in names:
         for name in names:
@@ -145,6 +146,7 @@ def section_texts(kind: type[Any]) -> Mapping[str, str]:
 
 
 def _key_texts(kind: Any) -> Iterator[tuple[str, Texts]]:
+    """Yield the keys of a class that have `Texts`, with these."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Texts))
 

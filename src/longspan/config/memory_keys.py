@@ -38,7 +38,7 @@ def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
         _check_keys_of_recomputation(train, '"none"')
     if kind != AUTO:
         return
-    if not chooses_measures(train, gpu=gpu is not False):
+    if not chooses_measures(train, gpu=gpu is not False):  # on any device: as on a GPU, which allows more
         where = "on CPUs without train.memory_bytes" if train.memory == AUTO else 'under train.memory "none"'
         _check_keys_of_recomputation(train, f'"{AUTO}", which is "none" {where}')
     if train.recompute_layers and train.memory == AUTO:

@@ -175,7 +175,7 @@ class EvalConfig(PlanSection):
     """As train.eval_seconds, of this set; 0: no limit. Default: the same."""
 
     def passkey(self, seed: int) -> PasskeySettings:
-        """Return what its documents are made of, where its path is passkey."""
+        """Return the settings of the documents that are made for the path "passkey"."""
         return PasskeySettings(self.passkey_lengths, self.passkey_depths, self.passkey_samples, seed)
 
     @property
@@ -211,7 +211,7 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
 
 
 def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
-    """Fill the keys of a section that are not given from its parent's, levels as they are.
+    """Fill the keys of a section that are not given from its parent's; sizes of a2a+p2p are not fitted to the degree.
 
     A degree that is given makes plans of that degree also if the parent's have several, and a degree "auto" is chosen
     with its communication type. Evaluation takes training's attention kernel from the prepared model, and packs
@@ -229,6 +229,7 @@ def _fit_levels(section: PlanSection, filled: PlanSection, parent: PlanSection) 
     """Fit the parent's a2a and p2p levels to a planner or degree that differs from the parent's.
 
     Evaluation as a whole takes the planner that follows from its degree, and training's degree if its own is "auto".
+    A set whose degree is "auto" has the parent's levels as they are.
     """
     planner, degree = filled.planner, filled.context_parallel_size
     if isinstance(parent, ContextConfig):
@@ -240,7 +241,11 @@ def _fit_levels(section: PlanSection, filled: PlanSection, parent: PlanSection) 
 
 
 def _default_planner(degree: int | str, parent: PlanSection) -> str:
-    """Return the planner of a section whose planner is not given."""
+    """Return the planner of a section whose planner is not given: the parent's if the section has no degree either.
+
+    With a degree, documents are packed at that one degree (fixed), unless the parent pads. Evaluation as a whole packs
+    under a degree "auto" also then.
+    """
     if degree in (NOT_GIVEN, 0):
         return parent.planner
     packs = parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig))

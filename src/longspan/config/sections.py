@@ -243,6 +243,6 @@ def held_out_set(config: RunConfig) -> EvalConfig:
 
 
 def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConfig:
-    """Set other plans of evaluation: the first entry's are those of the held-out documents."""
+    """Set other plans of evaluation: the first entry has those of the held-out documents, the others are the sets."""
     held_out, *sets = entries
     return replace(config, context=config.context.set_evaluation(**held_out.plan_keys), eval=tuple(sets))

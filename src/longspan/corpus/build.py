@@ -59,7 +59,10 @@ class _CorpusOfRun:
         sums.save_sums(self._sources)
 
     def _read_record(self, *, resumed: bool) -> Record | None:
-        """Read the record of the run; one of an earlier format is removed with its documents, unless it is resumed."""
+        """Read the record of the run; None if there is none.
+
+        A record in an earlier format is removed with its documents; for a resumed run it is an error.
+        """
         try:
             return read_record(self._folder)
         except DataError:
@@ -73,8 +76,8 @@ class _CorpusOfRun:
         """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed.
 
         It is opened as it is if settings and files are those of its record, its key is the same (which covers the
-        tokenizer), it holds rows or tokens as it should, and is whole. Otherwise it is built. A run that is resumed
-        may build again only what becomes the same tokens: a corpus that lacks files, say.
+        tokenizer), its tokens are stored exactly where data.cache asks for it, and it is whole. Otherwise it is built.
+        A run that is resumed may build again only what becomes the same tokens: a corpus that lacks files, say.
         """
         if resumed and self._old_record is None:
             raise DataError(
@@ -109,32 +112,33 @@ class _CorpusOfRun:
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
         for key in recorded.asked.keys() | values.keys():
             old_value, new_value = recorded.asked.get(key, defaults.get(key)), values.get(key)
-            if old_value != new_value:
+            if old_value != new_value:  # an evaluation set has keys of its own for the path and the length alone
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
                 changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
         if tokenizer is not None and tokenizer.digest != recorded.tokenizer_digest:
             changes.append("the tokenizer is another one")
         elif tokenizer is not None and recorded.around != _around(tokenizer):
             changes.append(f"a text stood in {' '.join(recorded.around)} and stands in {' '.join(_around(tokenizer))}")
+        # A tokenizer that is trained on few texts may have fewer entries than data.vocab_size, but not more.
         if tokenizer is None and (size := self._settings.data.vocab_size) < recorded.tokenizer_size:
             changes.append(f"data.vocab_size is {size}, the tokenizer has {recorded.tokenizer_size} entries")
         return sorted(changes)
 
     def _compare_files(self) -> list[str]:
-        """List the source files, or some images, that differ from those that the corpus was built from."""
+        """List the source files that differ from those of the build; if none does, the first three images that do."""
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
         return changes or list(islice(self._compare_images(), 3))
 
     def _compare_images(self) -> Iterator[str]:
-        """Yield the images that differ from those at the time of the build."""
+        """Describe each image that is gone or has changed since the build."""
         if self._old_record is None or not (self._folder / self._old_record.documents).is_dir():
             return
         if (images := ImageTable.of(self._folder / self._old_record.documents)) is not None:
             yield from images.changes()
 
     def _load_or_train_tokenizer(self, *, changed: bool) -> TextTokenizer:
-        """Load the tokenizer that was trained for the run, or train one."""
+        """Load the tokenizer that was trained for the run; train one if there is none, or the corpus `changed`."""
         if self._old_record is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
             return load_tokenizer(self._run_dir)
         data = self._settings.data
@@ -151,7 +155,7 @@ class _CorpusOfRun:
         for line in describe_rows(self._settings, recipe):
             self._log(line)
         documents = self._documents_folder(recipe)
-        if (unstored := self._folder / ROWS) != documents:
+        if (unstored := self._folder / ROWS) != documents:  # left of a build without stored tokens
             shutil.rmtree(unstored, ignore_errors=True)
         record = Record(
             documents=ROWS if documents == unstored else str(documents),
@@ -160,7 +164,7 @@ class _CorpusOfRun:
             tokenizer_digest=tokenizer.digest,
             tokenizer_size=tokenizer.size,
             around=_around(tokenizer),
-            tokenizer="/".join([".."] * len(self._folder.relative_to(self._run_dir).parts)),
+            tokenizer="/".join([".."] * len(self._folder.relative_to(self._run_dir).parts)),  # up to the run's folder
             row_settings=asdict(self._settings.row_settings()),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +200,10 @@ class _CorpusOfRun:
 
 
 def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
-    """Open the cache that `data.cache` names; one in the run's folder if the user's cannot be written."""
+    """Open the cache that `data.cache` names; None for "none".
+
+    If `data.cache` is empty and the user's cache cannot be written, it is a folder in the run's.
+    """
     if data.cache == NONE:
         return None
     folder = cache_folder(data.cache)
@@ -210,10 +217,10 @@ def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether the documents in a folder can be opened."""
+    """Return whether the documents in a folder can be opened, and their images are as they were."""
     try:
         manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
-        if manifest.dtype:
+        if manifest.dtype:  # documents without stored tokens open only through a run's record
             Corpus(folder)
         if (images := ImageTable.of(folder)) is not None:
             return next(images.changes(), None) is None
@@ -237,6 +244,7 @@ def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
 
 
 def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    """Return the tokens before and after every text, with "…" in the place of the text."""
     return (*tokenizer.opening, "…", *tokenizer.closing)
 
 

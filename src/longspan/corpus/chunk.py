@@ -22,8 +22,8 @@ class Chunk(NamedTuple):
     """Rows of the file `name`, beginning with row number `first` (from 0) at `position`.
 
     `data` are lines, a text, or a table in Arrow's stream format; `end` counts the bytes of the file read so far;
-    `folder` is the file's folder. A row of more than `most` bytes (0: any) is a bad one. If the last row is, it may
-    have been read over: `data` ends with its beginning, and `too_long` is the number of its bytes (0: it is whole).
+    `folder` is the file's folder. A row of more than `most` bytes (0: any) is a bad one. If the last row is too long,
+    `data` may end with only its beginning; then `too_long` is its size in bytes (0: the last row is complete).
     """
 
     form: Literal["lines", "text", "table"]
@@ -60,10 +60,10 @@ def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
 
 
 def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
-    """Yield the rows of a chunk of lines; one that is too long is not parsed."""
+    """Yield the rows of a chunk of lines; a line that is too long is not parsed, and gives a bad row."""
     position, lines = chunk.position, chunk.data.split(b"\n")
     for number, line in enumerate(lines, chunk.first + 1):
-        cut_off = chunk.too_long if number == chunk.first + len(lines) else 0
+        cut_off = chunk.too_long if number == chunk.first + len(lines) else 0  # only the last line may lack its end
         if cut_off or line.removeprefix(BYTE_ORDER_MARK).strip():
             where, size = f"{chunk.name}, line {number}", cut_off or len(line)
             bad = _find_oversize(size, chunk.most, where, "a line")
@@ -72,7 +72,7 @@ def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
 
 
 def _find_oversize(size: int, most: int, where: str, kind: str) -> BadRow | None:
-    """Return a bad row for one of more than `most` bytes (0: any); None for another."""
+    """Return a bad row if `size` exceeds `most` bytes (0: no limit), else None; `kind` names it, as "a line"."""
     if not most or size <= most:
         return None
     return BadRow(
@@ -102,12 +102,14 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
         return _deep_row(where, line)
     if not isinstance(record, dict):
         return BadRow(where, f'needs an object, such as {{"text": …}}; found {type_name(record)}: {_beginning(line)}')
+    # Brackets are counted first, which is fast; few lines have enough of them to be deep.
     if line.count(b"[") + line.count(b"{") > MOST_LEVELS and _is_deep(record):
         return _deep_row(where, line)
     return Row(where, record, folder)
 
 
 def _deep_row(where: str, line: bytes) -> BadRow:
+    """Return the bad row for a line of JSON that is nested too deeply."""
     return BadRow(
         where, f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_beginning(line)}"
     )
@@ -130,18 +132,22 @@ def values_of_record(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_nulls(value: Any) -> Any:
+    """Return a value without the null values of its objects, at every level; null entries of lists stay."""
     if isinstance(value, dict):
         return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
     return [drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
-    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file; images count as no text."""
+    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file; a row's images have no limit here.
+
+    Where the record of a row is an integer (`_iterate_records`), the row is too long or has a text that is not UTF-8.
+    """
     import pyarrow
 
     first = chunk.first
     for batch in pyarrow.ipc.open_stream(chunk.data):
-        deep = str(batch.schema).count("<") > MOST_LEVELS
+        deep = str(batch.schema).count("<") > MOST_LEVELS  # Arrow writes nested types as list<struct<…>>
         for number, record in enumerate(_iterate_records(batch, chunk.most), first):
             where = f"{chunk.name}, row {number + 1}"
             row: Row | BadRow
@@ -156,7 +162,11 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
 
 
 def _iterate_records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
-    """Yield the records of a batch; for one of more than `most` bytes, or with a text that is not UTF-8, its bytes."""
+    """Yield the records of a batch, as dictionaries; an integer stands for a record that is not read.
+
+    It is the record's size in bytes if that is more than `most` (0: no limit), or a number of at most `most` if a text
+    in the record is not UTF-8.
+    """
     types = str(batch.schema)
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
     if not repeats and (not most or batch.nbytes <= most):
@@ -188,4 +198,5 @@ def _text_bytes(column: Any) -> int:
 
 
 def _beginning(line: bytes) -> str:
+    """Return the first characters of a line in quotes, for messages."""
     return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])

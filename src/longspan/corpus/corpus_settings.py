@@ -40,7 +40,11 @@ class CorpusSettings:
         return tuple((f"data.sources[{i}].path", source.path) for i, source in enumerate(self.data.sources))
 
     def files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
-        """Find its source files, in order and without those of the run. Raises DataError if there are none."""
+        """Find the source files in order, without those in the run's folder and in the cache.
+
+        With several sources, a file's name begins with the folder of its source. Raises DataError if there are none.
+        """
+        # Without a cache the user's own is left out, as earlier runs may have written there.
         leave_out = (run_dir, cache_folder("" if self.data.cache == NONE else self.data.cache))
         files = list[CorpusFile]()
         for number, (key, path) in enumerate(self.paths()):
@@ -61,7 +65,7 @@ class CorpusSettings:
         return RowSettings(**{field.name: getattr(self.data, field.name) for field in fields(RowSettings)})
 
     def other_kinds(self, run_dir: Path) -> dict[str, int]:
-        """Count the files that are not read, by the endings of their names."""
+        """Count the files of all sources that cannot be read, by the endings of their names."""
         counts = Counter[str]()
         for _, path in self.paths():
             counts.update(files_of_other_kinds(path, leave_out=(run_dir,)))

@@ -39,13 +39,16 @@ class CorpusFile:
 
 
 class FileSums:
-    """SHA-256 sums of files by path, size and time: those of files read before, from a `file` of sums too."""
+    """SHA-256 sums of files that were read before: those of `earlier` ones, and those in a `file` of sums.
+
+    A sum is used again for a file with the same path, size and time.
+    """
 
     def __init__(self, file: Path | None = None, earlier: Iterable[SourceFile] = ()) -> None:
         self._file = file
         self._sums = {source.path: source for source in earlier}
         if file is not None:
-            with suppress(OSError, ValueError, TypeError):
+            with suppress(OSError, ValueError, TypeError):  # without its sums the files are read again
                 lines = file.read_text(encoding="utf-8").splitlines()
                 self._sums |= {source.path: source for source in (SourceFile(**json.loads(line)) for line in lines)}
 
@@ -64,7 +67,7 @@ class FileSums:
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()
-            path.encode()
+            path.encode()  # raises for a path that JSON could not keep
             if not S_ISREG(stat.st_mode):
                 raise DataError(
                     f"{file.name} of the corpus ({file.path}) is no regular file; give one, or leave it out"
@@ -79,7 +82,10 @@ class FileSums:
             raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
 
     def save_sums(self, sources: Iterable[SourceFile]) -> None:
-        """Write the sums of these files for later starts."""
+        """Write the sums of these files for later starts, without files that changed just now.
+
+        Such a file could change once more without another time.
+        """
         if self._file is None:
             return
         settled = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
@@ -132,8 +138,8 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
     walk = _walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out)
     files = dict(sorted((name, file) for name, file in walk if name.endswith(SUFFIXES)))
     if not files:
-        instead = next(filter(None, map(_suffix_hint, files_of_other_kinds(path, leave_out=leave_out))), "")
-        raise DataError(f"{key} {path!r} holds no file of {_suffix_text()}{instead}; give a folder that does")
+        hint = next(filter(None, map(_suffix_hint, files_of_other_kinds(path, leave_out=leave_out))), "")
+        raise DataError(f"{key} {path!r} holds no file of {_suffix_text()}{hint}; give a folder that does")
     return files
 
 
@@ -163,9 +169,9 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
 def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
     """Yield the files of a folder that may be sources, with their names in it.
 
-    Hidden folders and files do not count. In the folder of a saved data set only its files of rows do. Of Python's
-    standard library (`stdlib`) it is modules, without the one that describes this machine's build. Raises DataError
-    for a folder of several splits.
+    Hidden folders and files do not count. In the folder of a saved data set only its files of rows do. In Python's
+    standard library (`stdlib`) only modules count, except the one that describes the build of this Python, which
+    differs between machines. Raises DataError for a folder of several splits.
     """
     hidden = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
     skip = {folder.resolve() for folder in leave_out}
@@ -181,9 +187,10 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
 
 
 def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and those in it, with the names of their files; each once, those of symbolic links last.
+    """Yield a folder and all folders in it, each once, with the names of its files.
 
-    A folder is known by its device and inode, so that links in a circle come to an end. Links wait in `places`.
+    A folder is known by its device and inode, so that links in a circle come to an end. `places` are the folders to
+    walk: the root, then each symbolic link to a folder, after all that is not behind a link.
     """
     seen, places = set[tuple[int, int]](), [root]
     for place in places:
@@ -236,7 +243,7 @@ def _split_folders(root: Path) -> str:
 
 
 def _suffix_hint(name: str) -> str:
-    """Advise on a file whose name ends nearly as those that are read."""
+    """Return advice for a file whose name ends nearly as those that are read; "" for other files."""
     if name.lower().endswith(SUFFIXES):
         return ", in small letters"
     return "; rows of JSON are read one object a line, as .jsonl" if name.lower().endswith(".json") else ""

@@ -21,7 +21,7 @@ SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: int = MAX_TEXT_BYTES) -> Kind:
     """Return the kind of rows of these files, by the first rows of the first files.
 
-    Raises DataError for rows of different kinds, and for a row of none unless bad ones are to be skipped.
+    Raises DataError for rows of different kinds and, without `skip_bad`, for a bad row and a row of no kind.
     """
     rows, bad = list[Row](), list[BadRow]()
     for file in files[:FIRST_FILES]:
@@ -32,7 +32,7 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: in
                 bad.append(row)
                 break
             rows.append(row)
-    kind = common_kind(rows) if rows else "text"
+    kind = common_kind(rows) if rows else "text"  # different kinds are reported before a bad row
     if bad:
         raise DataError(f"{bad[0].where}: {bad[0].reason}")
     return kind
@@ -71,7 +71,7 @@ def _rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
 
 
 def _has_kind(row: Row | BadRow) -> bool:
-    """Return whether a row is sound and of a kind."""
+    """Return whether a row could be read and its keys are those of one kind."""
     try:
         return isinstance(row, Row) and bool(row_kind(row))
     except DataError:
@@ -79,7 +79,10 @@ def _has_kind(row: Row | BadRow) -> bool:
 
 
 def _texts_in(value: Any) -> str:
-    """Return the text of a row, or all texts in it; a lone surrogate is left out."""
+    """Return the value of the key `text` of an object, or else all strings in it, a line each.
+
+    Lone surrogates, which no tokenizer can read, are left out.
+    """
     if isinstance(value, dict):
         text = value.get("text")
         return _texts_in(text) if isinstance(text, str) else "\n".join(filter(None, map(_texts_in, value.values())))

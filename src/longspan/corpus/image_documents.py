@@ -38,7 +38,11 @@ AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocument
 
 
 class ImagePlace(NamedTuple):
-    """Image `number` of the corpus in one of some documents, moved by `shift` from its place in its own."""
+    """Image number `number` of the corpus, in document number `document` of a step.
+
+    `shift` is by how many tokens the image stands later there than in the corpus's document, of which a pack may have
+    only a piece.
+    """
 
     document: int
     number: int
@@ -52,7 +56,7 @@ class ReadsImages(ABC):
 
     @abstractmethod
     def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """Find the images in them, in order of documents and of their places."""
+        """Find the images in these documents, by document and then by position."""
 
     @property
     @abstractmethod
@@ -75,7 +79,7 @@ class ReadsImages(ABC):
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
-        """The images, each with the positions that its rows take."""
+        """The images, each with the spans of placeholders that its encoded rows take."""
         images = self.images
         return () if images is None else tuple(Item(p.document, images.spans(p.number, p.shift)) for p in self.places)
 
@@ -85,7 +89,10 @@ class ReadsImages(ABC):
         return ItemTable(self.lengths, self.items)
 
     def positions(self, document: int) -> npt.NDArray[np.int64] | None:
-        """Return the positions of a document in several parts (n, T); None if they are plain."""
+        """Return the position ids (n, T) of a document, n for each token (time, height and width, say).
+
+        None: the position ids are 0 to T − 1.
+        """
         numbers = self._numbers_by_document.get(document)
         if self.images is None or numbers is None:
             return None
@@ -123,7 +130,7 @@ class ImageDocuments(CorpusDocuments, ReadsImages):
     images: ShownImages | None = None
 
     def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """Find the images in them, in order of documents and of their places."""
+        """Find the images in these documents, by document and then by position."""
         for index, document in enumerate(self.ids):
             for number in images.table.document_images(document):
                 yield ImagePlace(index, number)
@@ -151,7 +158,10 @@ class ImagePacks(ReadsImages, Sequence[Pack]):
         return tuple(map(len, self.packs))
 
     def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """Find the images in them, in order of packs and of their places."""
+        """Find the images in these packs, by pack and then by position.
+
+        Position p of a document is position p − `piece.stop` + `end` of the pack.
+        """
         for index, pack in enumerate(self.packs):
             for end, piece in zip(pack.ends.tolist(), pack.pieces, strict=True):
                 for number in images.table.document_images(piece.document.number):
@@ -220,10 +230,10 @@ def _check_rows(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processo
             "folder"
         )
     if not tokens.has_grids and (tokens.unknown or not processor.all_alike):
-        return  # the rows that the encoder makes are compared with the placeholders of every wave
+        return  # how many rows the encoder makes is known only once it runs, and compared with placeholders then
     grids = np.stack([table.column(name) for name in ("time", "height", "width")], axis=1)
     unique, inverse = np.unique(grids, axis=0, return_inverse=True)
-    rows = [tokens.rows(tuple(grid) if any(grid) else None) for grid in unique.tolist()]
+    rows = [tokens.rows(tuple(grid) if any(grid) else None) for grid in unique.tolist()]  # (0, 0, 0): it has no grid
     wrong = np.flatnonzero(np.array(rows, dtype=np.int64)[inverse.reshape(-1)] != table.column("rows"))
     if len(wrong):
         first = table[int(wrong[0])]

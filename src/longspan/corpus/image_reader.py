@@ -45,7 +45,7 @@ class ImageReader:
         self, table: ImageTable, processor: Processor, sources: Sequence[SourceFile], file_of: Callable[[int], int]
     ) -> None:
         self._table, self._processor, self._sources, self._file_of = table, processor, sources, file_of
-        self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()
+        self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()  # by the images' numbers
         self._pool: ThreadPoolExecutor | None = None
         self.read = 0
 
@@ -114,7 +114,7 @@ class ImageReader:
         source = self._sources[self._file_of(placed.document)]
         row = row_file(source.name, Path(source.path)).row_at(placed.position)
         try:
-            media = RowMedia() if isinstance(row, BadRow) else read_row_media(row)
+            media = RowMedia() if isinstance(row, BadRow) else read_row_media(row)  # without media: the error below
         except RowError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
         number, frame = placed.image.number, placed.image.frame
@@ -174,7 +174,10 @@ class ShownImages:
 
 
 def _video_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
-    """Yield the videos of groups of frames, in order; of a video that was cut, the groups that are present."""
+    """Yield videos, each joined from its groups of frames, in order; a video that was cut has only some groups.
+
+    The grid of a group counts one patch of time, so the grid of a video counts its groups.
+    """
     for _, several in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
         first_group, *further_groups = (placed.image for placed in several)
         yield Video((1 + len(further_groups), *first_group.grid[1:]), first_group.seconds)

@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """The tokens of a piece, from `first` to before `stop`, that are tokens of the text."""
+    """The tokens of a piece, from `first` to before `stop`, that are taken for the whole text."""
 
     piece: _Piece
     first: int
@@ -116,31 +116,32 @@ def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap
 
 
 def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
+    """Encode text[begin:end]; spans are counted in the whole text, and `end` may lie behind its end."""
     encoding = engine.encode(text[begin:end], add_special_tokens=False)
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin
     return _Piece(begin, min(end, len(text)), np.array(encoding.ids, dtype=np.int64), spans)
 
 
 def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
-    """Find the token of the left piece (after its `first`) before which it ends, and the right one's next token.
+    """Find where two pieces can be joined: the left one's tokens before an index, then the right one's from another on.
 
     Of the overlap's four quarters, both pieces must agree on the middle two, which hold enough runs of characters that
-    what is beyond has no influence; the seam is in their middle. The result is None if they do not agree, or if the
-    overlap is too short.
+    what is beyond has no influence; the seam is in the middle of the overlap, behind the left piece's token `first`.
+    None: the pieces do not agree, or the overlap is too short.
     """
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))
-    left_begin, at, left_end = np.searchsorted(left.spans[:, 0], (begin, middle, end))
+    left_begin, left_seam, left_end = np.searchsorted(left.spans[:, 0], (begin, middle, end))
     right_begin, right_end = np.searchsorted(right.spans[:, 0], (begin, end))
     if not (
-        first < left_begin < at < left_end
+        first < left_begin < left_seam < left_end
         and min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) >= _RUNS
     ):
         return None
     is_equal = np.array_equal(left.ids[left_begin:left_end], right.ids[right_begin:right_end]) and np.array_equal(
         left.spans[left_begin:left_end], right.spans[right_begin:right_end]
     )
-    return (int(at), int(right_begin + at - left_begin)) if is_equal else None
+    return (int(left_seam), int(right_begin + left_seam - left_begin)) if is_equal else None
 
 
 def _count_runs(text: str) -> int:

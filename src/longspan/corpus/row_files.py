@@ -1,5 +1,4 @@
-"""Readers of source files: lines and texts, plain or compressed, parquet and Arrow tables; `row_file` picks by the
-name.
+"""Readers of source files: lines, plain or compressed, texts, parquet and Arrow tables; `row_file` picks by name.
 
 Every reader reads a file in chunks, whatever its size, and also a single row by its position. A row of more bytes than
 its limit is read over, and is a bad one; images in tables do not count.
@@ -37,8 +36,8 @@ class LineFile:
         self.name: str = name
         self.path: Path = path
         self._most = most
-        self._stream: BinaryIO | None = None
-        self._close: Callable[[], object] = lambda: None
+        self._stream: BinaryIO | None = None  # lines as `row_at` reads them
+        self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its lines in order, some at a time; while it reads over a line, chunks without rows.
@@ -70,7 +69,7 @@ class LineFile:
                 first = number + bool(too_long)
 
     def row_at(self, position: int) -> Row | BadRow:
-        """Read the row whose line begins at this byte."""
+        """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
         with name_read_errors(self.name, self.path):
             if self._stream is None or (_is_compressed(self.name) and self._stream.tell() > position):
                 self._stream = self._open_lines()
@@ -95,7 +94,7 @@ class TextFile:
         self._most = most
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield its text."""
+        """Yield the text as one chunk, only its beginning if it is longer than the limit."""
         with name_read_errors(self.name, self.path), self.path.open("rb") as file:
             size = self.path.stat().st_size
             too_long = size if self._most and size > self._most else 0
@@ -103,7 +102,7 @@ class TextFile:
         yield Chunk("text", self.name, 0, 0, data, size, parent_folder(self.path), self._most, too_long)
 
     def row_at(self, position: int) -> Row | BadRow:
-        """Read its text."""
+        """Read the whole text: the only row, at position 0."""
         with name_read_errors(self.name, self.path):
             text = self.path.read_bytes().decode("utf-8-sig")
         return Row(self.name, {"text": text}, parent_folder(self.path))
@@ -187,7 +186,7 @@ class ParquetFile:
         self._group = lru_cache(maxsize=1)(self._read_group)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield its rows in order, some at a time."""
+        """Yield its rows in order, about CHUNK_BYTES at a time; `end`, the bytes read, is estimated by rows."""
         with name_read_errors(self.name, self.path):
             first, meta, size = 0, self._file.metadata, self.path.stat().st_size
             for number in range(meta.num_row_groups):
@@ -217,6 +216,7 @@ class ParquetFile:
         return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
 
     def _read_group(self, number: int) -> Any:
+        """Read a row group as an Arrow table; `_group` keeps the last one."""
         return self._file.read_row_group(number)
 
 
@@ -229,7 +229,7 @@ class ArrowFile:
         self._most = most
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield its rows in order, some at a time."""
+        """Yield its rows in order, about CHUNK_BYTES at a time; `end`, the bytes read, is estimated by rows."""
         first, size = 0, self.path.stat().st_size
         with name_read_errors(self.name, self.path):
             rows = self._table_in_file.num_rows

@@ -35,7 +35,8 @@ def build_shared_corpus(
         """Build the corpus, or find it in the run's folder, on the first rank."""
         tokenizer = configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
-        if tokenizer is None or preset is None or preset.rows:  # the embedding of a tiny preset takes any tokenizer
+        # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
+        if tokenizer is None or preset is None or preset.rows:
             check_tokenizer(config, model, config.data.vocab_size if tokenizer is None else tokenizer.size)
         directory.mkdir(parents=True, exist_ok=True)
         if not (resumed and (directory / "config.json").is_file()):
@@ -70,7 +71,7 @@ def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> No
     """Raise DataError if a tokenizer has more ids (`size`) than the embedding of this configuration has rows."""
     source = config.model.source
     tokenizer = (
-        config.data.tokenizer or (_model_tokenizer(config) and source) or "trained on the corpus (data.vocab_size)"
+        config.data.tokenizer or (_tokenizer_folder(config) and source) or "trained on the corpus (data.vocab_size)"
     )
     rows = model.get_text_config().vocab_size
     check_vocabulary(size, rows, tokenizer=str(tokenizer), model=source or config.model.preset_name)
@@ -80,7 +81,7 @@ def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
     """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained."""
     if config.data.tokenizer:
         return load_tokenizer(config.data.tokenizer)
-    if (folder := _model_tokenizer(config)) is not None:
+    if (folder := _tokenizer_folder(config)) is not None:
         return load_tokenizer(folder)
     if config.model.path:
         raise DataError(
@@ -90,8 +91,8 @@ def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
     return None
 
 
-def _model_tokenizer(config: RunConfig) -> Path | None:
-    """Return the folder of the model or configuration if it has a tokenizer."""
+def _tokenizer_folder(config: RunConfig) -> Path | None:
+    """Return the folder of the model, or of its config.json, if it has a tokenizer; None for a preset."""
     source = Path(config.model.source)
     folder = source.parent if source.is_file() else source
     return folder if config.model.source and vocabulary_files(folder) else None

@@ -58,7 +58,7 @@ class TextTokenizer:
 
     @cached_property
     def surrounding_ids(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer's post-processor puts before and after a text."""
+        """Return the ids that the tokenizer's post-processor puts before and after a text, read off a text "a"."""
         text_ids, ids_with_special = (
             self.engine.encode("a", add_special_tokens=special).ids for special in (False, True)
         )
@@ -76,6 +76,7 @@ class TextTokenizer:
         return self._names([*self.surrounding_ids[1], *self.end_of_text])
 
     def _names(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the tokens of these ids as text."""
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
 
     @property
@@ -86,26 +87,30 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode each text, with the tokens around it."""
         in_pieces = has_pieces(self.engine)
-        long = [in_pieces and len(text) > PIECE for text in texts]
-        whole_texts = [text for text, pieces in zip(texts, long, strict=True) if not pieces]
+        are_long = [in_pieces and len(text) > PIECE for text in texts]
+        whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
         encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=True))
         return [
-            self._encode_long(text) if pieces else np.array(next(encodings).ids + self.end_of_text, dtype=np.int64)
-            for text, pieces in zip(texts, long, strict=True)
+            self._encode_long(text) if is_long else np.array(next(encodings).ids + self.end_of_text, dtype=np.int64)
+            for text, is_long in zip(texts, are_long, strict=True)
         ]
 
     def _encode_long(self, text: str) -> np.ndarray:
+        """Encode a text in pieces, with the tokens around it."""
         opening, closing = self.surrounding_ids
         ids = encode_in_pieces(self.engine, text)
         return np.concatenate([opening, ids, closing, self.end_of_text]).astype(np.int64)
 
     def encode_with_spans(self, text: str) -> tuple[Integers, Integers]:
         """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token."""
-        piece = PIECE if has_pieces(self.engine) else max(len(text), 1)
+        piece = PIECE if has_pieces(self.engine) else max(len(text), 1)  # all of the text, if it cannot be cut
         return encode_with_spans(self.engine, text, piece=piece)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
-        """Return the tokenizer, set to read the names of special tokens in a text as these tokens, or as plain text."""
+        """Return this tokenizer, set to read names of special tokens in a text as these tokens, or as plain text.
+
+        The setting stays until the next call.
+        """
         self.engine.encode_special_tokens = not parse
         return self
 
@@ -115,6 +120,7 @@ class TextTokenizer:
 
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
+        """The pattern of the names of special tokens, the longest first; None if there are none."""
         names = {token.content for token in self.engine.get_added_tokens_decoder().values() if token.special}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
@@ -176,7 +182,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     if not file.is_file():
         return _load_other_files(folder)
     try:
-        engine = Tokenizer.from_file(str(file))
+        engine = Tokenizer.from_file(str(file))  # transformers' own error for a damaged file names no file
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(f"{file} is not a tokenizer: {error}") from error
     if settings.is_file():
@@ -279,7 +285,7 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
 
 
 def _component_types(settings: Any) -> list[str]:
-    """List the types of a decoder or pre-tokenizer and of those in it."""
+    """List the types of a decoder or pre-tokenizer, and of those that it is a sequence of."""
     if not isinstance(settings, dict):
         return []
     inner = [

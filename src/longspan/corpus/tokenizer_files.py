@@ -29,7 +29,7 @@ class KeptFiles:
         self._folder = folder
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Copy them into a model's folder, which is made if it is not there."""
+        """Copy the run's tokenizer and generation settings into a model's folder, which is made if it is not there."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         copy_tokenizer_files(self._folder, folder)

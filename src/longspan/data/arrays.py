@@ -25,11 +25,13 @@ class FileArray(NamedTuple):
 
 
 def as_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
-    """Return what to pickle of an array: the place of a whole file, else its values in the smallest integer type.
+    """Return what to pickle of an array of integers from 0: the file that it maps whole, else its values.
+
+    Values are in the smallest type that holds them all.
 
     >>> from_pickled(as_pickled(np.load("lengths.npy", mmap_mode="r")))       # nothing is copied
     """
-    file = array if isinstance(array, np.memmap) else array.base
+    file = array if isinstance(array, np.memmap) else array.base  # np.asarray of a memmap has that as its base
     if isinstance(file, np.memmap) and file.filename is not None and _is_whole_file(array, file):
         return FileArray(str(Path(file.filename).absolute()), array.dtype, file.offset, array.shape)
     return array.astype(np.min_scalar_type(int(array.max(initial=0))))
@@ -45,7 +47,7 @@ def from_pickled(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _is_whole_file(array: npt.NDArray[Any], file: "np.memmap[Any, Any]") -> bool:
     """Return whether an array is all of a mapped file; a slice of one is not."""
-    is_base_mapped = file.base is None or not isinstance(file.base, np.ndarray)
+    is_base_mapped = file.base is None or not isinstance(file.base, np.ndarray)  # else it is a slice of a memmap
     layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
     return is_base_mapped and layout and array.ctypes.data == file.ctypes.data
 
@@ -105,7 +107,7 @@ class GrowingCodes:
             self._file.close()
 
     def _widen_codes(self) -> None:
-        """Write the codes so far again with four bytes each; further codes have four bytes."""
+        """Write the codes so far again with four bytes each, if there are any; further codes have four bytes."""
         narrow, self._dtype = self._path.with_suffix(".narrow"), np.dtype(np.int32)
         if self._file is None:
             return

@@ -24,7 +24,7 @@ _READ = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 class Place(NamedTuple):
-    """Where a document stands in a batch: a row, and its columns from start to stop."""
+    """Where a document stands in a batch: a row, and the columns from start to before stop."""
 
     row: int
     start: int
@@ -155,7 +155,7 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
 
 
 def _tokens_of_row(row: int, mask: Integers) -> tuple[int, int]:
-    """Return the columns from start to stop that have tokens. Raises DataError unless they are one run."""
+    """Return the columns from start to stop that have tokens, (0, 0) for none. Raises DataError for padding between."""
     if not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "
@@ -186,9 +186,9 @@ def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
 
 
 def _begins_of_row(row: int, positions: Integers, start: int, stop: int) -> list[int]:
-    """Return the columns at which the documents of a row begin.
+    """Return the columns at which the documents of a row begin, those of position 0; a row of padding has its start.
 
-    Raises DataError for positions that do not count from 0.
+    Raises DataError for positions that do not count up from 0 in each document.
     """
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)

@@ -69,7 +69,7 @@ class Document:
         self._ids = _read_integers("ids", ids)
         if labels is not None and loss_mask is not None:
             raise DataError("a document has labels and a loss_mask; give one of them: −100 in labels masks a token")
-        self._labels = self._ids
+        self._labels = self._ids  # every token is a target
         if labels is not None:
             self._labels = _read_integers("labels", labels)
         elif loss_mask is not None:
@@ -124,6 +124,7 @@ class Document:
         return int((self._labels[1:] != NO_TARGET).sum())
 
     def _read_values(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
+        """Return numbers of this document by name, each () or (n,). Raises DataError for others."""
         return {name: _read_numbers(name, value, len(self._ids)) for name, value in values.items()}
 
 
@@ -133,7 +134,10 @@ def target_count(document: Any) -> int:
 
 
 def host_array(name: str, values: Any) -> npt.NDArray[Any]:
-    """Return values as an array on the host; tensors may be on any device, of any floating-point type, with a graph."""
+    """Return values as an array on the host; tensors may be on any device, and come without their graph.
+
+    Tensors of floating point come in float64, as numpy has no bfloat16.
+    """
     if hasattr(values, "detach"):  # a tensor; torch is not imported here, so that help texts are printed without it
         values = values.detach()
         return (values.double() if values.is_floating_point() else values).cpu().numpy()
@@ -172,7 +176,7 @@ def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]
     try:
         array = host_array(repr(name), value).astype(np.float64)
     except (TypeError, ValueError) as error:
-        if isinstance(error, DataError):
+        if isinstance(error, DataError):  # which is a ValueError too, and says more
             raise
         raise DataError(
             f"{name!r} of a document is {short_text(value)}; give a number, or one for each token"
@@ -219,13 +223,13 @@ class Pack:
         for document, piece_positions, places in self._split_positions(positions):
             ids[places] = (
                 np.asarray(document)[piece_positions]
-                if isinstance(document, list | tuple)
+                if isinstance(document, list | tuple)  # these take no array as an index
                 else document[piece_positions]
             )
         return ids
 
     def _split_positions(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
-        """Split positions of the pack: documents, with their own positions and the places of these in `positions`."""
+        """Split positions of the pack by document: the document, positions in it, and their indices in `positions`."""
         of_piece = np.searchsorted(self.ends, positions, side="right")
         runs = list[tuple[Any, Integers, Integers]]()
         for number in np.unique(of_piece).tolist():
@@ -251,7 +255,7 @@ class LabelledPack(Pack):
 
 
 def make_pack(pieces: tuple[Piece, ...]) -> Pack:
-    """Make one document of these pieces; it has labels if theirs have."""
+    """Make one document of these pieces; it has labels if the first one's document has, as all are of one corpus."""
     return (LabelledPack if isinstance(pieces[0].document, Labelled) else Pack)(pieces)
 
 
@@ -272,7 +276,7 @@ class SyntheticDocument:
         return self.length
 
     def __getitem__(self, positions: Any) -> np.ndarray:
-        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503
+        mixed = (positions + 1) * 2654435761 + (self.number + 1) * 40503  # Knuth's multipliers for hashing
         return (mixed ^ (mixed >> 13)) % self.vocabulary
 
 

@@ -35,7 +35,7 @@ class TokenSource(Protocol):
         ...
 
     def codes(self, document: int, positions: Integers) -> Any:
-        """Return their codes; None if every token is a target."""
+        """Return the codes of a document's tokens at these positions; None if every token is a target."""
         ...
 
 
@@ -83,13 +83,13 @@ class Corpus:
         self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # with images: ImagePacks
 
     def _open_columns(self, place: Path) -> None:
-        """Map the columns of the folder; without sources of documents, all are of source 0."""
+        """Map the columns of the folder; without `source_of.npy` all documents are of source 0."""
         self.manifest: Manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
         self.sources: Sequence[SourceFile] = SourceLines(place)
         self._origins = map_array(place / "origins.npy")
         self.lengths: npt.NDArray[Any] = map_array(place / "lengths.npy")
         several, masked = (place / name for name in ("source_of.npy", "targets.npy"))
-        zero = np.broadcast_to(np.int16(0), len(self.lengths))
+        zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
         self.source_of: npt.NDArray[Any] = map_array(several) if several.is_file() else zero
         self.targets: npt.NDArray[Any] | None = map_array(masked) if masked.is_file() else None
         self.images: ImageTable | None = ImageTable.of(place)
@@ -97,7 +97,7 @@ class Corpus:
     def _find_tokens(
         self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
     ) -> TokenSource | None:
-        """Return the stored tokens, or those that are made again; None if nothing was passed to make them."""
+        """Return what gives tokens: their file, or what makes them from rows; None if no `make_tokens` was passed."""
         if self.manifest.dtype:
             return StoredTokens(place, self.manifest)
         if record is None:
@@ -172,11 +172,11 @@ class StoredTokens:
         return self._read_array(self._tokens, document, positions)
 
     def codes(self, document: int, positions: Integers) -> Any:
-        """Return their codes; None if there are none."""
+        """Return the codes of a document's tokens at these positions; None if there are none."""
         return None if self._codes is None else self._read_array(self._codes, document, positions)
 
     def _read_array(self, values: Any, document: int, positions: Integers) -> Any:
-        """Return a document's values at these positions. Raises DataError if it is said to be outside of the file."""
+        """Return a document's values at these positions. Raises DataError for an offset that leads out of the file."""
         start = int(self._offsets[document])
         if len(positions) and not 0 <= start <= start + int(positions.max()) < len(values):
             raise DataError(
@@ -187,7 +187,7 @@ class StoredTokens:
 
 
 def encode_labels(ids: Integers, labels: Integers | None) -> Integers | None:
-    """Return the codes of tokens with these labels; None without labels, if each token is predicted as itself."""
+    """Return the codes of tokens with these labels (n,); None without labels: each token is its own label."""
     if labels is None:
         return None
     codes = np.where(labels == NO_TARGET, NOTHING, labels + OTHER_TOKEN)
@@ -202,7 +202,7 @@ def decode_labels(ids: Integers, codes: npt.NDArray[Any]) -> Integers:
 
 @dataclass(frozen=True)
 class CorpusDocument:
-    """A lazy view of one document: indexed by an array of positions, it reads those rows."""
+    """A lazy view of one document: indexed by an array of positions, it reads the tokens there."""
 
     corpus: Corpus
     number: int
@@ -260,12 +260,12 @@ class CorpusDocuments(Sequence[CorpusDocument]):
 
     @property
     def targets(self) -> int | None:
-        """How many of their tokens are predicted; None if all but the first of each are."""
+        """How many tokens of these documents are predicted; None if all but the first of each are."""
         targets = self.corpus.targets
         return None if targets is None else int(targets[list(self.ids)].sum())
 
     def origin(self, document: int) -> str:
-        """Return the source file of one of them."""
+        """Return the name of the source file of document number `document` of this selection."""
         return self.corpus.origin(self.ids[document])
 
     @property

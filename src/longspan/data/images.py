@@ -76,7 +76,7 @@ class ImageWriter:
         self._paths, self._ends = (folder / _PATHS).open("wb"), GrowingArray(folder / _ENDS, "<i8")
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
-        """Write the images of further documents; `documents` is how many are written already."""
+        """Write the images of further documents, which are numbered from 0; `documents` come before these."""
         rows = [_table_row(placed, documents) for placed in images]
         for number, column in enumerate(self._columns.values()):
             column.append(np.array([row[number] for row in rows]))
@@ -102,6 +102,7 @@ class ImageTable:
     def __init__(self, folder: Path) -> None:
         self._ends = map_array(folder / _ENDS)
         self._columns: dict[str, npt.NDArray[Any]] = {name: map_array(_file(folder, name)) for name in _COLUMNS}
+        # An empty file cannot be mapped.
         self._paths = np.memmap(folder / _PATHS, mode="r") if len(self._ends) else np.zeros(0, np.uint8)
 
     @classmethod
@@ -125,7 +126,7 @@ class ImageTable:
         return PlacedImage(document, SampleImage(grid=grid, path=self.path(number), **at), position)
 
     def path(self, number: int) -> str:
-        """The file of an image, or the joined paths of a group of frames; empty if the bytes are in a row."""
+        """Return the file of an image, or the joined paths of a group of frames; empty if the bytes are in a row."""
         begin = int(self._ends[number - 1]) if number else 0
         return str(json.loads(self._paths[begin : int(self._ends[number])].tobytes()))
 
@@ -169,7 +170,7 @@ def file_stamp(path: str) -> Stamp:
 def join_stamps(stamps: Iterable[Stamp]) -> Stamp:
     """Join the stamps of frames to one that changes with any of them."""
     sizes, times = zip(*stamps, strict=True)
-    return sum(sizes), sum(times) % (1 << 62)
+    return sum(sizes), sum(times) % (1 << 62)  # within int64, as the column is
 
 
 def _file(folder: Path, column: str) -> Path:

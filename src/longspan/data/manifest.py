@@ -21,7 +21,7 @@ from longspan.files import parse_json, read_json
 
 FILE = "corpus.json"
 SHORTEST = 2  # tokens of a document: a single token predicts nothing
-_TUPLES = ("kinds", "skipped", "opening", "closing", "bad", "encodings")
+_TUPLES = ("kinds", "skipped", "opening", "closing", "bad", "encodings")  # keys whose values are lists in JSON
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ class Record:
     """Which documents a run has, and what they were made with.
 
     `documents` is their folder (a relative one begins at the record's), `key` the key of their manifest, `asked` the
-    keys of the configuration that decide them, and `tokenizer` the folder of the run's tokenizer. `row_settings` are
-    the fields of `RowSettings`, `around` the tokens before and after a text.
+    keys of the configuration that decide them, with their values, and `tokenizer` the folder of the run's tokenizer.
+    `row_settings` are the fields of `RowSettings`, `around` the tokens before and after a text.
     """
 
     documents: str

@@ -47,7 +47,7 @@ class Epochs:
         Cells of the rectangle beyond the number of documents are permuted again until they fall on a document.
         """
         epochs, cells = np.divmod(places.astype(np.uint64), np.uint64(self._count))
-        if (epochs == epochs[:1]).all():
+        if (epochs == epochs[:1]).all():  # one key a round serves all places
             epochs = epochs[:1]
         keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]
         cells = self._permute_cells(cells, keys)
@@ -69,7 +69,7 @@ class Epochs:
 
 
 def _shift_by_hash(values: Words, by: Words, key: Words, size: int) -> Words:
-    """Return (value + hash of `by` and a key) modulo size, for values below size."""
+    """Return (value + hash of `by` and a key) modulo size, for values below size; the hash is scaled to below size."""
     moved = _hash_words(by + key)
     moved >>= _HALF
     moved *= np.uint64(size)
@@ -101,6 +101,7 @@ def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> In
     bits, ids = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     for start in range(0, count, block):
         new_bits = generator.random_raw(min(block, count - start))
+        # Once `most` are kept, only bits below the largest of them can be among the smallest.
         candidates = np.flatnonzero(new_bits < bits[-1]) if len(bits) == most > 0 else np.arange(len(new_bits))
         bits, ids = np.concatenate([bits, new_bits[candidates]]), np.concatenate([ids, candidates + start])
         smallest = np.argsort(bits, kind="stable")[:most]

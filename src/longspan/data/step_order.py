@@ -69,10 +69,12 @@ class StepOrder:
         self._open()
 
     def _open(self) -> None:
+        """Begin with no steps computed, when the order is made and when it is unpickled."""
         self._block_starts = array("q", [0])  # starts, in the stream, of every _STRIDE-th step so far
         self._starts = lru_cache(maxsize=2)(self._compute_starts)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: without what is computed again, and without lengths, which the stream has."""
         computed = ("_block_starts", "_starts", "lengths")
         state = {name: value for name, value in self.__dict__.items() if name not in computed}
         return state | {"targets": None if self.targets is None else as_pickled(self.targets)}
@@ -110,9 +112,10 @@ class StepOrder:
         3
         """
         place = self.stream.place_after(epochs)
-        while self._block_starts[-1] < place:
+        while self._block_starts[-1] < place:  # each call computes the next block of steps
             self._starts(len(self._block_starts) - 1)
         block = bisect_left(self._block_starts, place) - 1
+        # Place 0, of no epochs, is before every block.
         return 0 if block < 0 else block * _STRIDE + bisect_left(self._starts(block), place)
 
     def _document_ids(self, step: int) -> Integers:
@@ -129,11 +132,11 @@ class StepOrder:
         return np.concatenate(ids)
 
     def _compute_starts(self, block: int) -> list[int]:
-        """Return the place in the stream at which each step of a block begins, and the first step after it."""
+        """Return the places in the stream at which the steps of a block begin, and the first step after the block."""
         starts = [self._block_starts[block]]
         while len(starts) <= _STRIDE:
             starts.append(self._end_of_step(starts[-1]))
-        if block == len(self._block_starts) - 1:
+        if block == len(self._block_starts) - 1:  # else it was computed before, and dropped from the cache
             self._block_starts.append(starts[-1])
         return starts
 
@@ -174,7 +177,7 @@ class _StepPieces(NamedTuple):
 
 
 class PackOrder:
-    """Steps of whole packs of documents, in the order of `order`.
+    """Steps of whole packs of documents, in the order of `order`; `across`: a plan sees a pack as one document.
 
     >>> packs = PackOrder(order, pack_to=8192, tokens_per_step=65536, across=False)
     >>> packs.lengths_of_step(0)[:3]
@@ -211,7 +214,7 @@ class PackOrder:
         return None
 
     def select(self, corpus: Any, step: int) -> Sequence[Pack]:
-        """Return the documents of a step, as its plan numbers them."""
+        """Return the documents of a step, as its plan numbers them: packs under `across`, else pieces."""
         documents, starts, stops, packs = (values.tolist() for values in self._pieces_of_step(step))
         pieces = [Piece(corpus[d], start, stop) for d, start, stop in zip(documents, starts, stops, strict=True)]
         borders = np.searchsorted(packs, np.arange(packs[-1] + 2)) if self._across else np.arange(len(pieces) + 1)

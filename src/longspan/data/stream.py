@@ -48,7 +48,7 @@ class ShuffledSource:
         return self.stop - self.first - len(self.held_out)
 
     def ids(self, start: int, count: int) -> Integers:
-        """Return the ids of `count` documents of its endless stream, from place `start` on."""
+        """Return the ids of `count` documents of this source's endless stream, from place `start` on."""
         return self._ids_by_number(self.shuffled[np.arange(start, start + count)])
 
     def _ids_by_number(self, numbers: Integers) -> Integers:
@@ -88,7 +88,7 @@ _DOCUMENTS = 2**14  # about as many are in a part
 
 
 class StreamPart(NamedTuple):
-    """A run of the stream: its first place, the tokens before it, and its documents."""
+    """Documents that follow each other in the stream: the place of the first, the tokens before it, and their ids."""
 
     first: int
     before: int
@@ -117,8 +117,9 @@ class DocumentStream:
     def __init__(self, lengths: npt.NDArray[Any], sources: Sequence[ShuffledSource]) -> None:
         self.sources: tuple[ShuffledSource, ...] = tuple(sources)
         self.lengths = lengths
-        rates = [source.weight * source.documents / source.tokens for source in sources]  # of documents
-        self._counts = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]
+        # Documents that a source gives while every source gives its weight in tokens: weight over mean length.
+        rates = [source.weight * source.documents / source.tokens for source in sources]
+        self._counts = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]  # candidates for a part
         self._marks, self._places, self._tokens = [_Mark((0,) * len(sources), (0,) * len(sources))], [0], [0]
         self._part = lru_cache(maxsize=2)(self._merge_part)
 
@@ -136,11 +137,11 @@ class DocumentStream:
 
     @property
     def tokens(self) -> int:
-        """The tokens of these documents."""
+        """The tokens of all documents that are trained on."""
         return sum(source.tokens for source in self.sources)
 
     def part_at(self, place: int) -> StreamPart:
-        """Return the part that contains a place."""
+        """Return the part that contains a place. Each call of `_part` in the loop computes the next part."""
         while self._places[-1] <= place:
             self._part(len(self._marks) - 1)
         return self._part(bisect_right(self._places, place) - 1)
@@ -170,7 +171,7 @@ class DocumentStream:
         a source still lacked.
         """
         needed_counts = [_ceil(epochs * source.documents) for source in self.sources]
-        if len(needed_counts) == 1 or not any(needed_counts):
+        if len(needed_counts) == 1 or not any(needed_counts):  # places of one source are counts of its documents
             return sum(needed_counts)
         number = 0
         while any(map(int.__lt__, self._marks[number].documents, needed_counts)):
@@ -198,7 +199,7 @@ class DocumentStream:
         mark: how many documents and tokens of each source are used.
         """
         mark = self._marks[number]
-        runs = [self._run(source, mark) for source in range(len(self.sources))]
+        runs = [self._next_run(source, mark) for source in range(len(self.sources))]
         shares = [run.tokens / source.weight for run, source in zip(runs, self.sources, strict=True)]
         end_share = min(share[-1] for share in shares)
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
@@ -214,19 +215,22 @@ class DocumentStream:
         if number == len(self._marks) - 1:
             documents = (earlier + count for earlier, count in zip(mark.documents, counts, strict=True))
             tokens = (int(run.tokens[count]) for run, count in zip(runs, counts, strict=True))
-            self._keep(_Mark(tuple(documents), tuple(tokens)))
+            self._add_mark(_Mark(tuple(documents), tuple(tokens)))
         return merged_part
 
-    def _keep(self, mark: _Mark) -> None:
+    def _add_mark(self, mark: _Mark) -> None:
+        """Note where the next part begins: by source, by place and by token."""
         self._marks.append(mark)
         self._places.append(sum(mark.documents))
         self._tokens.append(sum(mark.tokens))
 
-    def _run(self, source: int, mark: _Mark) -> "_Run":
+    def _next_run(self, source: int, mark: _Mark) -> "_Run":
+        """Return the next documents of a source after a mark, the candidates for a part."""
         ids = self.sources[source].ids(mark.documents[source], self._counts[source])
         return _Run(ids, mark.tokens[source] + self._ends(ids))
 
     def _ends(self, ids: Integers) -> Integers:
+        """Return the tokens of the first i of these documents (n + 1,)."""
         ends = np.zeros(len(ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths[ids], out=ends[1:])
         return ends
@@ -240,7 +244,7 @@ class _Run(NamedTuple):
 
 
 def _join(arrays: Sequence[npt.NDArray[Any]], taken: Sequence[int]) -> npt.NDArray[Any]:
-    """Concatenate the first values of each array, as many as are taken of it."""
+    """Concatenate the first values of each array, as many as `taken` says."""
     return np.concatenate([array[:count] for array, count in zip(arrays, taken, strict=True)])
 
 

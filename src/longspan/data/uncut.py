@@ -34,10 +34,10 @@ class UncutSpans:
     def find_spans(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the spans of these documents: the index of each span's document, its start and its stop."""
         first, last = (np.searchsorted(self.documents, documents, side=side) for side in ("left", "right"))
-        counts = last - first
-        place = np.repeat(np.arange(len(documents)), counts)
-        span = np.arange(len(place)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        return place, self.starts[span].astype(np.int64), self.stops[span].astype(np.int64)
+        counts = last - first  # of spans in each document
+        index = np.repeat(np.arange(len(documents)), counts)
+        spans = np.arange(len(index)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        return index, self.starts[spans].astype(np.int64), self.stops[spans].astype(np.int64)
 
 
 class EqualBorders:
@@ -101,9 +101,9 @@ class UncutBorders:
         return block * _STRIDE + int(np.searchsorted(self._block(block)[:: self._packs], token))
 
     def _borders_of_block(self, block: int) -> Integers:
-        """Return the borders of 64 steps, and the one at which the next steps begin.
+        """Return the borders of the packs of 64 steps, and the border at which the next steps begin.
 
-        A border that would lie inside a span is moved to the span's begin.
+        A border that would lie inside a span is moved to the span's start.
         """
         border, borders = self._begins[block], array("q", [self._begins[block]])
         stream_part = self._stream.part_at_token(border)
@@ -116,13 +116,13 @@ class UncutBorders:
             if span >= 0 and border < stops[span]:
                 border = starts[span]
             borders.append(border)
-        if block == len(self._begins) - 1:
+        if block == len(self._begins) - 1:  # else it was computed before, and dropped from the cache
             self._begins.append(border)
         return np.array(borders, dtype=np.int64)
 
     def _find_spans(self, first: int) -> tuple[list[int], list[int]]:
-        """Return the starts and stops, in tokens of the stream, of the spans in the part that begins at this place."""
+        """Return starts and stops, in tokens of the stream, of the spans in the part whose first place is `first`."""
         stream_part: StreamPart = self._stream.part_at(first)
-        place, starts, stops = self._spans.find_spans(stream_part.ids)
-        begins = stream_part.before + stream_part.ends[place]
+        index, starts, stops = self._spans.find_spans(stream_part.ids)
+        begins = stream_part.before + stream_part.ends[index]
         return (begins + starts).tolist(), (begins + stops).tolist()

@@ -27,7 +27,7 @@ from longspan.train.step_end import gather_and_add, sums_on_device
 
 
 class _Failure(NamedTuple):
-    """What a data loader raised in the place of a batch, its end too."""
+    """An error that a data loader raised in the place of a batch, also the StopIteration at its end."""
 
     error: Exception
 
@@ -46,6 +46,7 @@ class BatchesAhead:
         return self
 
     def __next__(self) -> Any:
+        """Return the next batch, which may have been made ahead; raise the loader's error in its place."""
         batch = self._made.popleft() if self._made else next(self._batches)
         if isinstance(batch, _Failure):
             raise batch.error
@@ -55,7 +56,8 @@ class BatchesAhead:
     def make(self, count: int) -> list[Any]:
         """Make what the next step of `count` batches asks for; return its batches, as many as there are.
 
-        Errors are raised where a batch is asked for.
+        Its first batch was asked for already: it is the one that Accelerate's loader holds back. Errors of the loader
+        are kept, and raised where the batch is asked for.
         """
         while len(self._made) < count and not (self._made and isinstance(self._made[-1], _Failure)):
             try:
@@ -73,7 +75,10 @@ class HostBatches:
         self._batches: BatchesAhead | None = None
 
     def follow(self, loader: Any) -> None:
-        """Let batches of a loader stay on the host, from where `training_step` moves them, and be made ahead."""
+        """Let batches of a loader stay on the host, from where `training_step` moves them, and be made ahead.
+
+        Loaders of other kinds, whose order of calls is another one, stay as they are.
+        """
         self._batches, base = None, getattr(loader, "base_dataloader", None)
         if type(loader) is not DataLoaderShard or base is None or getattr(loader, "use_stateful_dataloader", False):
             return
@@ -81,11 +86,11 @@ class HostBatches:
         make_batches = type(base).__iter__
 
         def begin_batches() -> BatchesAhead:
-            """Begin an epoch."""
+            """Begin an epoch, with no batch made ahead."""
             self._batches = BatchesAhead(make_batches(base))
             return self._batches
 
-        base.__iter__ = begin_batches
+        base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
 
     def make(self, count: int) -> list[Any]:
         """Make the batches of the next step ahead; return them, [] where they are not known."""
@@ -93,7 +98,10 @@ class HostBatches:
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device; the host waits for none of it, and a moved one stays as it is."""
+    """Return a batch with its tensors on the device; the host waits for no copy.
+
+    A batch that is there already is returned itself, so that it can be recognized.
+    """
     if isinstance(batch, Tensor):
         if batch.device.type == device.type == "cpu":  # "cpu:0" would be a copy
             return batch
@@ -132,7 +140,8 @@ class ComingStep:
 def read_step(batches: Sequence[Any], items: float | None) -> tuple[list[BatchDocuments], list[Document], list[int]]:
     """Return the rows of each batch of a step, its documents with targets, and where those of each batch begin.
 
-    Each target's coefficient is −1 over the targets of all batches, as the Trainer divides.
+    Each target's coefficient is −1 over `items`, the targets of all batches. Where the Trainer does not count them
+    (None), it takes the mean of the batches' means: −1 over the targets of the batch times the number of batches.
     """
     all_rows, documents, firsts = list[BatchDocuments](), list[Document](), list[int]()
     for batch in batches:
@@ -168,12 +177,12 @@ class CollectedTokens:
         return at["coefficient"] * log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """Return the values of all tokens, on every rank; entered by all. On GPUs these sums are the device's."""
+        """Return the values of all tokens, on every rank; entered by all. On GPUs the device sums them."""
         starts = np.cumsum((0, *self._lengths))
         table = torch.zeros((1 + len(self._names), starts[-1]), dtype=torch.float64, device=world.device)
         if self._parts and world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
             documents, positions, values = (torch.cat(parts, -1) for parts in zip(*self._parts, strict=True))
-            at = to_device(starts, world.device)[documents] + positions + 1
+            at = to_device(starts, world.device)[documents] + positions + 1  # of the token that a row predicts
             table[:, at] = values.double()
         if sums_on_device(world):
             sums = gather_and_add(table.flatten(), world).view_as(table).cpu().numpy()
@@ -185,7 +194,10 @@ class CollectedTokens:
 
 
 def same_coefficients(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
-    """Return whether what a loss left are the coefficients of a guess, up to the rounding of the loss's dtype."""
+    """Return whether the coefficients that a loss left are those of a guess, up to rounding in the loss's dtype.
+
+    Only those of targets are compared; the first token of a document is none.
+    """
     if len(documents) != len(guessed):
         return False
     bound = 4 * torch.finfo(dtype).eps

@@ -15,6 +15,7 @@ TRAIN = ("memory", "memory_fraction", "memory_bytes")
 
 
 def _key(default: Any, text: str) -> Any:
+    """Declare a field with a default and its help text."""
     return field(default=default, metadata={"help": text})
 
 
@@ -72,12 +73,12 @@ class LongspanArguments:
 
     def config(self) -> RunConfig:
         """Return the configuration that these keys make, with the defaults of a run on a model folder."""
-        keys: dict[str, object] = {"model.config": "the Trainer's model"}
+        keys: dict[str, object] = {"model.config": "the Trainer's model"}  # any name: else it would be the demo's model
         for name in (key.name for key in fields(self)):
             value = getattr(self, name)
-            if value in ("", []) or (value == NOT_GIVEN and name.startswith("eval_")):
+            if value in ("", []) or (value == NOT_GIVEN and name.startswith("eval_")):  # it is not given
                 continue
-            keys[f"{_section(name)}.{name}"] = _plain(value)
+            keys[f"{_section_name(name)}.{name}"] = _read_number(value)
         return load_config(None, keys)
 
     def home(self, ranks: int) -> Layout:
@@ -90,12 +91,13 @@ class LongspanArguments:
         return home
 
 
-def _section(name: str) -> str:
+def _section_name(name: str) -> str:
+    """Return the section of the configuration that has the key `name`."""
     if name in PARALLEL:
         return "parallel"
     return "train" if name in TRAIN else "run" if name == "machine" else "context"
 
 
-def _plain(value: Any) -> Any:
-    """A value as files have it: numbers where a text holds one."""
+def _read_number(value: Any) -> Any:
+    """Return an integer for a string that is one, as fields for "auto" or a number are strings; others as they are."""
     return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value

@@ -21,33 +21,36 @@ class GivenArguments:
     def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
         """Bind the arguments to the constructor's names, and what it passes on to the stock trainer's."""
         self._bound = inspect.signature(init).bind_partial(*args, **keywords)
-        self._names, positional_name, rest_name = _parameters(self._bound.signature)
-        self._positional, self._rest = positional_name, rest_name
+        self._names, self._positional, self._keywords = _parameters(self._bound.signature)
         self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameters(_signature(base))[0])
         stock = _signature(self._stock)
         self.takes: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
         with suppress(TypeError):  # positions of another constructor: names alone are known
-            stock_call = stock.bind_partial(None, *self._rest_of(positional_name, ()), **self._rest_of(rest_name, {}))
+            passed_values, passed_keywords = (
+                self._argument_value(self._positional, ()),
+                self._argument_value(self._keywords, {}),
+            )
+            stock_call = stock.bind_partial(None, *passed_values, **passed_keywords)  # None: for self
             self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
 
     @property
     def args(self) -> TrainingArguments:
         """The TrainingArguments, or those that the stock class makes for itself."""
-        values = (self.values.get("args"), *self._rest_of(self._positional, ()))
+        values = (self.values.get("args"), *self._argument_value(self._positional, ()))
         return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of the call, with these TrainingArguments."""
-        positional, bound = self._rest_of(self._positional, ()), self._bound.arguments
+        positional, bound = self._argument_value(self._positional, ()), self._bound.arguments
         if "args" in self._names:
             bound["args"] = arguments
         elif any(isinstance(value, TrainingArguments) for value in positional):
             bound[self._positional] = tuple(
                 arguments if isinstance(value, TrainingArguments) else value for value in positional
             )
-        elif self._rest:
-            bound[self._rest] = self._rest_of(self._rest, {}) | {"args": arguments}
+        elif self._keywords:
+            bound[self._keywords] = self._argument_value(self._keywords, {}) | {"args": arguments}
         else:
             raise ConfigError(
                 f"the constructor takes {', '.join(self._names) or 'nothing'}, and longspan must give it args: the "
@@ -55,11 +58,15 @@ class GivenArguments:
             )
         return self._bound.args, self._bound.kwargs
 
-    def _rest_of(self, name: str, nothing: Any) -> Any:
-        return self._bound.arguments.get(name, nothing)
+    def _argument_value(self, name: str, default: Any) -> Any:
+        """Return what is bound to a parameter of the constructor, or `default` if there is none of this name."""
+        return self._bound.arguments.get(name, default)
 
     def _default_arguments(self) -> TrainingArguments:
-        """Return the arguments that the stock trainer makes for itself where none are given."""
+        """Return the arguments that the stock trainer makes for itself where none are given.
+
+        TRL's trainers have a class of their own for them (SFTConfig), and name the folder by model and class.
+        """
         hints = _signature(self._stock).parameters["args"].annotation
         config = next(
             (
@@ -81,10 +88,7 @@ def _signature(kind: type[Any]) -> inspect.Signature:
 
 
 def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
-    """Return the parameters with names, and the names of the two that take all other arguments.
-
-    These take what is left by position and by keyword; "" stands for one that is not there.
-    """
+    """Return the named parameters, and the names of *args and **kwargs, "" for one that is not there."""
     parameters = signature.parameters.values()
     variadic_names = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
     names = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
@@ -92,7 +96,7 @@ def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
 
 
 def _argument_classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
-    """Return the argument classes that an annotation names, by the module of the class that has it."""
+    """Return the argument classes that an annotation names; a string is evaluated in the module of its `owner`."""
     if isinstance(annotation, str):
         annotation = eval(annotation, vars(inspect.getmodule(owner)))
     return [

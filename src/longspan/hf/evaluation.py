@@ -42,9 +42,9 @@ class EvaluationPart(StockTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, **keywords)
 
     @contextmanager
-    def _answer_with_logits(self, wanted: bool) -> Iterator[None]:
-        """Have the model answer with logits of whole batches inside, where they are wanted."""
-        self._facade.logits_of = self._document_logits if wanted else None
+    def _answer_with_logits(self, with_logits: bool) -> Iterator[None]:
+        """Have the model answer with logits of whole batches inside, or (False) with losses alone."""
+        self._facade.logits_of = self._document_logits if with_logits else None
         try:
             yield
         finally:

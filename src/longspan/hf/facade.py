@@ -40,7 +40,7 @@ class FusedHead:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The values of tokens by their names here."""
+        """The values of tokens to compute, by longspan's names: TRL's is_top1 is top1."""
         names = {"is_top1": "top1"}
         return tuple(v for v in (names.get(name, name) for name in self.outputs) if v in VALUES)
 
@@ -48,7 +48,7 @@ class FusedHead:
 def take_fused_head(model: Any) -> FusedHead:
     """Read what TRL's `add_fused_lm_head` put on a model, and take it off again.
 
-    Raises ModelError for another forward on the instance, through `prepare`, and ConfigError for a head in float32.
+    Another forward on the instance stays, for `prepare` to refuse. Raises ConfigError for a head in float32.
     """
     forward = vars(model).get("forward")
     made_by = getattr(getattr(forward, "__func__", None), "__code__", None)
@@ -65,20 +65,26 @@ def take_fused_head(model: Any) -> FusedHead:
 
 
 class CalledBatch(NamedTuple):
-    """One batch that the Trainer called the model with: its documents, and what its loss leaves in the leaf."""
+    """One batch that the Trainer called the model with: its documents, and the leaf of log-probabilities (B, L - 1).
+
+    The backward pass of the Trainer's loss leaves a gradient in the leaf.
+    """
 
     rows: BatchDocuments
     leaf: Tensor
 
     def is_finite(self) -> bool:
-        """Return whether what the loss left to documents with targets are finite numbers."""
+        """Return whether the coefficients of documents with targets are finite; others have no effect."""
         if self.leaf.grad is None or bool(self.leaf.grad.isfinite().all()):
             return True
         slopes = zip(self.rows.documents, self.coefficients(), strict=True)
         return all(np.isfinite(values).all() for document, values in slopes if document.targets)
 
     def coefficients(self) -> list[Floats]:
-        """The derivative of the loss by the log-probability of each token, document by document."""
+        """Return the derivative of the loss by the log-probability of each token, document by document.
+
+        The leaf (B, L - 1) begins at column 1, so a column of zeros goes before it.
+        """
         gradient = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
         return self.rows.from_batch(torch.nn.functional.pad(gradient, (1, 0)))
 
@@ -97,6 +103,7 @@ class TokenOutput(dict[str, Any]):
         )
 
     def __missing__(self, name: Any) -> Any:
+        """Raise ModelError for an output that is asked for by key or index."""
         return getattr(self, name) if isinstance(name, str) else self.__getattr__(name)
 
 
@@ -107,13 +114,13 @@ class Offset(NamedTuple):
     first: int
 
     def value(self, name: str, document: int) -> Floats:
-        """Numbers of a document's tokens (length,) by name, of `log_probs` too."""
+        """Return numbers of a document's tokens (length,) by name, which may be `log_probs`."""
         number = self.first + document
         return self.values.of(number) if name == "log_probs" else self.values.value(name, number)
 
 
 class AheadBatch(NamedTuple):
-    """A batch of which a step ran already, by a guess of its loss: what it was called with, and its tokens' values."""
+    """A batch whose step ran already, with guessed coefficients: entries, documents, and values of their tokens."""
 
     entries: Mapping[str, Any]  # by `document_entries`
     rows: BatchDocuments
@@ -126,7 +133,10 @@ class AheadBatch(NamedTuple):
         return entries.keys() == self.entries.keys() and all(self.entries[name] is x for name, x in entries.items())
 
     def answers(self, batch: Mapping[str, Any]) -> bool:
-        """Whether a call is one of this batch, into which nothing was written since."""
+        """Whether a call is one of this batch, into which nothing was written since the step ran.
+
+        Other tensors count as the same batch if token ids and labels are equal.
+        """
         if versions_of(self.entries) != self.versions:
             return False
         return self.has_entries_of(batch) or all(
@@ -136,7 +146,7 @@ class AheadBatch(NamedTuple):
 
 
 def document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is read of a batch: its rows, and what cuts them."""
+    """Return the entries of a batch that decide its documents, without those that are None."""
     names = ("input_ids", "labels", "attention_mask", "position_ids", *CUTS)
     return {name: batch[name] for name in names if batch.get(name) is not None}
 
@@ -167,12 +177,13 @@ class Facade:
         self.labels_apart: Any = None  # of a batch that comes without them: those that compute_loss_func= gets
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model; special methods are not the facade's, as copy and pickle ask for them."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._model(), name)
 
     def _take_ahead(self, batch: Mapping[str, Any]) -> AheadBatch | None:
-        """Return what a step that ran ahead says of the batch of a call with gradients."""
+        """Return the next batch of the step that ran ahead, if this call with gradients is one of it; else None."""
         if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].answers(batch)):
             return None
         return self.ahead.pop(0)
@@ -202,7 +213,7 @@ class Facade:
                 "output_router_logits asks for the balance loss as transformers computes it, a batch at a time; under "
                 "longspan leave it out: router_aux_loss_coef of the model's configuration is not applied"
             )
-        if labels is None and self.labels_apart is not None:
+        if labels is None and self.labels_apart is not None:  # compute_loss_func= reads log-probabilities, or logits
             labels, fused_lm_head = self.labels_apart, self.logits_of is None
         batch = {"input_ids": input_ids, "labels": labels, **batch}
         ahead = self._take_ahead(batch) if self.logits_of is None or fused_lm_head else None
@@ -219,6 +230,7 @@ class Facade:
         device = torch.as_tensor(input_ids).device
 
         def table_of(name: str, kind: torch.dtype) -> Tensor:
+            """Return values of tokens by name (B, L - 1), 0 where nothing is predicted, as in column 0 everywhere."""
             document_values = {d: values.value(name, i) for i, d in enumerate(scored)} if values else {}
             return rows.to_batch(document_values, dtype=kind, device=device)[:, 1:]
 
@@ -234,7 +246,10 @@ class Facade:
         )
 
     def _answer_loss(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
-        """Return the loss over log-probabilities (B, L - 1), which the step or the evaluation keeps."""
+        """Return the cross entropy of log-probabilities (B, L - 1): over `items`, or the mean of the batch (None).
+
+        With gradients the leaf is noted for the step, without them the sum of losses for the evaluation.
+        """
         total, targets = -leaf.sum(), _mask(labels).sum()
         if torch.is_grad_enabled():
             self.called.append(CalledBatch(rows, leaf))
@@ -262,12 +277,13 @@ class Facade:
         return out
 
     def _empty_table(self, rows: BatchDocuments, width: int) -> Tensor:
+        """Return zeros (B, L, width) in the model's dtype, on the device of its parameters."""
         parameter = next(self.inner_model.parameters())
         return torch.zeros((*rows.shape, width), dtype=self.inner_model.dtype, device=parameter.device)
 
 
 def _mask(labels: Any) -> Tensor:
-    """Which columns (B, L - 1) are predicted."""
+    """Return which tokens are predicted (B, L - 1), from column 1 on."""
     return torch.as_tensor(labels)[:, 1:] != NO_TARGET
 
 

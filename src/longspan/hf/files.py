@@ -48,11 +48,13 @@ class FilesPart(StockTrainer):
         files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         longspan.save_model(self._facade.inner_model, folder, self.world, files)
         arguments = folder / "training_args.bin"
+        # The arguments as they were given: `args` has the batch of all ranks.
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
     # ---- a checkpoint
 
     def _get_output_dir(self, trial: Any) -> str:
+        """Return the folder to write into: `unfinished/` while a checkpoint is being written."""
         return self._unfinished or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -69,14 +71,20 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: self._publish_checkpoint(root), CheckpointError)
 
     def _note_best_checkpoint(self, root: Path) -> None:
-        """Name the folder of the best checkpoint as it will be: what the Trainer saw was the unfinished one."""
+        """Name the folder of the best checkpoint as it will be: what the Trainer saw was the unfinished one.
+
+        An older one counts only if its folder is still there.
+        """
         best_step, step = self.state.best_global_step, self.state.global_step
         folder = root / f"checkpoint-{best_step}"
         if best_step and self.args.save_strategy != SaveStrategy.NO and (best_step == step or folder.exists()):
             self.state.best_model_checkpoint = str(folder)
 
     def _publish_checkpoint(self, root: Path) -> None:
-        """Give a whole checkpoint its name, in place of an older one of its step, and remove those over the limit."""
+        """Give a whole checkpoint its name, in place of an older one of its step, and remove those over the limit.
+
+        Its files are on disk before that, so that a folder of this name is whole after a crash too.
+        """
         unfinished, folder = root / UNFINISHED, root / f"checkpoint-{self.state.global_step}"
         self.state.save_to_json(str(unfinished / folder.name / STATE))
         _sync_folder_tree(unfinished / folder.name)
@@ -102,6 +110,7 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
 
     def _save_rng_state(self, output_dir: str) -> None:
+        """Save this rank's random states in a folder of its own."""
         super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
 
     # ---- resuming
@@ -124,7 +133,7 @@ class FilesPart(StockTrainer):
         return get_last_checkpoint(str(root)) if root.is_dir() else None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check the checkpoint; its weights are read once the model is prepared, with the optimizer's state."""
+        """Check the checkpoint; `_load_optimizer_and_scheduler` reads its weights too, once the model is prepared."""
         run_on_first_rank(self.world, lambda: self._check_resumable(Path(resume_from_checkpoint)), CheckpointError)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -174,9 +183,11 @@ class FilesPart(StockTrainer):
     # ---- what a checkpoint says of the run
 
     def _torch_optimizer(self) -> Any:
+        """Return torch's optimizer, without the wrapper that Accelerate may have put around it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _rows_of_step(self) -> int:
+        """Return the rows of a step on all ranks: `args` has the batch of all."""
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
     def _check_resumable(self, checkpoint: Path) -> None:
@@ -200,10 +211,10 @@ class FilesPart(StockTrainer):
             )
         rows, saved_rows = self._rows_of_step(), read_state(saved[0])["rows"]
         if rows != saved_rows:
-            each, batches = self._stock_arguments.per_device_train_batch_size, self.args.gradient_accumulation_steps
+            size, batches = self._stock_arguments.per_device_train_batch_size, self.args.gradient_accumulation_steps
             raise ConfigError(
                 f"{checkpoint} was trained with {saved_rows} rows a step, and this run takes {rows} (per_device_train_"
-                f"batch_size {each} × {len(self.world.home.ranks)} processes × gradient_accumulation_steps {batches}): "
+                f"batch_size {size} × {len(self.world.home.ranks)} processes × gradient_accumulation_steps {batches}): "
                 f"a longspan trainer resumes with as many rows a step; set these two to make {saved_rows}"
             )
 
@@ -214,17 +225,17 @@ def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
 
     Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.
     """
-    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
+    empty = [(index, group) for index, group in enumerate(optimizer.param_groups) if not group["params"]]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     try:
         yield
     finally:
-        for place, group in empty:
-            optimizer.param_groups.insert(place, group)
+        for index, group in empty:
+            optimizer.param_groups.insert(index, group)
 
 
 def _as_plain_values(value: Any) -> Any:
-    """A setting of an optimizer as JSON has it, which keeps every float."""
+    """Return a setting of an optimizer as JSON takes it, a tensor as its number; JSON keeps every digit of a float."""
     return value.item() if isinstance(value, Tensor) else value
 
 
@@ -243,7 +254,7 @@ def _restore_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, A
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:
-                group[key] = tuple(value) if isinstance(value, list) else value
+                group[key] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples, such as betas
 
 
 def _make_empty(folder: Path) -> None:

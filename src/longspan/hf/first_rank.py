@@ -48,7 +48,7 @@ class FirstRank:
             return work()
         if not is_first_rank(self._world):
             return self._answer_calls_of_first()
-        self._let_wait()
+        self._let_others_wait()
         try:
             result = work()
             message = pickle.dumps((_RESULT, result))
@@ -71,9 +71,10 @@ class FirstRank:
             try:
                 yield
             finally:
-                self._let_wait()
+                self._let_others_wait()
 
-    def _let_wait(self) -> None:
+    def _let_others_wait(self) -> None:
+        """Keep the other ranks waiting, from here until `_send`, however long that takes."""
         self._waiting_ranks = ExitStack()
         self._waiting_ranks.enter_context(leave_together(self._world))
 
@@ -87,7 +88,7 @@ class FirstRank:
     def _answer_calls_of_first(self) -> Any:
         """Take part in what the first rank calls, until it sends its result or its error; return or raise that."""
         while True:
-            with leave_together(self._world):
+            with leave_together(self._world):  # waits until the first rank leaves, too
                 pass
             name, value = pickle.loads(self._world.control.broadcast_object(b"", what=_MESSAGE))
             if name == _RESULT:
@@ -98,7 +99,7 @@ class FirstRank:
 
 
 def _make_shared_error(error: BaseException, what: str) -> LongspanError:
-    """Return the error that the other ranks raise for one of the first."""
+    """Return the error that the other ranks raise for one of the first: the same if it pickles, else a CommError."""
     if isinstance(error, LongspanError):
         with suppress(Exception):
             return pickle.loads(pickle.dumps(error))

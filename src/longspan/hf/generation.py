@@ -59,7 +59,7 @@ def refuse_generation(kind: type[Any], args: Any, given: Mapping[str, Any], take
 
 
 def _has_own_answers(kind: type[Any]) -> bool:
-    """Whether a class outside of TRL and of here makes the answers."""
+    """Whether a class that is neither TRL's nor `GenerationPart` overrides a method that makes answers."""
     owners = (base for base in kind.__mro__ if any(name in vars(base) for name in ANSWERS))
     return any(not base.__module__.startswith(("trl.", "longspan.hf.generation")) for base in owners)
 
@@ -73,9 +73,11 @@ class GenerationPart(StockTrainer):
         return FirstRank(self.world, {"weights": self._gather_weights, "vllm": self._call_vllm})
 
     def _gather_weights(self, merge_adapter: bool) -> None:
+        """Take part in gathering weights that only the first rank uses."""
         deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0)
 
     def _call_vllm(self, method: str, *arguments: Any) -> None:
+        """Call a method of this rank's vLLM by name, as the first rank asks."""
         getattr(self.vllm_generation, method)(*arguments)
 
     def weights_by_name(self, *, merge_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -97,9 +99,11 @@ class GenerationPart(StockTrainer):
     # ---- work of the first rank
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
+        """Return the Trainer's answers, which the first rank makes."""
         return self._result_of_first_rank(lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers")
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Tensor:
+        """Return the Trainer's rewards, which the first rank computes, on this rank's device."""
         rewards = super()._calculate_rewards
         return self._result_of_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 
@@ -110,9 +114,7 @@ class GenerationPart(StockTrainer):
         """
 
         def run() -> Any:
-            """Run the work on the first rank; return its result on the CPU, what it logged, and the random states after
-            it.
-            """
+            """Run the work on the first rank: its result on the CPU, what it logged, and the random states after it."""
             result = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, work())
             logged = {name: getattr(self, name) for name in LOGGED if hasattr(self, name)}
             numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -154,7 +156,7 @@ class GenerationPart(StockTrainer):
             self._leave_to_first_rank()
 
     def _leave_to_first_rank(self) -> None:
-        """Free the reward models of a rank that calls none; its environments do nothing."""
+        """Move reward models off the GPU of a rank that calls none, and give it environments without effect."""
         for reward in self.reward_funcs:
             if isinstance(reward, nn.Module):
                 reward.to("cpu")

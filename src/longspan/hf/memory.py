@@ -48,6 +48,7 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     memory = None
     if lengths:
         model, home = unwrap_model(trainer.model).config, trainer.world.home
+        # Steps 0 to 63, with lengths drawn at random, stand for all steps.
         steps = ComingSteps(lambda step: _step_lengths(trainer, lengths, step), home, query_heads(model), 0, 64)
         memory = choose_on_ranks(RunMemory(config=config, model=model, ahead=steps, gpu=gpu), trainer.world, _log.info)
     if config.context.max_tokens_per_slot == AUTO:
@@ -80,17 +81,21 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         host_bytes=memory.host.kept,
         reshard_after_forward=gathers,
         mlp_tile_rows=memory.mlp_tile_rows,
-        segment_layers=memory.segment_layers if set(memory.measures) != {"none"} else 0,
+        segment_layers=memory.segment_layers if set(memory.measures) != {"none"} else 0,  # of layers that recompute
     )
 
 
 def _is_default(args: Any) -> bool:
+    """Return whether arguments leave recomputation as their class has it by default."""
     default = {key.name: key.default for key in fields(args)}
     return all(getattr(args, name, None) == default.get(name) for name in CHECKPOINTING)
 
 
 def _run_config(trainer: Any) -> RunConfig:
-    """Return the configuration that a run with a trainer's model, precision and optimizer would have."""
+    """Return the configuration that a run with a trainer's model, precision and optimizer would have.
+
+    Its learning rate is arbitrary: a plan of memory does not depend on it.
+    """
     config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
     model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if computes_in_bfloat16(args) else dtype)
@@ -122,12 +127,13 @@ def _document_lengths(trainer: Any) -> list[int]:
             return [len(row["input_ids"]) for row in rows]
     longest_allowed = getattr(args, "max_length", None)
     if (answer := getattr(args, "max_completion_length", None)) is not None:
+        # Prompts without a limit are taken to be as long as answers.
         longest_allowed = answer + (getattr(args, "max_prompt_length", None) or answer)
     return [int(longest_allowed)] if longest_allowed else []
 
 
 def _step_lengths(trainer: Any, lengths: Sequence[int], step: int) -> list[int]:
-    """Return lengths of the documents of a step, drawn from those that there are."""
+    """Return lengths for the rows of a step, drawn at random from `lengths`, alike on all ranks."""
     args = trainer.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return np.random.default_rng(step).choice(np.asarray(lengths), rows).tolist()

@@ -127,7 +127,7 @@ class OneProcess:
 
     def _tell_accelerate(self) -> None:
         """Patch transformers and accelerate so that they see one process, and refuse a stock trainer meanwhile."""
-        PartialState._shared_state.update(self._one())
+        PartialState._shared_state.update(self._state_of_one_process())
         make_stock, save_stock = Trainer.__init__, Trainer.save_model
         set_up = TrainingArguments.__dict__["_setup_devices"]
         one = self
@@ -152,11 +152,13 @@ class OneProcess:
                 save_stock(trainer, output_dir, _internal_call)
 
         def set_up_devices(args: TrainingArguments) -> torch.device:
+            """Set up devices as transformers does, under accelerate's own state."""
             return one._run_with_state_kept(lambda: set_up.func(args))
 
         devices = cached_property(set_up_devices)
         devices.__set_name__(TrainingArguments, "_setup_devices")
         stock_size: Any = TrainingArguments.__dict__["world_size"].fget
+        # Arguments of ours have the batch of all ranks, so they count one process; other arguments count all ranks.
         size = property(lambda args: 1 if hasattr(args, OURS) else one.ranks if stock_size(args) else 0)
         self._patch(Trainer, "__init__", refuse_stock)
         self._patch(Trainer, "save_model", save_on_all_ranks)
@@ -164,15 +166,17 @@ class OneProcess:
         self._patch(TrainingArguments, "world_size", size)
         self._patch(PartialState, "wait_for_everyone", lambda state: one.world.control.barrier("accelerate"))
 
-    def _one(self) -> dict[str, Any]:
+    def _state_of_one_process(self) -> dict[str, Any]:
+        """Return the entries of accelerate's state that say that there is one process."""
         return {"num_processes": 1, "distributed_type": DistributedType.NO}
 
     def _patch(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a class, and keep the former one for `_close`."""
         self._patched.append((owner, name, owner.__dict__[name]))
         setattr(owner, name, value)
 
     def _run_with_state_kept(self, work: Callable[[], torch.device]) -> torch.device:
-        """Run what makes accelerate's state anew, as arguments do, and keep the state of one process."""
+        """Run `work` under accelerate's own state, then put the present one back: arguments make the state anew."""
         states = [(kind, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState)]
         PartialState._shared_state.update(self._state)
         try:
@@ -201,12 +205,12 @@ class OneAccelerator(Accelerator):
 
     @property
     def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The first, of one."""
+        """0, the index of the only process."""
         return 0
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this rank writes what one process of a run does."""
+        """Whether this rank writes what the main process of a run writes."""
         return self.every_rank_writes or super().is_main_process
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:

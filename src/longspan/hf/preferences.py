@@ -48,7 +48,7 @@ class PreferencesPart(StockTrainer):
         dataset = copy.copy(dataset)
         path_of = dataset._get_cache_file_path
         dataset._get_cache_file_path = lambda fingerprint: self._cache_of_first_rank(path_of(fingerprint))
-        self.accelerator.every_rank_writes = True
+        self.accelerator.every_rank_writes = True  # into the file of `_cache_of_first_rank`, which may be its own
         reference.inner_model.eval()
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)
@@ -109,16 +109,20 @@ class ReferenceAdapter:
     """
 
     def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
+        """Copy the adapter's values, which are still those that training begins with, and answer `set_adapter`."""
         (self._trained,) = peft_model.peft_config
-        self._active_adapter, self._refuse = self._trained, peft_model.set_adapter
+        self._active_adapter, self._refuse = self._trained, peft_model.set_adapter  # which `prepare` made refuse others
         self._parameters = [parameter for _, parameter in adapter_parameters(prepared)]
-        self._other_values = [local_tensor(parameter).clone() for parameter in self._parameters]
+        self._other_values = [local_tensor(parameter).clone() for parameter in self._parameters]  # of the inactive one
         peft_model.base_model.peft_config = {**peft_model.peft_config, REFERENCE: config}
         peft_model.set_adapter = self.set_adapter
 
     @torch.no_grad()
     def set_adapter(self, name: str, *args: Any, **keywords: Any) -> None:
-        """Let the model compute with the trained adapter or with the reference's; refuse others as `prepare` does."""
+        """Let the model compute with the trained adapter or with the reference's: their values change places.
+
+        Other names are refused as `prepare` does.
+        """
         if name not in (self._trained, REFERENCE):
             self._refuse(name, *args, **keywords)
         if name == self._active_adapter:

@@ -137,7 +137,10 @@ def refuse_model(trainer: Any) -> None:
 
 
 def is_cross_entropy(trainer: Any) -> bool:
-    """Return whether the loss of a trainer is known to be the cross entropy, which takes one pass."""
+    """Return whether the loss of a trainer is known to be the cross entropy, which takes one pass.
+
+    It is where `compute_loss` is transformers' own, or TRL's with loss_type "nll", and compute_loss_func= is not given.
+    """
     if callable(trainer.compute_loss_func):  # before transformers 5.19 TRL puts a text there
         return False
     owners = (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
@@ -157,6 +160,7 @@ def refuse_search(*_: Any, **__: Any) -> NoReturn:
 
 
 def _has_head(model: Any) -> bool:
+    """Return whether a model has output embeddings, and so gives logits of tokens."""
     head: Any = getattr(model, "get_output_embeddings", None)
     return head is not None and head() is not None
 

@@ -54,7 +54,7 @@ class StepsPart(StockTrainer):
     gradients is compared with these; where it differs, the step runs again with what it left, and no later one ahead.
     """
 
-    _guesses = True
+    _guesses = True  # whether steps run ahead of the Trainer's loss
 
     _coming: Sequence[Any] = ()  # batches of the optimizer step that begins
     _moved: Sequence[tuple[Any, Any]] = ()  # batches of this optimizer step on the host, and on the device
@@ -71,7 +71,7 @@ class StepsPart(StockTrainer):
         return HostBatches()
 
     @cached_property
-    def _cost(self) -> Cost:
+    def _cost(self) -> Cost:  # by which plans are made, and time-outs set
         config, model = self._config, unwrap_model(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         return find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
@@ -91,7 +91,7 @@ class StepsPart(StockTrainer):
         }
 
     def _plan(self, documents: list[Document], *, training: bool) -> Any:
-        """The plan of documents; of a step with two passes it is made once."""
+        """Return the plan of documents; the last one is kept, as both passes of a step have the same."""
         targets = sum(document.targets for document in documents)
         lengths = [len(document) for document in documents]
         about = (training, targets, lengths)
@@ -100,7 +100,7 @@ class StepsPart(StockTrainer):
         return self._last_plan[1]
 
     def _make_plan(self, documents: Sequence[Document], *, training: bool) -> Plan:
-        """Plan documents."""
+        """Plan documents by the planner of training or of evaluation."""
         targets = sum(document.targets for document in documents)
         lengths = [len(document) for document in documents]
         return self._choices[training].plan(lengths, self.world.home, targets=targets)
@@ -149,6 +149,7 @@ class StepsPart(StockTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
+        # What is ahead still was not asked for: a callback ended the epoch in the middle of a step.
         host = torch.device("cpu")
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, host)
         self._coming, self._items = batches, None if items is None else float(items)
@@ -180,7 +181,7 @@ class StepsPart(StockTrainer):
         return self._read_loss(loss)
 
     def _read_loss(self, loss: Tensor) -> Tensor:
-        """Return a loss on the host, where the Trainer sums it then: to log it, it waits for no update."""
+        """Return a loss on the host, where the Trainer then sums it, so that logging waits for no update."""
         loss_sum = getattr(self, "_tr_loss", None)
         if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
             return loss
@@ -189,7 +190,7 @@ class StepsPart(StockTrainer):
         return loss.cpu()
 
     def _prepare_input(self, data: Any) -> Any:
-        """Return data on the Trainer's device; tensors that are there stay the same ones."""
+        """Return data on the Trainer's device; tensors that are there already are returned themselves."""
         return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
@@ -212,7 +213,7 @@ class StepsPart(StockTrainer):
         ]
 
     def _read_coming(self, batches: Sequence[Any], items: float | None) -> ComingStep | None:
-        """Return the step of the cross entropy over batches, None where it has no targets, or batches no labels."""
+        """Return the step of the cross entropy over batches; None if they have no targets, or one has no labels."""
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return None
         rows, documents, firsts = read_step(batches, items)
@@ -233,7 +234,7 @@ class StepsPart(StockTrainer):
         set_timeout(self.world, max(self.world.watch.timeout, self._usual_timeout))
 
     def _prepare_next(self) -> None:
-        """Make the next step's batches, documents and plan while the device works; its own call raises the errors."""
+        """Make the next step's batches, documents and plan while the device works; the step itself raises errors."""
         if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
         with suppress(Exception):
@@ -244,7 +245,10 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming(batches, None if items is None else float(items))
 
     def _finish_step(self) -> None:
-        """Run the step by what the Trainer's loss left, unless it ran ahead with the same coefficients."""
+        """Run the step by the coefficients that the Trainer's loss left, unless it ran ahead with the same ones.
+
+        It runs again also if batches that ran ahead were not asked for (`unasked`), as a callback ended the epoch.
+        """
         calls, self._facade.called = self._facade.called, []
         guessed, self._guessed = self._guessed, ()
         cut, self._cut = self._cut, False
@@ -306,6 +310,7 @@ class StepsPart(StockTrainer):
         return type(self).training_step is not StepsPart.training_step or "training_step" in vars(self)
 
     def _clip_grad_norm(self, model: Any) -> float:
+        """Clip gradients and return their norm; that of the step is used if nothing has written to them since."""
         model, (norm, versions), limit = self._facade.inner_model, self._measured, self.args.max_grad_norm
         if self._has_step_below or versions != gradient_versions(model):
             return clip_grad_norm(model, limit, self.world)
@@ -314,6 +319,7 @@ class StepsPart(StockTrainer):
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
+        """Return the norm of all ranks' gradients, `grad_norm` if clipping gave it already."""
         return norm_of(self._facade.inner_model, self.world) if grad_norm is None else grad_norm
 
 

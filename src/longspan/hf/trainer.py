@@ -38,6 +38,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self.longspan: LongspanArguments = longspan or LongspanArguments()
         construction = GivenArguments(type(self), super().__init__, args, keywords)
         arguments, model = construction.args, construction.values.get("model")
+        # What can be refused before the world is opened is refused here.
         refuse_arguments(arguments, self.longspan, construction.values)
         if isinstance(model, nn.Module):
             refuse_kind(model)
@@ -47,7 +48,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         try:
             self._stock_arguments = arguments
             arguments_here = _turn_off_checkpointing(self._one_process.arguments(arguments))
-            if isinstance(model, str):
+            if isinstance(model, str):  # TRL loads it by its name
                 clear_device_map(arguments_here)
             positional, keyword_arguments = construction.call_with(arguments_here)
             self._facade = Facade(lambda: self.model, self._token_values)
@@ -57,7 +58,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             refuse_model(self)
             self._refuse_reference()
         except BaseException:
-            self._leave()
+            self._leave_one_process()
             raise
 
     @property
@@ -78,7 +79,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     # ---- the model
 
     def _prepare_once(self) -> None:
-        """Prepare the model, and a reference model of TRL, before the first pass or optimizer."""
+        """Prepare the model, and a reference model of TRL, before the first pass or optimizer.
+
+        What TRL put on a model, a fused head or a copy of the adapter, is taken off before.
+        """
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
         inside = unwrap_model(self.model)
@@ -98,7 +102,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
-        """Bring the trainer's model under its world, and have calls of it answered by the facade."""
+        """Prepare a model of the trainer for its world, and let the facade answer the Trainer's calls of the model."""
         prepared = longspan.prepare(
             model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
         )
@@ -107,10 +111,12 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             model.forward = facade.__call__
 
     def _prepare_for_training(self, *args: Any) -> Any:
+        """Prepare the model before the Trainer makes an optimizer of its parameters."""
         self._prepare_once()
         return super()._prepare_for_training(*args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Return the facade as the model that the Trainer calls."""
         self._prepare_once()
         return self._facade
 
@@ -151,9 +157,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         """End the trackers; the last trainer of ours closes the world and puts accelerate's state back."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
-        self._leave()
+        self._leave_one_process()
 
-    def _leave(self) -> None:
+    def _leave_one_process(self) -> None:
+        """Stop sharing the world with other trainers; a second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()
@@ -172,6 +179,7 @@ def _answer_calls(prepared: Any, facade: Facade) -> None:
     kind = type(prepared)
 
     def call(model: Any, *args: Any, **batch: Any) -> Any:
+        """Run the prepared model on a shard, as longspan's steps call it; else answer by the facade."""
         return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
 
     prepared.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

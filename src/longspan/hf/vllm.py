@@ -29,11 +29,11 @@ class LongspanVLLM(VLLMGeneration):
         super().__init__(**arguments)
 
     def _iter_named_params(self) -> Any:
-        """Whole weights, one at a time, adapters merged."""
+        """Yield whole weights by name, one at a time, adapters merged."""
         return self._trainer.weights_by_name()
 
     def sync_weights(self) -> None:
-        """Give vLLM the weights; every rank's engine where ranks have their own."""
+        """Give vLLM the weights: the server, or the engine of every rank, which then all enter."""
         with nullcontext() if self.mode == "server" else self._trainer._first.calling("vllm", "sync_weights"):
             super().sync_weights()
 
@@ -49,7 +49,8 @@ class LongspanVLLM(VLLMGeneration):
     def make_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
         """Return all answers, of which each rank's engine makes an equal share; entered by all ranks.
 
-        The last prompt is repeated until shares are equal, and answers beyond the prompts are dropped.
+        The last prompt is repeated until shares are equal, and answers beyond the prompts are dropped. Engines whose
+        weights are `asleep`, as vLLM calls it, get the weights first.
         """
         if asleep:
             self.sync_weights()
@@ -73,7 +74,7 @@ class LongspanVLLM(VLLMGeneration):
 
 
 class RankAccelerator:
-    """An accelerator that knows how many ranks there are, and which this is: an engine on each is one of several."""
+    """An accelerator that counts ranks as processes, for vLLM: the engine of each rank is one of several."""
 
     def __init__(self, accelerator: Any, world: Any) -> None:
         self._accelerator = accelerator
@@ -94,6 +95,7 @@ def replace_vllm(trainer: Any) -> Iterator[None]:
     ]
 
     def make(*args: Any, **keywords: Any) -> LongspanVLLM:
+        """Make the vLLM of this trainer with the arguments of TRL's."""
         return LongspanVLLM(trainer, *args, **keywords)
 
     for module in modules:

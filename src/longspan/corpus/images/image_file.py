@@ -89,7 +89,7 @@ class ImageFile(NamedTuple):
             raise DataError(f"{self._name} does not exist") from error
         except DataError:
             raise
-        except pil.DecompressionBombError as error:
+        except pil.DecompressionBombError as error:  # Pillow raises it at twice its limit
             pixels = re.search(r"\d+", str(error))
             raise self._too_large(int(pixels.group()) if pixels else 0, 2 * pil.MAX_IMAGE_PIXELS) from error
         except pil.UnidentifiedImageError as error:  # its message is the path, or an address in memory
@@ -101,7 +101,7 @@ class ImageFile(NamedTuple):
             raise DataError(f"{self._name} is no image that Pillow can read: {reason}") from error
 
     def _check_file(self) -> None:
-        """Raise DataError for what is no regular file, which may never end, and for too many bytes."""
+        """Raise DataError for what is no regular file (a pipe may never end), and for too many bytes."""
         size = len(self.data)
         if self.path:
             stat = Path(self.path).stat()
@@ -135,7 +135,7 @@ def shorten_path(path: str) -> str:
 
 
 def _orientation(image: Any) -> int:
-    """Return the EXIF orientation, 0 without one; in a PNG only data before the pixels are searched."""
+    """Return the EXIF orientation, 0 without one; data behind the pixels of a PNG is not read, as that decodes them."""
     if image.format == "PNG" and "exif" not in image.info:
         return 0
     return int(image.getexif().get(_ORIENTATION, 0))

@@ -25,6 +25,7 @@ from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, PIXELS, SI
 from longspan.model.vision.image_tokens import Grid, ImageInput
 from longspan.model.weights.hf_folder import refusal_reason
 
+# Fields of a processor's output that are not about images.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _SIDES = (8, 16, 32, 64, 256, 1024, 4096)
 # Sizes that show whether all images take the same placeholders.
@@ -70,7 +71,8 @@ class Processor:
     def placeholder(self) -> int:
         """Return the token id whose places take the rows of images; it need not be the id of `token`.
 
-        It is the one that the processor names if it writes that, else the one that it writes most often.
+        It is the id that the tokenizer or the processor names, if the processor writes it for an image; else the id
+        that it writes most often.
         """
         ids = (getattr(component, "image_token_id", None) for component in (self.stock.tokenizer, self.stock))
         known_id = next((int(i) for i in ids if i is not None), None)
@@ -109,7 +111,7 @@ class Processor:
         `among` is how many images its document has; some processors decide by it whether to cut the image into tiles.
         """
         grid, several = self.grid(size), self._sees_others and among > 1
-        key = grid or (several, None if self.all_alike else size)
+        key = grid or (several, None if self.all_alike else size)  # the text depends on these alone
         if key not in self._texts:
             self._texts[key] = _call_processor(self.name, size, lambda: self._text_of_blank(size, grid, several))
         return self._texts[key]
@@ -127,7 +129,7 @@ class Processor:
 
     @cached_property
     def _sees_others(self) -> bool:
-        """Whether an image is processed differently if its document has several."""
+        """Whether the processor treats an image differently if its document has several images."""
         return IN_DOCUMENT in self.stock.image_processor.model_input_names
 
     @cached_property
@@ -148,7 +150,7 @@ class Processor:
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
-        """Compute the grid by the processor's `smart_resize`; None if its own count of patches differs.
+        """Compute the grid by the processor's `smart_resize`; None without one, or if the processor's count differs.
 
         Sides become multiples of a merged patch, within the processor's bounds of pixels.
         """
@@ -175,14 +177,14 @@ class Processor:
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process_images(self, image: Any, several: bool = False) -> Any:
-        """Run the stock processor on a document with only this image, or with it and a blank one."""
+        """Run the stock processor on a document with this image alone, or with `several`: this and a blank one."""
         images = [image, _blank(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
 
 
 def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
-    """Call `make`; an error of it becomes a DataError with the processor and the size of the image."""
+    """Return what `make` returns; its errors become DataErrors that name the processor and the image's size."""
     try:
         return make()
     except Exception as error:  # a processor's code may raise anything
@@ -191,14 +193,15 @@ def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
 
 
 def _blank(size: Size) -> Any:
+    """Make a black image of this height and width."""
     return import_pillow().new("RGB", (size[1], size[0]))
 
 
 def read_model_inputs(made: Mapping[str, Any]) -> ImageInput:
     """Return the first image of a processor's output for a text and its images.
 
-    A leading dim of documents, or of images, around tiles is removed: pixels are (n, 3, H, W), and other fields that
-    have the same two first dims lose it too. Raises DataError for a field that is no tensor.
+    Pixels are (n, 3, H, W), for n tiles. Where a processor puts them into (1, n, 3, H, W), the leading dim is removed,
+    as in other fields whose first two dims are the same. Raises DataError for a field that is no tensor.
     """
     tensors = {name: _as_tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
     pixels = tensors.pop(PIXELS)

@@ -109,7 +109,10 @@ def _no_check(*_: Any) -> None:
 
 
 def _class_name(folder: Path) -> str:
-    """Return the class that the folder's files name, or transformers' class for its kind of model."""
+    """Return the name of the processor's class: the one in the folder's files, else transformers' for the model type.
+
+    processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped.
+    """
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     settings = [_read_json(folder / name) for name in (*FILES[1::-1], "tokenizer_config.json")]
@@ -124,6 +127,7 @@ def _class_name(folder: Path) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON file; {} if it does not exist."""
     return read_json(file) if file.is_file() else {}
 
 
@@ -152,7 +156,8 @@ class VideoProcessor:
         """Make the video processor of a folder whose processor is `stock`. Raises DataError for other classes.
 
         Its class is the one that the folder names, or that goes with the stock processor's. Settings are the class's
-        defaults, then those of the folder; Qwen2-VL writes the bounds of a frame's pixels under names of their own.
+        defaults, then those of the folder. Qwen2-VL may write the bounds of a frame's pixels as min_pixels and
+        max_pixels in place of the edges of `size`.
         """
         settings = _read_settings(folder)
         names = [name for name in (settings.get("video_processor_type"), _OF_PROCESSORS.get(_class(stock))) if name]
@@ -212,14 +217,17 @@ class VideoProcessor:
         from transformers.video_utils import VideoMetadata
 
         key = (grid, tuple(times))
-        if key not in self._texts:
+        if key not in self._texts:  # at one frame a second the index of a frame is its time in seconds
             metadata = VideoMetadata(total_num_frames=len(times), fps=1.0, frames_indices=list(times))  # type: ignore[arg-type]
             fields = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
             self._texts[key] = str(self.stock.replace_video_token(fields, 0))
         return self._texts[key]
 
     def pixels(self, frames: Sequence[Any], grid: Grid) -> "Tensor":
-        """Return the pixels (h · w, C · frames · p²) of a group of PIL images; a short group repeats its last image."""
+        """Return the patches (h · w, C · frames · p²) of a group of PIL images, p pixels a side.
+
+        The last group of a video may be short; its last image is repeated.
+        """
         import torch
 
         patches = [self._frame_patches(frame, grid) for frame in frames]
@@ -239,8 +247,9 @@ class VideoProcessor:
     def _sides_of_frames(self, frames: int, size: Size, factor: int) -> Size:
         """Return the height and width of frames by the class's formula and bounds.
 
-        Where pixels of a frame are capped, a video shares its tokens out over its frames, and each keeps a little more
-        than the least. Qwen2-VL bounds a frame, later classes the whole video.
+        Where pixels of a frame are capped, the most tokens of a video are shared out over its frames, and a frame may
+        have at least 1.05 times the fewest pixels (0.9 and 1.05 are the class's). Qwen2-VL bounds the pixels of a
+        frame, later classes those of the whole video.
         """
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
         fewest_pixels, most_pixels = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]

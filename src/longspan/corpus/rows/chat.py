@@ -44,7 +44,7 @@ class ChatEncoding:
         messages = check_messages(require_key(values, "messages"), images=self.images is not None)
         tools = read_tools(values.get("tools"))
         check_counts(kinds_of_parts(messages), media, "its messages")
-        if not self.settings.parse_special_tokens:
+        if not self.settings.parse_special_tokens:  # the rendering has special tokens, so its texts must have none
             pattern = self._turn_tokens(tools).any_token
             check_strings(messages, "messages", pattern)
             check_strings(tools, "tools", pattern)
@@ -115,21 +115,24 @@ class ChatEncoding:
             )
 
     def _turn_tokens(self, tools: Sequence[Any] | None) -> TurnTokens:
-        return self._with_tools if tools else self._plain
+        """Return the tokens between turns of conversations with such tools, or without (None)."""
+        return self._tokens_with_tools if tools else self._tokens_without_tools
 
     @cached_property
-    def _plain(self) -> TurnTokens:
+    def _tokens_without_tools(self) -> TurnTokens:
+        """The tokens between turns of conversations without tools."""
         return turn_tokens(self.template, None, self.tokenizer.engine)
 
     @cached_property
-    def _with_tools(self) -> TurnTokens:
-        """Return the tokens between turns of conversations with tools, or those without where the template refuses
-        them.
+    def _tokens_with_tools(self) -> TurnTokens:
+        """The tokens between turns of conversations with tools.
+
+        They are those of conversations without tools if the template refuses the plain conversation with a tool.
         """
         try:  # a template may write tools at a place that this conversation lacks
             return turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
-            return self._plain
+            return self._tokens_without_tools
 
 
 def tokens_in_spans(

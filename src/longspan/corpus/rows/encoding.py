@@ -58,7 +58,7 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
             texts += [text] * (results[-1] is None)
     encodings = iter(tokenizer.encode(texts))
     ids = [next(encodings) if result is None else result for result in results]
-    return [of_row if isinstance(of_row, BadRow) else Sample(of_row, row=i) for i, of_row in enumerate(ids)]
+    return [result if isinstance(result, BadRow) else Sample(result, row=i) for i, result in enumerate(ids)]
 
 
 def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
@@ -120,7 +120,10 @@ def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
-    """Return a list of a row as an array of integers. Raises RowError for anything else."""
+    """Return a list of a row as an array of integers (n,). Raises RowError for anything else.
+
+    numpy itself raises for lists of different lengths, so those become arrays of objects, which are refused here.
+    """
     if not isinstance(values, list | np.ndarray):
         raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")
     array = np.asarray(values) if len(values) and not _is_ragged(values) else np.asarray(values or [], dtype=object)
@@ -130,10 +133,12 @@ def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
 
 
 def _is_ragged(values: Any) -> bool:
+    """Return whether an entry of a list is no number, so that numpy may fail to make an array of the list."""
     return any(isinstance(value, list | dict | str | type(None)) for value in values)
 
 
 def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
+    """Return the values of key `name`. Raises RowError unless there is one for each of `length` tokens."""
     if len(values) != length:
         raise RowError(f"{name} has {len(values)} entries for {length} input_ids; give one each")
     return values
@@ -170,7 +175,7 @@ class RowEncoding:
 
     def __post_init__(self) -> None:
         if self.kind == "messages":
-            _ = self._chat
+            _ = self._chat  # raises DataError without a chat template
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
         """Encode rows in their order; a conversation that is split gives a sample for each turn."""
@@ -214,7 +219,10 @@ class RowEncoding:
         return RowImages(self.tokenizer, template)
 
     def _may_show(self, values: Mapping[str, Any]) -> bool:
-        """Whether a row of text may have images or other media."""
+        """Whether a row of text may have images or other media.
+
+        Without an image processor only a list under such a key counts: a column "image" may hold anything.
+        """
         return has_media_keys(values) if self.images is not None else media_key(values, lists=True) is not None
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
@@ -259,6 +267,7 @@ class RowEncoding:
 
     @cached_property
     def _chat(self) -> ChatEncoding:
+        """The encoding of conversations. Raises DataError if the tokenizer has no chat template."""
         template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
         return ChatEncoding(self.tokenizer, template, self.settings, self.images)
 
@@ -283,8 +292,10 @@ class RowEncoding:
 
 
 def _has_no_target(sample: Sample) -> bool:
+    """Return whether a sample has labels, and none after its first token, which is never predicted."""
     return sample.labels is not None and not (sample.labels[1:] != NO_TARGET).any()
 
 
 def _masked_row(row: Row) -> BadRow:
+    """Return the bad row for a row without a target, which is only counted and no error."""
     return BadRow(row.where, "none of its tokens is a target", masked=True)

@@ -12,8 +12,7 @@ and in place of each blank text of a message that is not an assistant's, and the
 second rendering without its marks equals the first, the marks stand where the texts end. Otherwise the template depends
 on what the texts are. Then blank texts are left as they are, and if that does not help, each text is marked in a
 rendering of its own: the rest of that rendering after the mark must end the first rendering.
-
-The texts of messages are listed in `messages.py`, the tokens between turns in `turn_tokens.py`.
+Texts are listed in `messages.py`, the tokens between turns in `turn_tokens.py`.
 """
 
 import re
@@ -75,7 +74,7 @@ class _Conversation:
         return later[0] if later else len(self.text)
 
     def messages_in(self, start: int, stop: int) -> set[int]:
-        """Return the messages with a text that ends inside a span or at its end."""
+        """Return the messages with a text that ends inside a span or at its end, but not at its start."""
         first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
         return {message for _, message in self.ends[first:last]}
 
@@ -96,8 +95,8 @@ def find_assistant_spans(
 ) -> Spans:
     """Find the spans of the `learnt` messages of an assistant in the rendering `text` of all messages.
 
-    Counted with them is what the rendering lacks of these: thoughts and cut texts, other texts, and messages without a
-    text. Raises RowError for a span that its surroundings do not determine.
+    With counts of what of these messages is not in the rendering: thoughts and cut texts, other texts, and messages
+    without a text. Raises RowError for a span that its surroundings do not determine.
     """
     fields = texts_of_messages(messages)
     conversation, ends = _locate_turns(fields, messages, text, template, tools)
@@ -158,6 +157,7 @@ def _locate_turns(
 
 
 def _make_turn(message: int, fields: Sequence[Field], ends: Sequence[tuple[int, ...]]) -> _Turn:
+    """Make the turn of a message of its texts; of a text that is rendered several times the last place counts."""
     pairs = [(places[-1], f) for f, places in zip(fields, ends, strict=True) if f.message == message and places]
     pairs.sort(key=lambda pair: pair[0])
     return _Turn(message, tuple(field for _, field in pairs), tuple(end for end, _ in pairs))
@@ -213,10 +213,10 @@ def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
 
 
 def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Turn) -> int | None:
-    """Find where the question before an answer ends in the text, by the prompt for that answer.
+    """Find where an answer begins: after its question, and what the template writes between the two.
 
-    The messages before it are rendered as a prompt. The question ends with the longest end of this that begins the text
-    from the last words of their last text on. It is None if nothing behind these words is alike.
+    The messages before the answer are rendered as a prompt. The end of this prompt is looked for in the text, from the
+    last words of the question on. None: the text and the prompt have nothing in common behind these words.
     """
     try:
         prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
@@ -270,7 +270,7 @@ def locate_ends(
 def _locate_marks(
     messages: Sequence[Message], fields: Mapping[str, Field], text: str, render: Render
 ) -> dict[str, list[int]] | None:
-    """Find the marks of fields, counted without them; None if the rendering without the marks is another one."""
+    """Find the places of fields' marks in the rendering without marks; None if that is not `text`, or is refused."""
     if not fields:
         return {}
     for mark, field in fields.items():
@@ -288,7 +288,7 @@ def _locate_marks(
 
 
 def _locate_mark(rendered: str, mark: str, text: str, field: Field) -> list[int]:
-    """Find the one mark of a rendering by what follows it, which must end the first rendering."""
+    """Return where the mark stands in the first rendering, which must end with what follows it; [] without a mark."""
     at = rendered.rfind(mark)
     if at < 0:
         return []

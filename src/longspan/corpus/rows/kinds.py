@@ -82,7 +82,7 @@ def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds(kinds))
     read = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
-    patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]
+    patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]  # in text all is learnt: masks alone mislead
     for key, value in values.items():
         reason = next((reason for pattern, reason in patterns if pattern.fullmatch(key)), "")
         if reason and value is not None and key not in read:
@@ -90,10 +90,12 @@ def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
 
 
 def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
+    """List the kinds of which a row has all keys, with values."""
     return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
 
 
 def _several_kinds(kinds: Sequence[Kind]) -> str:
+    """Describe what is wrong with a row that is of several kinds, as an error's message."""
     kind_texts = " and also ".join(_SHOWN[kind] for kind in kinds)
     return f"holds {kind_texts}; a row is of one kind: leave the others out"
 
@@ -109,4 +111,5 @@ def display_kind(kind: str) -> str:
 
 
 def _kinds() -> str:
+    """Name the keys that decide a kind, for messages."""
     return "text, or messages, or prompt and completion, or input_ids"

@@ -38,7 +38,11 @@ def _template_line(encoding: RowEncoding) -> str:
 
 
 def end_line(encoding: RowEncoding) -> str | None:
-    """Warn that the last turn of a conversation has no end that is learnt; None if it has one, and for other rows."""
+    """Warn that the last turn of a conversation has no end that is learnt; None if it has one, and for other rows.
+
+    A conversation of two words is encoded: behind the answer its targets must have a special token, or one that ends
+    generation.
+    """
     if encoding.kind != "messages":
         return None
     turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
@@ -51,9 +55,9 @@ def end_line(encoding: RowEncoding) -> str | None:
     tokens = any_of_pattern(ends | special)
     if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
         return None
-    does = "marks no end of" if encoding.template.has_marks(None) else "writes no token behind"
+    fault = "marks no end of" if encoding.template.has_marks(None) else "writes no token behind"
     return (
-        f"the chat template {does} the last turn of a conversation, so that this end is no target: chats of one turn "
+        f"the chat template {fault} the last turn of a conversation, so that this end is no target: chats of one turn "
         f"do not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'})"
     )
 
@@ -86,7 +90,10 @@ def names_line(name: str, texts: int) -> str:
 
 
 def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
-    """Report what of assistant turns is no target, as the chat template leaves it out or it is blank; None: nothing."""
+    """Report what is no target in assistant turns: texts that the chat template leaves out, and blank turns.
+
+    None if there is nothing of that kind.
+    """
     unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
     parts = [plural(count, name) for name, count in unseen.items() if count]
     lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)

@@ -52,6 +52,7 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
 
 
 def _drop_null_values(part: Any) -> Any:
+    """Return a part without keys whose value is null, as columns of tables have them; anything else as it is."""
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
@@ -75,7 +76,7 @@ def _check_learnt(message: Mapping[str, Any], name: str) -> None:
 
 
 def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
-    """List the assistant's messages from `first` on that are learnt: those whose keys do not turn it off.
+    """List the assistant's messages from number `first` on that are learnt: those without a 0 under a LEARNT key.
 
     Raises RowError if there are none.
     """
@@ -89,7 +90,10 @@ def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[i
 
 
 def _check_tool_calls(calls: Any, name: str) -> None:
-    """Raise RowError unless these are calls, each of a function with a name."""
+    """Raise RowError unless these are calls, each of a function with a name.
+
+    A call has its name and arguments under `function`, or without that key.
+    """
     if calls is None or calls == []:
         return
     if not isinstance(calls, list):
@@ -133,7 +137,7 @@ class Field(NamedTuple):
 
     @property
     def is_thought(self) -> bool:
-        """Whether it is under a key for thoughts."""
+        """Whether the text is a thought of the assistant, by its key."""
         return self.path[0] in _THOUGHTS
 
 
@@ -160,7 +164,10 @@ def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
-    """Return the field of a call that is rendered last: its last argument, its arguments, or its name."""
+    """Return what templates write last of a call: its last argument if that is a text, else its arguments.
+
+    Without arguments it is the function's name.
+    """
     path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
         path, call = (*path, "function"), call["function"]

@@ -46,6 +46,7 @@ def name_pattern(kinds: Collection[str]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)
 def _pattern(kinds: tuple[str, ...]) -> re.Pattern[str]:
+    """Compile the pattern of names of these kinds; without kinds it matches nothing."""
     return re.compile("|".join(NAMED[kind] for kind in kinds) or r"(?!)")
 
 
@@ -168,7 +169,7 @@ class _PartMedia:
     def _add_media(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
         """Read the image or video under a key of a part, and collect it."""
         value = part[key]
-        if isinstance(value, dict) and "url" in value:
+        if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
             check_entry_keys(
                 {**value, "detail": None} if value.get("detail") == "auto" else value, ("url",), f"{name}.{key}"
             )
@@ -179,7 +180,7 @@ class _PartMedia:
             self.images.append(read_image_entry({"bytes": value} if key == "base64" else value, self._folder, name))
 
     def _count_part(self, index: Any, kind: str, name: str) -> None:
-        """Count an image or video in a part. Raises RowError if the part has another index than the next one's."""
+        """Count an image or video in a part. Raises RowError if its `index` is not how many were counted before."""
         if index is not None and index != self._counts[kind]:
             raise RowError(
                 f"{name} has index {index!r}, and is image {self._counts[kind]} of the row, from 0; images are named "
@@ -215,7 +216,7 @@ def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _cut_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
-    """Cut a part of a content where its text names media."""
+    """Cut a part of a content where its text names media: parts of text, and a bare part for each name."""
     text = part.get("text") if isinstance(part, dict) else None
     if not (isinstance(text, str) and name_pattern.search(text)):
         yield part

@@ -33,9 +33,9 @@ _WORDS = ("Zq0before", "Zq1behind")
 
 
 class Shown(NamedTuple):
-    """An image or a video in a text: its name for messages, its file or frames, its text, and the grid of its patches.
+    """An image or a video in a text: its name for messages, its file or frames, and what the processor makes of it.
 
-    `grid` is None if it is not cut into one.
+    `text` is what the processor writes for it, `grid` the grid of its patches (None: it is not cut into a grid).
     """
 
     name: str
@@ -86,7 +86,10 @@ class RowImages:
         }
 
     def _template_mark(self, kind: str, token: str) -> str:
-        """Return what the chat template writes for a part of this kind, else the processor's token."""
+        """Return what the chat template writes for a part of this kind, between two words.
+
+        It is the processor's `token` alone if there is no template, or if that writes the token not exactly once.
+        """
         if self.template is None:
             return token
         part_before, behind = ({"type": "text", "text": word} for word in _WORDS)
@@ -108,13 +111,13 @@ class RowImages:
     def expand(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
         """Replace placeholders in a text by what the processor writes for these images and videos.
 
-        A placeholder of an image is its token, of a video the video's; there must be as many as files, in their order.
+        A placeholder is the processor's token for an image, or for a video, once for each file, in the files' order.
         `spans` of the text, in characters, move by what placeholders before them grew. Returns the text, what was
         written for each placeholder, and the moved spans. Raises RowError for another number of placeholders.
         """
         tokens = self._processor_tokens(["video"] if media.videos else [])
         if media.videos:
-            _ = self._videos
+            _ = self._videos  # raises RowError if videos cannot be processed
         pattern = re.compile("|".join(re.escape(token) for token in tokens.values()))
         marks, pieces = pattern.findall(text), pattern.split(text)
         kinds = [kind for token in marks for kind in tokens if tokens[kind] == token]
@@ -143,7 +146,7 @@ class RowImages:
         )
         placed, labels = list[SampleImage](), sample.ids if sample.labels is None else sample.labels
         for kind, shown in (("image", pictures), ("video", videos)):
-            if kind == "image" or shown:
+            if kind == "image" or shown:  # without videos their processor, which a folder may lack, is not asked for
                 placeholder = self.processor.placeholder if kind == "image" else self._videos.placeholder
                 placed += self._place_images(sample.ids, kind, placeholder, shown)
                 labels = np.where(sample.ids == placeholder, NO_TARGET, labels)
@@ -156,7 +159,7 @@ class RowImages:
         special = any_of_pattern({token.content for token in added if token.special})
         check_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
-            _ = self._videos
+            _ = self._videos  # raises RowError if videos cannot be processed
         for i, piece in enumerate(pattern.split(text)):
             check_strings(piece, f"its text (piece {i + 1})", special)
         expanded = self.expand(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
@@ -175,7 +178,10 @@ class RowImages:
     def _place_images(
         self, ids: npt.NDArray[np.int64], kind: str, placeholder: int, shown: Sequence[Shown]
     ) -> Iterator[SampleImage]:
-        """Find the placeholders of images, or of the groups of frames of videos, in a text's ids (n,)."""
+        """Yield images, or the groups of frames of videos, with the places of their placeholders in a text's ids (n,).
+
+        `placeholder` is the token id for this kind.
+        """
         places = np.flatnonzero(ids == placeholder)
         counts = [self._count_placeholders(medium.text, placeholder) for medium in shown]
         if len(places) != sum(counts) or not all(counts):

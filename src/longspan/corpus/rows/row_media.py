@@ -120,7 +120,7 @@ class RowMedia:
         return RowMedia(self.images[:images], self.videos[:videos])
 
     def check_pixels(self) -> None:
-        """Read the pixels of all. Raises RowError for a broken one, with its name."""
+        """Read the pixels of all images and frames. Raises RowError, with the name, for a broken one."""
         files = [(f"images[{i}]", file) for i, file in enumerate(self.images)]
         for i, video in enumerate(self.videos):
             files += [(f"videos[{i}]: frames[{k}]", file) for k, file in enumerate(video.frames)]
@@ -131,7 +131,7 @@ class RowMedia:
                 raise RowError(f"{name}: {error}") from error
 
     def iterate_files(self, kinds: Sequence[str]) -> Iterator[tuple[str, ImageFile | VideoFile]]:
-        """Yield each with its name (`images[0]`), in the order of these kinds ("image", "video")."""
+        """Yield files and their names, as `images[0]`: for each of these kinds ("image", "video") the next file."""
         counts = {"image": 0, "video": 0}
         for kind in kinds:
             number = counts[kind]
@@ -175,7 +175,8 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
     """Return the time of each frame of a video in seconds, and the mean seconds from one to the next.
 
     An entry gives its frames a second, or a timestamp for each frame, or neither, which is FPS frames a second. A
-    single frame with a timestamp counts as one of FPS. Raises RowError for both, and for times that do not rise.
+    single frame with a timestamp lasts as long as one at FPS. Raises RowError for a rate beside timestamps, and for
+    timestamps that do not rise.
     """
     rate = next((entry[key] for key in _RATES if entry.get(key) is not None), None)
     times = entry.get("timestamps")
@@ -191,9 +192,10 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
         raise RowError(f"{name} has timestamps of {count} for {plural(frames, 'frame')}; give each its second")
     if any(b <= a for a, b in pairwise(times)) or times[0] < 0:
         raise RowError(f"{name} has timestamps that do not rise from 0 or later: {preview(times)}")
-    spread = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS
-    return tuple(float(time) for time in times), spread
+    interval = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS
+    return tuple(float(time) for time in times), interval
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a number below 1e9, no boolean and not NaN (which differs from itself)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 1e9

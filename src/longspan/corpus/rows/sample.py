@@ -40,7 +40,7 @@ def require_string(value: Any, name: str) -> str:
 
 
 def check_characters(text: str, of: str) -> None:
-    """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read."""
+    """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read; `of` names the text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -38,7 +38,7 @@ _ID = "callZq000"  # of a call; Mistral's have nine letters and digits
 _DAY_FORMAT = "%d %b %Y"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATES = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
-_DAY = (
+_DAY = (  # in place of the renderer's own strftime_now, which writes today's date
     "{%- macro strftime_now(format) -%}{{- longspan_dates[format] if format in longspan_dates else "
     "raise_exception('strftime_now: the format must be written as text') -}}{%- endmacro -%}"
 )
@@ -88,7 +88,7 @@ class ChatTemplate:
                 f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "
                 "chat_template.jinja there, or name the folder of a chat model's with data.tokenizer"
             )
-        template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])
+        template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
         return cls(template, with_tools, special, _generation_ends(tokenizer, folder), day)
 
@@ -116,7 +116,8 @@ class ChatTemplate:
         """Try which contents of messages of a role the template reads.
 
         It reads parts if they give the same text as one text, except blanks. Other templates write the list itself, as
-        Python or JSON, or leave it out. Some read only parts, or only the first part.
+        Python or JSON, or leave it out. Some read only parts, or only the first part. A template of which neither form
+        shows a word counts as one that reads texts.
         """
         words_text, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
         contents = words_text, text([words_text]), text(_WORDS)
@@ -129,7 +130,10 @@ class ChatTemplate:
         return _Contents(text=words_text in as_text or words_text not in one_part, parts=reads)
 
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
-        """Render a conversation with a message of this role and content; empty if the template refuses it."""
+        """Render a short conversation with a message of this role and content; "" if the template refuses it.
+
+        A tool's message needs a call before it. Other messages have contents of the same form, text or parts.
+        """
         message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
         sample_content = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
         question, answer = ({"role": sample_role, "content": sample_content} for sample_role in ("user", "assistant"))
@@ -171,6 +175,7 @@ class ChatTemplate:
         return Rendered(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
 
     def _template(self, tools: Sequence[Any] | None) -> str:
+        """Return the template for conversations with these tools, or without any."""
         return self.with_tools if tools else self.plain
 
 
@@ -201,14 +206,17 @@ _TEXT = _Contents(text=True, parts=False)
 
 
 def _date_variables(template: str, day: str) -> dict[str, Any]:
-    """Return the variables for templates that write the day."""
+    """Return the variables for templates that write the day: as it is, and in each format that the template names."""
     today = datetime.strptime(day, _DAY_FORMAT)
     formats = {match["format"] for match in _DATES.finditer(template)}
     return {"date_string": day, "longspan_dates": {date_format: today.strftime(date_format) for date_format in formats}}
 
 
 def _generation_ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:
-    """List the tokens at which generation stops: the tokenizer's end of text, and those of generation_config.json."""
+    """List the tokens at which generation stops: the tokenizer's end of text, and ends in generation_config.json.
+
+    Ids that the tokenizer does not have are left out.
+    """
     ids = ends_of_generation(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
     names = (tokenizer.engine.id_to_token(i) for i in sorted(ids))
     return tuple(name for name in names if name is not None)

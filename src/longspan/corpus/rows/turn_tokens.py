@@ -58,7 +58,10 @@ class TurnTokens:
 
     @cached_property
     def _marks_and_plain(self) -> re.Pattern[str]:
-        """The same after names of `plain` tokens, which stay as they are: templates look for them in texts."""
+        """A pattern for names of `plain` tokens, which stay as they are as templates look for them, and for `_marks`.
+
+        Names come first, so that a name is matched as a whole.
+        """
         plain = any_of_pattern(self.plain - self.ends - self.headers)
         return re.compile(f"{plain.pattern}|{self._marks.pattern}") if plain else self._marks
 
@@ -94,7 +97,10 @@ class TurnTokens:
         )
 
     def _last_end(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
-        """Return the first token, or one that ends generation if only other tokens are between the two."""
+        """Return the first of these tokens, or the first that ends generation if only tokens stand before it.
+
+        A token that begins a turn, or any text between two tokens, ends the search.
+        """
         last = tokens[0]
         for token in tokens:
             if token.start() > last.end() or token.group() in self.headers - self.ends:
@@ -125,7 +131,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     between, tail = text.split(_WORDS[1])[-1].split(_WORDS[2])[0], text.split(_WORDS[3])[-1]
     separators = tokens.findall(between) if tokens else []
     ends = frozenset(template.ends)
-    last = tokens.findall(tail) if tokens else []
+    tail_tokens = tokens.findall(tail) if tokens else []
     is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
     prompt = _answer_prompt(template, tools, tokens)
     first = tokens.match(prompt) if tokens else None
@@ -133,7 +139,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
     closing = frozenset(
         tokens_there[0]
-        for tokens_there in (separators * is_end, last)
+        for tokens_there in (separators * is_end, tail_tokens)
         if tokens_there and not ends.intersection(tokens_there)
     )
     return TurnTokens(
@@ -147,6 +153,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
 
 
 def _is_word(character: str) -> bool:
+    """Return whether a character is common in words, so that a text may have it inside without forming a token."""
     return character.isalnum() or character in "_- "
 
 
@@ -174,6 +181,9 @@ def _prompt_beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str
 
 
 def _prompts_in_heads(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
-    """Select the beginnings of a prompt from the whole one to the longest that each head of an answer contains."""
+    """Keep the beginnings of a prompt, the longest first, until each head of an answer contains one of them.
+
+    A head is the text between a question and its answer, in which a template may write less than in a prompt.
+    """
     longest = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
     return beginnings[: max(longest) + 1]

@@ -63,6 +63,7 @@ class Recipe:
     def key(self) -> str:
         """Return the SHA-256 of all that decides the documents; equal files give equal keys wherever they are."""
         digests = [encoding.digest for encoding in self.encodings]
+        # Defaults add nothing to the key.
         further_settings = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
         digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *further_settings]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
@@ -83,7 +84,7 @@ class Recipe:
 
     @property
     def encoder(self) -> DocumentEncoder:
-        """Return the encoder of rows, for any process."""
+        """Return the encoder of rows, for any process; stored tokens have two bytes if all ids fit."""
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         return DocumentEncoder(
             self.encodings, self.longest, "<u2" if fits_uint16 and self.stored else "<u4", self.skip_bad
@@ -91,7 +92,7 @@ class Recipe:
 
     @property
     def processes(self) -> int:
-        """Return how many processes encode: one if it is done before others would have started."""
+        """Return how many processes encode: one if the corpus is so small that it is done before others start."""
         size = sum(source.bytes for source in self.sources)
         small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
         small_bytes = min(small_bytes, _WITH_PIXELS_BYTES) if self.checks_pixels else small_bytes
@@ -145,7 +146,7 @@ class _Writer:
         self._codes, self._masked = GrowingCodes(folder / "codes.bin"), False
         self._images = ImageWriter(folder) if recipe.images else None
         self._notes = Notes()
-        self.tokens = self._targets = 0
+        self.tokens = self._targets = 0  # written so far
 
     def __enter__(self) -> "_Writer":
         return self
@@ -159,7 +160,7 @@ class _Writer:
                 file.close()
 
     def write_rows(self, encoded: Encoded) -> None:
-        """Write the documents of the next rows."""
+        """Write the documents of the next rows; offsets go on from the tokens written so far."""
         values = {
             "lengths": encoded.lengths,
             "origins": encoded.files,
@@ -203,7 +204,7 @@ class _Writer:
 
 
 def _initial_manifest(recipe: Recipe) -> Manifest:
-    """Return the fields that do not depend on rows."""
+    """Return a manifest with the fields that do not depend on rows; all sources have one tokenizer and settings."""
     encoding = recipe.encodings[0]
     tokenizer = encoding.tokenizer
     return Manifest(
@@ -226,12 +227,12 @@ class _Progress:
 
     def __init__(self, recipe: Recipe, log: LogLine) -> None:
         self._log, self._sizes = log, [source.bytes for source in recipe.sources]
-        self._total, self._file, self._bytes_before = sum(self._sizes), 0, 0
+        self._total, self._file, self._bytes_before = sum(self._sizes), 0, 0  # bytes of the files before number `_file`
         self._began = self._last_line = time.monotonic()
-        self._read = 0
+        self._read = 0  # bytes
 
     def announce_long_rows(self, batches: Iterable[list[FileChunk]]) -> Iterator[list[FileChunk]]:
-        """Yield batches; before one that takes long, as a row of it is long, a line says so."""
+        """Yield the batches; before one with a chunk of more than `_LONG_BYTES`, log that it takes long."""
         for batch in batches:
             longest_chunk = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))
             if (size := len(longest_chunk.data)) > _LONG_BYTES:
@@ -254,11 +255,11 @@ class _Progress:
             self._log(f"{self._progress_line(writer, self._read)}, about {_duration(seconds_left)} left")
 
     def log_total(self, writer: _Writer) -> None:
-        """Log the whole build."""
+        """Log the progress at the end, with the bytes of all files."""
         self._log(self._progress_line(writer, self._total))
 
     def _progress_line(self, writer: _Writer, read: int) -> str:
-        """Describe how far the build is, and its speed."""
+        """Describe how far the build is after `read` bytes, and its speed."""
         seconds = max(time.monotonic() - self._began, 1e-3)
         return (
             f"tokenized {read / 1e6:,.1f} of {self._total / 1e6:,.1f} MB: {plural(writer.tokens, 'token')}, "
@@ -271,7 +272,7 @@ def _duration(seconds: float) -> str:
 
 
 def _batch_rows(recipe: Recipe) -> Iterator[list[FileChunk]]:
-    """Yield the rows of files in order, some megabytes at a time; a chunk without rows at once, for progress."""
+    """Yield chunks of files in order, about BATCH_BYTES at a time; one without rows at once, as it shows progress."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(recipe.files):
         for chunk in row_file(file.name, file.path, recipe.most_bytes).chunks():
@@ -285,7 +286,7 @@ def _batch_rows(recipe: Recipe) -> Iterator[list[FileChunk]]:
 
 
 def _check_unchanged(recipe: Recipe) -> None:
-    """Raise DataError for a file that was written while it was read."""
+    """Raise DataError for a file whose size or time is not what it was before it was read."""
     for file, source in zip(recipe.files, recipe.sources, strict=True):
         stat = file.path.stat()
         if (stat.st_size, stat.st_mtime_ns) != (source.bytes, source.modified_ns):

@@ -36,7 +36,7 @@ class Cache:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "not writable for this user", str(folder))
+            raise PermissionError(13, "not writable for this user", str(folder))  # 13: EACCES
 
     def sums_file(self, path: str) -> Path:
         """Return the file with the SHA-256 sums of the files at a path."""
@@ -56,7 +56,7 @@ class Cache:
         with self._lock_documents(folder, log) as locked:
             if folder.is_dir() and is_whole(folder):  # another run made it in the meantime
                 return folder, False
-            if locked:
+            if locked:  # then no other run builds, and what is unfinished is left of one that ended
                 for unfinished in self.folder.glob(f"{folder.name}.partial*"):
                     shutil.rmtree(unfinished, ignore_errors=True)
             if folder.is_dir():
@@ -73,7 +73,7 @@ class Cache:
 
     @contextmanager
     def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
-        """Lock these documents, as soon as no other run has; yields False if the file system has no locks."""
+        """Lock these documents inside, once no other run has them locked; False if the file system has no locks."""
         last_line = 0.0
         with folder.with_suffix(".lock").open("a") as file:
             while True:
@@ -92,7 +92,7 @@ class Cache:
 
 
 def _move_folder(partial: Path, folder: Path) -> None:
-    """Rename a complete folder, unless another run was faster."""
+    """Rename a complete folder, unless another run made it first (on a file system without locks)."""
     try:
         partial.rename(folder)
     except OSError:

@@ -102,7 +102,7 @@ class DocumentEncoder:
 
 
 class _BatchDocuments:
-    """Collects documents of rows."""
+    """Collects the documents and notes of one batch of rows."""
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         self._encoder = encoder
@@ -121,7 +121,10 @@ class _BatchDocuments:
             self._notes.skipped.append(piece.chunk.name)
 
     def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
-        """Add the documents of rows, which are at these places (file, position)."""
+        """Add the documents of rows, which are at these places (file, position).
+
+        A row may give several samples; `start` counts the row's tokens before each.
+        """
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
             self._notes.special.update(encoding.tokenizer.count_special(t for t in texts if isinstance(t, str)))
@@ -170,7 +173,7 @@ class _BatchDocuments:
             self._facts.append((len(ids[document_rows]), targets, *place, start + document_rows.start))
 
     def add_bad(self, row: BadRow) -> None:
-        """Count a row that gives no document. Raises DataError if that is an error."""
+        """Count a row that gives no document. Raises DataError unless it is skipped: masked, or under `skip_bad`."""
         if row.masked:
             self._notes.left_out["masked_rows"] += 1
             return
@@ -181,7 +184,7 @@ class _BatchDocuments:
             self._notes.bad.append(f"{row.where}: {row.reason}")
 
     def collect_documents(self) -> Encoded:
-        """Return all documents that were added."""
+        """Return all documents that were added; a code takes one byte unless labels name other tokens."""
         codes = None
         if any(code is not None and code.any() for code in self._codes):
             pairs = zip(self._codes, self._ids, strict=True)
@@ -194,6 +197,7 @@ class _BatchDocuments:
 
 
 def _shift(image: SampleImage, by: int) -> SampleImage:
+    """Return an image whose placeholders stand `by` tokens later."""
     return image._replace(start=image.start + by, stop=image.stop + by)
 
 
@@ -206,8 +210,8 @@ def cut_row(
 ) -> list[slice]:
     """Cut a row of `length` tokens into documents of at most `longest` tokens (0: one document).
 
-    What is cut or lost is added to `counts`, by fields of LeftOut. If tokens have `codes`, a part whose targets are at
-    most its first token is no document. Each of the `uncut` spans (start, stop), ascending and none longer than
+    What is cut or lost is added to `counts`, by fields of LeftOut. If tokens have `codes`, a part without a target
+    behind its first token is no document. Each of the `uncut` spans (start, stop), ascending and none longer than
     `longest`, stays in one part.
     """
     step = longest or max(length, 1)
@@ -226,7 +230,7 @@ def cut_row(
 
 
 def _cut_outside_spans(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
-    """Cut into parts of at most `step` tokens; a part that would end inside an uncut span ends before it."""
+    """Cut `length` tokens into parts of at most `step` tokens; a part that would end inside a span ends before it."""
     parts, start = list[slice](), 0
     while start < length:
         stop = min(start + step, length)

@@ -35,10 +35,10 @@ def open_corpus(folder: Path) -> Corpus:
 
 
 def _make_tokens(place: Path, manifest: Manifest, tokenizer_folder: Path, record: Record) -> "StreamedTokens":
-    """Encode rows of each source as the run did that the record belongs to."""
+    """Return the tokens of the documents in folder `place`, made by the run's tokenizer and settings (`record`)."""
 
     def encodings() -> "tuple[RowEncoding, ...]":
-        """Make the encoding of each source as the run did."""
+        """Make the encoding of each source, by the settings of the record."""
         from longspan.corpus.rows.encoding import RowEncoding  # it imports transformers
         from longspan.corpus.tokenizer import load_tokenizer
 
@@ -75,23 +75,26 @@ class StreamedTokens:
         return self._read_row(document).ids[positions + int(self._starts[document])]
 
     def codes(self, document: int, positions: Integers) -> Any:
-        """Return their codes."""
+        """Return the codes of a document's tokens at these positions."""
         return self._read_row(document).codes[positions + int(self._starts[document])]
 
     def _read_row(self, document: int) -> EncodedRow:
-        """Return the tokens of a document's row; those of the rows used last stay in memory."""
-        place = int(self._origins[document]), int(self._positions[document])
-        if place in self._rows:
-            self._rows.move_to_end(place)
-            return self._rows[place]
-        row = self._rows[place] = self._encode_row(document, *place)
+        """Return the tokens of a document's row; the rows used last stay in memory, KEPT_TOKENS of them."""
+        file_and_position = int(self._origins[document]), int(self._positions[document])
+        if file_and_position in self._rows:
+            self._rows.move_to_end(file_and_position)
+            return self._rows[file_and_position]
+        row = self._rows[file_and_position] = self._encode_row(document, *file_and_position)
         self._kept_tokens += len(row.ids)
         while self._kept_tokens > KEPT_TOKENS and len(self._rows) > 1:
             self._kept_tokens -= len(self._rows.popitem(last=False)[1].ids)
         return row
 
     def _encode_row(self, document: int, file: int, position: int) -> EncodedRow:
-        """Encode a row again. Raises DataError if it gives no document now."""
+        """Encode a row again: the tokens of all its samples end to end, of which a document is a slice.
+
+        Raises DataError if the row gives no document now.
+        """
         row = self._open_file(file).row_at(position)
         source = 0 if self._source_of is None else int(self._source_of[document])
         samples = [row] if isinstance(row, BadRow) else self._encoding(source).encode([row])
@@ -105,8 +108,9 @@ class StreamedTokens:
         return EncodedRow(np.concatenate(ids), np.concatenate(codes))
 
     def _encoding(self, source: int) -> "RowEncoding":
-        """Return the encoding of a source's rows. Raises DataError if the tokenizer is another than when the corpus was
-        made.
+        """Return the encoding of a source's rows.
+
+        Raises DataError if tokenizer or settings are not those that the corpus was made with.
         """
         if self._encodings is None:
             self._encodings = self._make_encodings()

@@ -20,7 +20,7 @@ Batch = Sequence[FileChunk]
 
 
 def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
-    """Yield each batch with its documents, in order, encoded by so many processes; by this one if it is one.
+    """Yield each batch with its documents, in order, encoded by so many processes; with one worker in this process.
 
     Raises DataError for a row that gives no document, and if a process ended.
     """
@@ -33,7 +33,7 @@ def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: 
 
 
 class _Encoders:
-    """A context with worker processes, and for each a thread that talks to one."""
+    """A context with worker processes, and as many threads, each of which waits for one worker at a time."""
 
     def __init__(self, encoder: DocumentEncoder, count: int) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokenizing")
@@ -41,12 +41,13 @@ class _Encoders:
         self._idle = SimpleQueue[_Encoder]()
         for worker in self._all:
             self._idle.put(worker)
-        self._most = 2 * count
+        self._most = 2 * count  # batches in flight: one that each worker encodes, and one that waits for it
 
     def __enter__(self) -> "_Encoders":
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the workers first: a thread that waits for one returns then."""
         for worker in self._all:
             worker.end()
         self._threads.shutdown(cancel_futures=True)
@@ -76,7 +77,7 @@ class _Encoders:
 
 
 class _Encoder:
-    """One worker, seen from here."""
+    """A worker process, as its parent uses it; it computes in one thread, as workers take all cores."""
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
