@@ -35,7 +35,7 @@ _EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
 class MixerOps(Protocol):
     """What a mixer computes across rows: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them.
 
-    `kernels` are the names of those requested; the scan takes its own among them.
+    `kernels` are the names of the kernels that the user requested; each operation takes its own among them.
     """
 
     @property
@@ -82,7 +82,7 @@ class SeparateMixerOps:
 
 @dataclass(frozen=True)
 class _ShapeOps:
-    """For passes on the meta device, which show shapes."""
+    """For passes on the meta device: empty results of the right shape."""
 
     kernels: tuple[str, ...] = ()
 
@@ -116,7 +116,7 @@ def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
         "torch_chunk_gated_delta_rule": delta_rule,
         "chunk_kimi_delta_attention": delta_rule,
         "mamba2_chunk_scan": partial(_run_mamba2, find_ops),
-        "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # a fused kernel, which may decline
+        "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # declines, so that the mixer calls the others
     }
 
 
@@ -191,6 +191,7 @@ def _run_mamba2(
     v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
     step = step.to(wide_dtype) if dt_bias is None else step.to(wide_dtype) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    # A kernel that computes on half precision gets the values as the model has them, else in the state's type.
     takes_half = scan_kernel(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
     values = (v * step.unsqueeze(-1)).to(v.dtype if takes_half else wide_dtype)
     out = ops.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)

@@ -67,19 +67,22 @@ def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def use_torch_operations(model: nn.Module) -> None:
-    """Let mixers call transformers' own operations, which run everywhere, whatever kernels are installed."""
+    """Let mixers call transformers' own operations, which run everywhere, whatever kernels are installed.
+
+    transformers wraps each operation to choose an installed kernel; the torch operation is inside the wrapper.
+    """
     for mixer in find_mixers(model).values():
         called = {name: class_forward(mixer).__globals__[name] for name in _called_functions(class_forward(mixer))}
         replace_functions(mixer, {name: inspect.unwrap(function) for name, function in called.items()})
 
 
 def class_forward(module: nn.Module) -> FunctionType:
-    """Return the forward that its class defines, without what transformers wraps around it; others are refused."""
+    """Return the forward that its class defines, unwrapped; `prepare` refuses wrappers that are not transformers'."""
     return inspect.unwrap(type(module).forward)
 
 
 def _called_functions(forward: Any) -> set[str]:
-    """Return names of functions of its module that a forward calls."""
+    """Return names of module-level functions that a forward uses, without classes; none if it is not plain Python."""
     if not isinstance(forward, FunctionType):
         return set()
     globals_by_name = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
