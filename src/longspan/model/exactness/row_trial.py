@@ -46,12 +46,12 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
         return
     trial = _Trial(model, world)
     with _preserve_modes(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
-        if not (backward and model.training):
+        if not (backward and model.training):  # a model in training keeps the modules that its user froze as they are
             model.train(backward)
         differences = trial.find_differences(every_module=False)
         if world.control.any_rank(bool(differences)):
             module_differences = trial.find_differences(every_module=True)  # by all ranks together
-            differences = module_differences or differences
+            differences = module_differences or differences  # modules name the culprit closer than layers
             raise_first_error(world, trial.refusal_error(differences) if differences else None)
     _trial_modes(model).add(backward)
 
@@ -62,7 +62,10 @@ def try_rows_at_first_call(model: nn.Module) -> None:
 
 
 def _try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Try the rows on the ranks of the call, which see the same: passes of the model send all that is needed."""
+    """Try the rows before a call: a forward pre-hook.
+
+    Ranks that make the call together find the same, so none has to hear of another's result, as in `try_rows`.
+    """
     shard = kwargs.get("shard")
     if model.training in _trial_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
@@ -89,7 +92,10 @@ def _preserve_modes(model: nn.Module) -> Iterator[None]:
 
 
 class _Difference(NamedTuple):
-    """A module, or a value in words; by how much of what it adds to rows two passes differ, and which passes."""
+    """The name of a module or value in which two passes differ.
+
+    `error` and `tolerance` are relative to what it adds to rows; `comparison` says in words which rows were compared.
+    """
 
     name: str
     error: float
@@ -171,7 +177,11 @@ class _Trial:
 
 
 class _Values:
-    """Token ids of rows by their numbers, and hidden states for stages behind the first one."""
+    """Token ids (2, numbers) of rows, and hidden states for stages behind the first one.
+
+    Each number has two ids: rows that are not compared take the second one in passes with other neighbours. `later` are
+    the ids that depths of multi-token prediction read.
+    """
 
     def __init__(self, model: Any, world: World, parts: int) -> None:
         self.device, self.dtype, self.numbers = world.device, model.dtype, (2, COUNT * parts)
@@ -200,6 +210,7 @@ class _Values:
             return
 
         def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+            """Run the model of the last stage, which is given the note in place of a loss."""
             return part(**arguments, row_loss=note_hidden, **later)
 
         x = ids if stage.first else self._make_hidden_states(stage, rows)
@@ -225,6 +236,7 @@ def _first_culprit(shares: Mapping[Key, float]) -> Key | None:
 
 
 def _module_words(model: nn.Module, name: str) -> str:
+    """Return a module's name and class; the model itself has only a class, and a noted value only a name."""
     modules = dict(model.named_modules())
     kind = type(modules[name]).__name__.removeprefix("FSDP") if name in modules else ""
     return f"{name} ({kind})" if name and kind else name or kind
@@ -232,7 +244,7 @@ def _module_words(model: nn.Module, name: str) -> str:
 
 @contextmanager
 def _preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and attributes of modules after a pass."""
+    """Restore attributes of modules after a pass, and the values of buffers that it wrote to."""
     values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
         with preserve_attributes(model):
