@@ -66,7 +66,8 @@ class Stock:
     def compute_answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
         """Compute the expected answer, or why there is none, for every dtype that the cases use.
 
-        Losses of routers count where a case wants them and the model has them.
+        Answers are by dtype, with losses of routers or not, and with images or not (`Case.answer`). Those without
+        losses of routers are always computed, as models are prepared by them.
         """
         keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
         keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
@@ -112,7 +113,7 @@ class Stock:
         """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
 
         That is the error of the stock model's own float32 pass against float64, times ROUNDING, unless it is so large
-        that something else must be wrong.
+        that something else must be wrong. With experts that limit is lower: a row may have got another expert.
         """
         exact_bound = EXACT[torch.float32]
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
@@ -131,7 +132,10 @@ class Stock:
         return exact_bound
 
     def _float64_expectation(self, with_routers: bool) -> Expected:
-        """Return the answer in float64 throughout, if the model's code allows it."""
+        """Return the answer in float64 throughout, if the model's code allows it.
+
+        Else its own casts to float32 stay, and attention is "sdpa", as the eager one casts its softmax.
+        """
         try:
             with precision_mode(torch.float64, whole=True):
                 answer = self._stock_answer(torch.float64, torch.float64, with_routers)
@@ -149,6 +153,7 @@ class Stock:
 
 
 def _worst_error(answer: Answer, exact: Answer) -> float:
+    """Return the largest relative error of an answer's loss and gradients."""
     return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
 
 
@@ -162,8 +167,9 @@ Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
 class Ranks:
     """What a proof runs on: so many processes, and how they are started.
 
-    `timeout` is how long a rank waits for the others. `launch` runs a function on every rank and returns the first
-    one's result; None: on local processes, which are started again where a case ends them.
+    `timeout` is how long a rank waits for the others, in seconds; with `show` the first rank prints each outcome.
+    `launch` runs a function on every rank and returns the first one's result; None: on local processes, which are
+    started again where a case ends them.
     """
 
     count: int
@@ -229,9 +235,10 @@ def _draw_image_documents(
 def _group_cases(
     cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]
 ) -> dict[Layout, list[tuple[int, Case]]]:
-    """Group the cases that have no outcome yet by their home, those of one preparation together.
+    """Group the cases that have no outcome yet by their home, with their numbers.
 
-    Adds the refused ones.
+    Cases that share a prepared model follow each other, where the first of them stood. A case whose home the ranks
+    cannot have gets its outcome here, in `outcomes`.
     """
     homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
@@ -248,7 +255,10 @@ def _group_cases(
 
 
 def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
-    """Run a home's cases, in as many worlds as it takes; returns their outcomes."""
+    """Run a home's cases, in as many worlds as it takes; returns their outcomes.
+
+    The error that ended a world is the outcome of its first case without one; the next world takes those after it.
+    """
     outcomes: dict[int, Outcome] = {}
     pending = list(task.cases)
     with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
@@ -280,11 +290,12 @@ def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict
 
 
 def _start_world(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: float) -> InWorld:
+    """Run a function on so many local processes, for so many seconds at most; returns the first one's result."""
     return run_local(fn, count, (task,), timeout=seconds, grace=5.0)[0]
 
 
 def _read_outcomes(task: Task) -> dict[int, Outcome]:
-    """Read the outcomes before the error that ended the ranks."""
+    """Read the outcomes that the first rank recorded before an error ended the ranks."""
     record = Path(task.record)
     cases, outcomes = dict(task.cases), dict[int, Outcome]()
     for line in record.read_text().splitlines() if record.exists() else []:
@@ -296,5 +307,6 @@ def _read_outcomes(task: Task) -> dict[int, Outcome]:
 
 
 def _failure_outcome(case: Case, error: BaseException) -> Outcome:
+    """Return the outcome of a case that ended its ranks: refused by an error of ours, unless ranks lost each other."""
     refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
     return Outcome(case, "refused" if refused else "crashed", message=error_text(error))

@@ -95,7 +95,7 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
 
 
 def preparation_key(case: Case) -> tuple[str, str, bool, int]:
-    """Return what cases must have in common to share a prepared model."""
+    """Return what cases of one home must have in common to share a prepared model."""
     return case.dtype, case.recompute, case.sequence_parallel, case.encoder
 
 
@@ -132,7 +132,7 @@ class CaseRun:
         except LongspanError as error:
             if isinstance(error, CommError):
                 raise
-            self.refusal: str = str(error).partition(DOCTOR)[0]  # this is what it names
+            self.refusal: str = str(error).partition(DOCTOR)[0]  # without its advice to run this command
 
     def _prepare_model(self, first: Case) -> nn.Module:
         """Prepare a small model, with an encoder if the case has one, as the first case wants it."""
@@ -145,7 +145,10 @@ class CaseRun:
         return prepare(model, self.world, encoder=settings, options=options)
 
     def run_case(self, case: Case) -> Outcome:
-        """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it."""
+        """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it.
+
+        The first case's seconds contain the preparation of the model.
+        """
         began, self._began = self._began, time.perf_counter()
         expected = self.task.expected[case.answer]
         try:
@@ -220,6 +223,6 @@ class CaseRun:
 
 
 def _rank_levels(levels: Levels, world: World) -> Levels:
-    """Return the ranks that have these slots in this rank's stage and tensor-parallel position."""
+    """Return levels of slots as levels of ranks: those with this rank's pipeline stage and tensor-parallel position."""
     a2a, p2p = (tuple(tuple(world.plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
     return Levels(a2a, p2p)

@@ -42,7 +42,7 @@ Compiled = Literal["auto", "layers", "modules", "none"]
 BACKEND = "inductor"
 RECOMPILES = 64  # kinds of layers that share a class, in training and in evaluation
 _IS_COMPILED = "is_compiled_layer"
-_STARTING = Lock()  # processes that compile
+_STARTING = Lock()  # held while processes that compile are started
 _FUNCTIONS = (FunctionType, MethodType)
 
 
@@ -58,7 +58,8 @@ def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device
     if word not in get_args(Compiled):
         raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}, True or False")
     if word == "auto":
-        can_compile = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)  # others are refused
+        # Another class of model is refused later, by `check_model`.
+        can_compile = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)
         config: Any = getattr(model, "config", None)
         return "layers" if can_compile and config.get_text_config().hidden_size >= COMPILED_WIDTH else "none"
     return cast(Compiled, word)
@@ -103,7 +104,10 @@ def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> Compile
 
 
 def graphs_text() -> str:
-    """Return how many graphs this process has made, and in what time; "" if none. Its cache on disk takes some away."""
+    """Return in words how many graphs this process has made, and in what time; "" if none.
+
+    With kernels in torch's cache on disk the time is shorter.
+    """
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     seconds = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
     return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s" if graphs else ""
@@ -139,7 +143,7 @@ def _compile_modules(layer: nn.Module) -> None:
 
 
 def _compile_tiles(module: nn.Module) -> bool:
-    """Compile the forward of one tile of a module that runs in tiles; False where it does not."""
+    """Compile the forward of one tile if the module runs in tiles; returns whether it does."""
     if is_tiled := isinstance(tiled := vars(module).get("forward"), TiledForward):
         tiled.compile_run(BACKEND)
     return is_tiled
@@ -154,7 +158,7 @@ def _compile_layer(layer: nn.Module) -> None:
     for module in (*find_mixers(layer).values(), *replaced):
         _compile_tiles(module)
         run_outside_graphs(module)
-    remove_argument_hooks(layer)
+    remove_argument_hooks(layer)  # `_LayerRun` does what they do
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
     pieces = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
     setattr(layer, _IS_COMPILED, True)
@@ -212,7 +216,7 @@ def _checkpoints_in_forward(layer: nn.Module) -> bool:
 
 
 class _LayerRun:
-    """A layer's forward, compiled: what `layer.forward` is called with, as the class has it."""
+    """A layer's compiled forward (`run`), which takes the arguments of its class's forward."""
 
     def __init__(self, layer: nn.Module, run: Callable[..., Any], *, has_experts: bool) -> None:
         self.layer, self.run, self.has_experts = layer, run, has_experts
@@ -231,17 +235,17 @@ class _LayerRun:
         return self.run(self.layer, **kwargs | {"hidden_states": hidden})
 
     def _has_gradient(self, hidden: Tensor) -> bool:
-        """Return whether rows have a gradient where the layer's weights have one."""
+        """Return whether rows require a gradient, or nothing in the layer does: no weight, or gradients are off."""
         if hidden.requires_grad or not torch.is_grad_enabled():
             return True
         return not any(parameter.requires_grad for parameter in self.layer.parameters())
 
 
 class _Begun(torch.autograd.Function):
-    """Rows that get a gradient, which goes nowhere: those of the first layer above a frozen embedding.
+    """Makes rows require a gradient, which backward then drops: those of the first layer above a frozen embedding.
 
-    So that it runs the graphs of the other layers, which take seconds to compile; its three products more are 0.2 % of
-    a step of 36 layers.
+    That layer then runs the same graphs as the others, which take seconds to compile; computing a gradient that is
+    dropped costs three products, 0.2 % of a step of 36 layers.
     """
 
     @staticmethod
@@ -254,6 +258,7 @@ class _Begun(torch.autograd.Function):
 
 
 def _new_leaf(like: Tensor) -> Tensor:
+    """Make a scalar that requires a gradient, so that what a function returns for it does too."""
     return like.new_empty(()).requires_grad_()
 
 
