@@ -59,6 +59,7 @@ class Stock:
     def __init__(
         self, config: PreTrainedConfig, documents: Sequence[Any], images: Sequence[TrialDocument] = ()
     ) -> None:
+        """Note what the stock model runs on: texts, and the documents with images for cases with an encoder."""
         self.config: PreTrainedConfig = config
         self.documents: Sequence[Any] = documents
         self.images: Sequence[TrialDocument] = images
@@ -88,7 +89,9 @@ class Stock:
             answer = self._stock_answer(dtype, dtype, with_routers)
             return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
         stock = self._every_expert_stock  # the error of half precision is measured on the stock model itself
-        answer, half_answer = (stock._stock_answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
+        answer, half_answer = (
+            stock._stock_answer(dtype, compute_dtype, with_routers) for compute_dtype in (torch.float32, dtype)
+        )
         return Expected(
             answer, ROUNDING * _worst_error(half_answer, answer), whole=False, every_expert=stock is not self
         )
@@ -122,11 +125,11 @@ class Stock:
                     exact = self._stock_answer(torch.float32, torch.float64, with_routers)
             except (RuntimeError, TypeError):  # two types in one product, say
                 continue
-            between = ROUNDING * _worst_error(answer, exact)
+            rounding_bound = ROUNDING * _worst_error(answer, exact)
             routed = read_experts(self.config.get_text_config()).of_layer > 1
             return (
-                max(exact_bound, between)
-                if between <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING)
+                max(exact_bound, rounding_bound)
+                if rounding_bound <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING)
                 else exact_bound
             )
         return exact_bound

@@ -202,7 +202,10 @@ class CaseRun:
         )
         self.model.zero_grad()
         rank_errors = self.world.control.gather_objects(errors_here, "errors of gradients")
-        errors = {name: max(of.get(name, 0.0) for of in rank_errors) for name in {n for of in rank_errors for n in of}}
+        errors = {
+            name: max(errors_of_rank.get(name, 0.0) for errors_of_rank in rank_errors)
+            for name in {n for errors_of_rank in rank_errors for n in errors_of_rank}
+        }
         errors |= missing_errors(set(errors), stock)
         losses = [loss_error(result.loss, stock.loss)]
         if case.router_losses and result.router is not None:

@@ -135,20 +135,20 @@ def compute_stock_answer(
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = make_stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
-    of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
-    targets, losses, rows = sum(int((labels != NO_LABEL).sum()) for labels in of_documents), [], []
+    labels_of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
+    targets, losses, router_logits = sum(int((labels != NO_LABEL).sum()) for labels in labels_of_documents), [], []
     states = _module_states(model)
-    for document, labels in zip(documents, of_documents, strict=True):
+    for document, labels in zip(documents, labels_of_documents, strict=True):
         _restore_states(states)
         output = _run_stock(model, document, with_routers=router.any)
         logits = output.logits[0, :-1]
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         losses.append(F.cross_entropy(logits, labels, reduction="sum").double() / targets)
-        rows.append(_router_logits(output, config) if router.any else ())
+        router_logits.append(_router_logits(output, config) if router.any else ())
     loss = total = torch.stack(losses).sum()
     routers: tuple[Tensor, ...] = ()
     if router.any:
-        layers = tuple(torch.cat(layer) for layer in zip(*rows, strict=True))
+        layers = tuple(torch.cat(layer) for layer in zip(*router_logits, strict=True))
         routers = _router_losses(model, layers)
         total = loss + (router.balance or 0.0) * routers[0] + router.z * routers[1]
     total.backward()

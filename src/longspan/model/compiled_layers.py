@@ -160,9 +160,9 @@ def _compile_layer(layer: nn.Module) -> None:
         run_outside_graphs(module)
     remove_argument_hooks(layer)  # `_LayerRun` does what they do
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
-    pieces = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
+    layer_run = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
     setattr(layer, _IS_COMPILED, True)
-    layer.forward = partial(_run_within_checkpoint, pieces) if _checkpoints_in_forward(layer) else pieces
+    layer.forward = partial(_run_within_checkpoint, layer_run) if _checkpoints_in_forward(layer) else layer_run
 
 
 def _set_up_compiler() -> None:
@@ -262,9 +262,9 @@ def _new_leaf(like: Tensor) -> Tensor:
     return like.new_empty(()).requires_grad_()
 
 
-def _run_within_checkpoint(pieces: _LayerRun, *args: Any, **kwargs: Any) -> Any:
+def _run_within_checkpoint(layer_run: _LayerRun, *args: Any, **kwargs: Any) -> Any:
     """Run a layer, under its checkpoint where it has one, as its class's forward would."""
-    layer: Any = pieces.layer
+    layer: Any = layer_run.layer
     if layer.gradient_checkpointing and layer.training:
-        return layer._gradient_checkpointing_func(partial(pieces, **kwargs), *args)
-    return pieces(*args, **kwargs)
+        return layer._gradient_checkpointing_func(partial(layer_run, **kwargs), *args)
+    return layer_run(*args, **kwargs)

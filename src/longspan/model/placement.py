@@ -98,12 +98,12 @@ class Placement:
         `root` is what will be called: the model, or a stage around it. `offload` is one for all stages of a rank.
         `has_experts` is of the whole model: a stage may have none.
         """
-        world, rows, copies = self.world, self.sequence_parallel, not self.sharding.parameters
+        world, splits_rows, has_copies = self.world, self.sequence_parallel, not self.sharding.parameters
         if world.home.tp > 1:
-            split_over_ranks(model, world, sequence_parallel=rows, sum_expert_gradients=copies)
+            split_over_ranks(model, world, sequence_parallel=splits_rows, sum_expert_gradients=has_copies)
         tile_layers(model, self.mlp_tile_rows)
         self.recomputation.apply_measures(model, offload)
-        if copies:
+        if has_copies:
             if not is_empty(root):
                 nn.Module.to(root, world.device)
         else:

@@ -130,10 +130,10 @@ def _value_reasons(model: nn.Module) -> Iterator[str]:
             "prepare reads its base model's weights (sharded=True or None), before which peft gives an adapter no "
             "values; load the base with sharded=False: load_model(folder, sharded=False)"
         )
-    elif without := [name for name, p in adapter_parameters(model) if p.is_meta]:
+    elif without_values := [name for name, p in adapter_parameters(model) if p.is_meta]:
         yield (
-            f"{len(without)} of its parameters have no values ({without[0]}); load it without low_cpu_mem_usage=True, "
-            "and its base with sharded=False"
+            f"{len(without_values)} of its parameters have no values ({without_values[0]}); load it without "
+            "low_cpu_mem_usage=True, and its base with sharded=False"
         )
 
 

@@ -183,19 +183,19 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
     all_rows = _run_rows(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
     pieces = [_run_rows(model, order[piece]) for piece in _PIECES]
-    size = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(pieces)} pieces)"
+    evidence = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(pieces)} pieces)"
     buffers_after = dict(model.named_buffers())
     if changed := [name for name, buffer in buffers.items() if not torch.equal(buffers_after[name], buffer)]:
-        yield f"its forward pass in training changes {changed[0]} by the rows that it is given {size}"
+        yield f"its forward pass in training changes {changed[0]} by the rows that it is given {evidence}"
     if (
         error := relative_error(torch.cat([piece_pass.rows for piece_pass in pieces]), all_rows.rows[order])
     ) > _TOLERANCE:
         yield (
             f"rows influence each other outside attention, first in {_first_difference(all_rows, pieces, order)}: "
-            f"outputs differ by {error:.1e} {size}"
+            f"outputs differ by {error:.1e} {evidence}"
         )
         return
-    yield from _gradient_reasons(all_rows, pieces, size)
+    yield from _gradient_reasons(all_rows, pieces, evidence)
     yield from _expert_reasons(model)
 
 
@@ -209,7 +209,7 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
     return "an unknown place"
 
 
-def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterator[str]:
+def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> Iterator[str]:
     """Yield the first gradient that is not the sum of those of the pieces."""
     for name, gradient in whole.gradients.items():
         pieces = [piece_pass.gradients[name] for piece_pass in parts]
@@ -217,11 +217,11 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterat
         if gradient is not None and len(present) < len(pieces):
             yield (
                 f"{name} has no gradient, not even zeros, where no row of a rank visits it, and ranks would add "
-                f"different parameters {size}"
+                f"different parameters {evidence}"
             )
             return
         if gradient is not None and (error := relative_error(torch.stack(present).sum(0), gradient)) > _TOLERANCE:
-            yield f"the gradient of {name} is not the sum over rows: it differs by {error:.1e} {size}"
+            yield f"the gradient of {name} is not the sum over rows: it differs by {error:.1e} {evidence}"
             return
 
 

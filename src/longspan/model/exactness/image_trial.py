@@ -164,12 +164,12 @@ def _add_part(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
 
 def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
     """Yield how logits, or the first gradient, of the model in parts differ from those of the whole model."""
-    size = "(found with a small model of its class, whole and in parts)"
+    evidence = "(found with a small model of its class, whole and in parts)"
     errors = [relative_error(a, b) for a, b in zip(parts.logits, whole.logits, strict=True)]
     if max(errors) > _TOLERANCE:
         yield (
             "it does more with images than put their rows in the places of their placeholders: logits differ by "
-            f"{max(errors):.1e} {size}"
+            f"{max(errors):.1e} {evidence}"
         )
         return
     largest = max(float(g.abs().max()) for g in whole.gradients.values() if g is not None)
@@ -177,7 +177,7 @@ def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
         gradient = parts.gradients.get(name)
         exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))
         if (error := relative_error(gradient, exact, least=_FLOOR * largest)) > _TOLERANCE:
-            yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {size}"
+            yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {evidence}"
             return
 
 

@@ -161,6 +161,7 @@ class ObservedPass:
     """
 
     def __init__(self, rows: TrialRows, precision: Precision, before: "ObservedPass | None" = None) -> None:
+        """Begin a pass: `_calls` has the number of each module's latest call, `_places` the compared rows by sizes."""
         self.rows: TrialRows = rows
         self.precision: Precision = precision
         self.before: ObservedPass | None = before

@@ -184,6 +184,7 @@ class _Values:
     """
 
     def __init__(self, model: Any, world: World, parts: int) -> None:
+        """Draw the ids, the same on every rank; `parts` as for `make_trial_rows`, with COUNT numbers each."""
         self.device, self.dtype, self.numbers = world.device, model.dtype, (2, COUNT * parts)
         self.width, vocabulary = (getattr(model.config.get_text_config(), n) for n in ("hidden_size", "vocab_size"))
         depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))

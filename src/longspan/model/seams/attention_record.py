@@ -95,11 +95,15 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
         if not any(id(module) in reached for module in layer.modules()):
             bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))
         else:
-            bypassing += [f"{name}.{f}" for f, m in _attention_modules(layer) if not _reaches_attention(m, reached)]
+            bypassing += [
+                f"{name}.{child_name}"
+                for child_name, module_inside in _attention_modules(layer)
+                if not _reaches_attention(module_inside, reached)
+            ]
     if bypassing:
-        kinds = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
+        class_names = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
         raise ModelError(
-            f"{stock_class_name(model)}: {items_text(bypassing)} ({', '.join(kinds)}) bypasses transformers' "
+            f"{stock_class_name(model)}: {items_text(bypassing)} ({', '.join(class_names)}) bypasses transformers' "
             "AttentionInterface and would attend to the local rows alone; use a model whose attention goes through "
             "the interface (Qwen3, Llama, …)"
             f"{doctor_hint(model)}"
@@ -149,6 +153,7 @@ class FirstPass:
     """Forward hooks of a model that was not probed; removed when a pass has shown that its layers attend."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Register the hooks: one records calls from the beginning of a pass, one judges them at its end."""
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self, with_kwargs=True),
             model.register_forward_hook(self._check_pass, with_kwargs=True),

@@ -43,16 +43,16 @@ def position_table(model: PreTrainedModel) -> PositionTable | None:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int):
         return None
-    inside = tuple(f"{layer}." for layer in decoder_layers(model))
+    layer_prefixes = tuple(f"{layer}." for layer in decoder_layers(model))
     for name, module in model.get_submodule(text_name(model)).named_modules():
-        full = f"{text_name(model)}.{name}".strip(".")
-        if full.startswith(inside) or module is model.get_input_embeddings():
+        full_name = f"{text_name(model)}.{name}".strip(".")
+        if full_name.startswith(layer_prefixes) or module is model.get_input_embeddings():
             continue
         if isinstance(module, nn.Embedding) and module.num_embeddings - getattr(module, "offset", 0) == positions:
-            return PositionTable(type(model).__name__, full, positions)
+            return PositionTable(type(model).__name__, full_name, positions)
         for buffer, table in module.named_buffers(recurse=False):
             if table.ndim == 2 and table.is_floating_point() and len(table) == positions:
-                return PositionTable(type(model).__name__, f"{full}.{buffer}", positions)
+                return PositionTable(type(model).__name__, f"{full_name}.{buffer}", positions)
     return None
 
 
@@ -60,13 +60,13 @@ def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroB
     """Raise ModelError if a document, or rows of padding, go beyond a model's table of positions."""
     if table is None:
         return
-    laid_out = [
+    rows_of_documents = [
         (f"document {document} takes {rows} rows" + ("" if rows == length else f" ({length} tokens, padded)"), rows)
         for micro_batch in micro_batches
         for group in micro_batch.groups
         for document, length, rows in zip(group.documents, group.lengths, group.laid_out, strict=True)
     ]
-    for subject, rows in (*laid_out, (f"the shard has {padding_rows} rows of padding", padding_rows)):
+    for subject, rows in (*rows_of_documents, (f"the shard has {padding_rows} rows of padding", padding_rows)):
         if rows > table.positions:
             raise ModelError(
                 f"{subject}, {table.model} knows {table.positions} positions ({table.name}); use documents of at most "

@@ -188,7 +188,7 @@ def _run_mamba2(
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
     ops = find_ops(shard, len(x), x.shape[1])
     wide_dtype = state_dtype(x.dtype)
-    v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
+    v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))  # as linear attention: x are values, B keys, C queries
     step = step.to(wide_dtype) if dt_bias is None else step.to(wide_dtype) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
     # A kernel that computes on half precision gets the values as the model has them, else in the state's type.

@@ -90,13 +90,13 @@ def refuse_shared_layers(
     FSDP2 shards each layer, and sequence parallelism sums its gradients, as if its parameters were in no other.
     `blocks` are sets of modules with the same parameters, which layers may share, but not what is around the layers.
     """
-    together = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
-    owner: dict[int, tuple[str, str]] = {}
+    shared_in_blocks = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
+    owner: dict[int, tuple[str, str]] = {}  # of a parameter: its first name, and its layer, "" around the layers
     prefixes = [f"{layer}." for layer in layers]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         first, owner_layer = owner.setdefault(id(parameter), (name, layer))
-        if owner_layer != layer and not (layer and owner_layer and id(parameter) in together):
+        if owner_layer != layer and not (layer and owner_layer and id(parameter) in shared_in_blocks):
             raise ModelError(
                 f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
                 "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"

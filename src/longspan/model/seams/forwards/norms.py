@@ -158,8 +158,8 @@ def _find_formula(norm: nn.Module) -> NormFormula | None:
             (f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)),
             None,
         )
-    kinds = product(("first", "last"), ("silu", "sigmoid"))
-    gated = (NormFormula(groups=_count_groups(norm), gate=gate, activation=act) for gate, act in kinds)
+    variants = product(("first", "last"), ("silu", "sigmoid"))
+    gated = (NormFormula(groups=_count_groups(norm), gate=gate, activation=act) for gate, act in variants)
     return next((formula for formula in gated if _computes_formula(norm, formula)), None)
 
 

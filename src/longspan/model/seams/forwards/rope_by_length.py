@@ -88,12 +88,12 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     positions = position_ids.masked_fill(shard.rows < 0, 0)  # rows of padding have no document
     rows_by_length = _group_rows(shard, rotary, kind, layer_type)
     parts = [_document_frequencies(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
-    order = np.concatenate(list(rows_by_length.values()))
+    order = np.concatenate(list(rows_by_length.values()))  # the row of each place in the results, one after another
     if len(parts) == 1:
         return parts[0]
     place = to_device(np.argsort(order), x.device)
     leaves, structure = zip(*map(tree_flatten, parts), strict=True)
-    joined = [torch.cat(of_part, dim=1).index_select(1, place) for of_part in zip(*leaves, strict=True)]
+    joined = [torch.cat(leaf_parts, dim=1).index_select(1, place) for leaf_parts in zip(*leaves, strict=True)]
     return tree_unflatten(joined, structure[0])
 
 
